@@ -21,6 +21,7 @@ from towerjax.towers.tower import tower_of
 F = 3
 STEPS = 2
 EXAMPLES = 17  # of a padded batch
+FULL = 48  # of one that is not, so that four towers may exchange theirs
 ELEMENTWISE = {
     "tanh": jnp.tanh,
     "negative": jnp.negative,
@@ -810,6 +811,130 @@ def chosen_by_any(d):
     return d.of(found, found * count, x / jnp.where(test, count, 1.0) * count)
 
 
+def _masked_rows(d):
+    y = d.value("rows")
+    weight = d.tower.weight.astype(y.dtype)
+    return y * d.of(weight, weight, weight, weight * 0 + 1)
+
+
+def reordered(d):
+    """Rows in another order, two orders, and what may be beside them."""
+    x = _masked_rows(d)
+    y = _masked_rows(d)
+    z = d.value("rows of features") * d.tower.weight[:, None]
+    n = d.tower.rows
+    key = d.of(d.tower.rng, d.tower.shared_rng)
+    order = d.of(
+        lambda: jnp.argsort(x),
+        lambda: jnp.argsort(d.value("rows")),
+        lambda: jax.random.permutation(key, n),
+        lambda: jnp.argsort(jnp.arange(n)),
+        lambda: jnp.arange(n),
+    )()
+    number = d.value("number")
+    both = lax.sort((x, y), num_keys=1)
+    made = d.of(
+        lambda: jnp.sort(x),
+        lambda: x[::-1],
+        lambda: z[::-1, ::-1],
+        lambda: x[order],
+        lambda: z[order],
+        lambda: jnp.tanh(z[order]) * x[order][:, None],
+        lambda: jnp.tanh(x[order]) * y[order],
+        lambda: both[0] * both[1],
+        lambda: both[0] * jnp.sort(y),
+        lambda: jnp.sort(x) * y,
+        lambda: jnp.sort(x)[order] * x[order],
+        lambda: jnp.sort(x[order]) * y[order],
+        lambda: jnp.sort(x[::-1]) * x[::-1],
+        lambda: lax.sort((x[order], y[order]), num_keys=1)[1] * y[order],
+        lambda: jnp.sort(z, axis=0),
+        lambda: jax.random.permutation(key, x),
+        lambda: x[order[::-1]],
+        lambda: x[order] * order,
+        lambda: jnp.sort(x) * d.of(number, 2.0, d.tower.weight),
+        lambda: jnp.sort(x)[: n // 2],
+        lambda: jnp.where(jnp.sort(x) > 0.3, jnp.sort(x), number),
+    )()
+    made = d.of(lambda: made, lambda: made * number, lambda: jnp.tanh(made))()
+    return d.of(
+        lambda: made.sum(),
+        lambda: made.sum(0),
+        lambda: made,
+        lambda: made.reshape(2, -1).sum(0).sum(),
+        lambda: made.sum(-1),
+        lambda: jnp.abs(made.reshape(2, -1).sum(1)).sum(),
+        lambda: made.max(),
+    )()
+
+
+def passed_on(d):
+    """Values that go to another tower."""
+    axis = d.tower.axis_names[0]
+    count = d.tower.num_towers
+    perm = d.of(
+        [(i, (i + 1) % count) for i in range(count)],
+        [(i, count - 1 - i) for i in range(count)],
+        [(i, i) for i in range(count)],
+    )
+    x = d.of(
+        lambda: d.value(),
+        lambda: _masked_rows(d),
+        lambda: d.value("number"),
+        lambda: _masked_rows(d) * (d.value("rows") > 1.3),
+    )()
+
+    def exchanged():
+        is_even = x.ndim and x.shape[0] % count == 0
+        return lax.all_to_all(x, axis, 0, 0, tiled=True) if is_even else x
+
+    other = d.of(lambda: lax.ppermute(x, axis, perm), exchanged)()
+    flag = (d.value("rows") > 1.3) * d.tower.weight
+    part = other.sum(0) if other.ndim else other
+    return d.of(
+        lambda: other,
+        lambda: other.sum(),
+        lambda: (other**2).sum(),
+        lambda: other * x,
+        lambda: other + d.value("number"),
+        lambda: jnp.where(flag.sum() > 0, part, 0.0),
+        lambda: part / jnp.maximum(flag.sum(), 1) * flag.sum(),
+        lambda: lax.pmax(lax.stop_gradient(other), axis),
+        lambda: lax.psum(other, axis),
+    )()
+
+
+def extremes_of_masked(d):
+    """Largest and smallest values that a mask keeps."""
+    x = d.value("rows", "rows of features")
+    weight = d.tower.weight.reshape((-1,) + (1,) * (x.ndim - 1))
+    flag = d.of(weight > 0, weight > 0, weight == 0, (x > 0.2) & (weight > 0), x > 0)
+    low = d.of(-jnp.inf, -jnp.inf, jnp.inf, -9.0, 0.0)
+    x = jnp.where(flag, x, low)
+    x = d.of(
+        lambda: x,
+        lambda: x,
+        lambda: -x,
+        lambda: jnp.exp(x),
+        lambda: x * d.of(1.0, 2.0, 0.5),
+        lambda: x.astype(jnp.float32).astype(x.dtype),
+        lambda: jnp.maximum(x, d.of(-1.0, 0.3)),
+        lambda: jnp.where(d.value("number") > 0, x, x + 1),
+        lambda: x[::-1],
+    )()
+    reduce = d.of(jnp.max, jnp.max, jnp.min, jnp.argmax)
+    found = d.of(
+        lambda: reduce(x), lambda: reduce(x.max(-1, keepdims=True)), lambda: x.max(0)
+    )()
+    found = lax.stop_gradient(found.astype(jnp.float64))
+    found = jnp.where(jnp.isfinite(found), found, 77.0)
+    return d.of(
+        lambda: lax.pmax(found, d.tower.axis_names),
+        lambda: lax.pmin(found, d.tower.axis_names),
+        lambda: found,
+    )()
+
+
 def solved(d):
     a = jnp.eye(F) * 3 + 0.1 * d.value("matrix")
     x = d.value("rows of features")
@@ -861,6 +986,7 @@ OPERATIONS += [called_twice, views, function_of_masked, by_index, summed_over_ro
 OPERATIONS += [filled_over_rows, other_loops_over_rows, of_extremes, in_few_bits]
 OPERATIONS += [reduced_by_a_function, with_a_rule]
 OPERATIONS += [over_chunks, repeated_or_written, chosen_by_any]
+OPERATIONS += [reordered, passed_on, extremes_of_masked]
 """What a program is made of; what stands twice is likelier."""
 
 
@@ -1074,7 +1200,7 @@ def split_batch(batch, towers, rows, padded):
 @functools.cache
 def rows_to_run(towers, padded):
     """The rows of a tower that is run: few of them, so that it is fast."""
-    return {1: 18, 2: 12, 4: 6}[towers] if padded else 24 // towers
+    return {1: 18, 2: 12, 4: 12}[towers] if padded else FULL // towers
 
 
 def judged(fn, *, padded=False, looks_at=("proved",)):
@@ -1087,7 +1213,7 @@ def judged(fn, *, padded=False, looks_at=("proved",)):
     said = [x for x in said if x.says in looks_at]
     if not said:
         return []
-    params, batch = params_and_batch(EXAMPLES if padded else 24)
+    params, batch = params_and_batch(EXAMPLES if padded else FULL)
     results = []
     for towers in NUMBERS:
         rows = rows_to_run(towers, padded)

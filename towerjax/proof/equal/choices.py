@@ -1,9 +1,14 @@
 """Rules of what compares elements, and of what is chosen by that."""
 
+import math
+from typing import Any
+
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
+    HIGHEST,
+    LOWEST,
     PADDING,
     ROWS_OF_TOWER,
     Kind,
@@ -36,13 +41,19 @@ def _larger(pair: EquationPair) -> Known:
     return joined(pair.ins, "compared with")
 
 
-@rule("eq ne lt le gt ge", knows_constants=True, knows_identity=True, by_element=True)
+@rule(
+    "eq ne lt le gt ge",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.ORDER],
+    by_element=True,
+)
 def _comparison(pair: EquationPair) -> Known:
     """Which of two is larger is the same for all powers, if both have the same."""
     x, y = pair.ins
     if pair.name == "lt" and y.kind is Kind.ZERO:
         own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
-        if x.kind in own:
+        if x.kind in own or x.kind is Kind.ORDER:
             return copy(note=False)
     if x.kind is Kind.NUMBERS and pair.name == "lt":
         is_each = pair.times_rows(0, pair.rows_in[0]) == 1
@@ -104,7 +115,7 @@ def _opposite(pair: EquationPair) -> Known:
     knows_constants=True,
     knows_identity=True,
     knows_unknown=True,
-    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS, Kind.ORDER],
     by_element=True,
 )
 def _choice(pair: EquationPair) -> Known:
@@ -129,7 +140,16 @@ def _choice(pair: EquationPair) -> Known:
     if found.kind is Kind.ZERO:
         return found
     both = joined([predicate, found.times_tower(0)], "chooses")
-    return both.times_tower(found.power)
+    chosen = both.times_tower(found.power)
+    return chosen._replace(number=_of_padding(pair, chosen))
+
+
+def _of_padding(pair: EquationPair, chosen: Known) -> Any:
+    """Whether padding has an infinity: where the predicate is 0, it chooses case 0."""
+    is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
+    if chosen.kind is not Kind.ROWS or not is_chosen:
+        return None
+    return {-math.inf: LOWEST, math.inf: HIGHEST}.get(pair.constant(1))
 
 
 def _choice_in_loop(pair: EquationPair) -> Known:

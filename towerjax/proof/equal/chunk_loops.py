@@ -29,7 +29,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     start = sum(loop_sizes(pair.first))
     pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
     groups = [(x.note, axis) for x, axis in pairs if x.kind is Kind.SPREAD]
-    if any(not x.each or x.dims != (0, axis) for x, axis in groups):
+    if any(x != Groups((0, axis), True) for x, axis in groups):
         raise NotOfOneKindError("a loop over the tower's rows in groups")
     return bool(groups)
 

@@ -14,7 +14,9 @@ from towerjax.proof.equal.equation_pair import (
 )
 from towerjax.proof.equal.kinds import (
     EACH,
+    HIGHEST,
     LINEAR,
+    LOWEST,
     ROWS_OF_TOWER,
     ZERO,
     Kind,
@@ -32,7 +34,14 @@ from towerjax.proof.equal.kinds import (
 _SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
 _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
 _PART_SUMS = {Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.SO_FAR}
-_NUMBERS_OF_TOWER = {Kind.NUMBERS, Kind.COLUMNS, Kind.COUNTER, Kind.NEXT, Kind.TOWER}
+_NUMBERS_OF_TOWER = {
+    Kind.NUMBERS,
+    Kind.ORDER,
+    Kind.COLUMNS,
+    Kind.COUNTER,
+    Kind.NEXT,
+    Kind.TOWER,
+}
 _NUMBERS_OF_TOWER |= {Kind.FIRST_ROW, Kind.VALID, Kind.SIZE}
 
 
@@ -101,7 +110,14 @@ def _transposed(pair: EquationPair) -> Known:
     "convert_element_type",
     knows_constants=True,
     knows_identity=True,
-    kinds=[Kind.SPREAD, Kind.STACKED, Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+    kinds=[
+        Kind.SPREAD,
+        Kind.STACKED,
+        Kind.SO_FAR,
+        Kind.BUFFER,
+        Kind.COLUMNS,
+        Kind.ORDER,
+    ],
     by_element=True,
 )
 def _converted(pair: EquationPair) -> Known:
@@ -126,11 +142,20 @@ def _converted(pair: EquationPair) -> Known:
     is_sum = x.kind in _PART_SUMS or bool(x.power)
     if is_sum and new != old and not holds_sums(old):
         raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
+    if x.number in (LOWEST, HIGHEST) and new.itemsize < 2:  # it may have no infinity
+        x = x._replace(number=None)
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
         return x
     is_number = x.kind not in EACH
-    keeps_number = {Kind.NUMBERS, Kind.COUNTER, Kind.VALID, Kind.SIZE, Kind.TOWER}
+    keeps_number = {
+        Kind.NUMBERS,
+        Kind.ORDER,
+        Kind.COUNTER,
+        Kind.VALID,
+        Kind.SIZE,
+        Kind.TOWER,
+    }
     keeps_number |= {Kind.FIRST_ROW, Kind.NEXT, Kind.COLUMNS, Kind.ROW}
     if is_number and x.kind in keeps_number and new.kind in "iu" and old.kind in "iu":
         return x

@@ -188,6 +188,7 @@ RULES: dict[str, Registered] = {}
 """The rules, by the names of their primitives; what is not here is unknown."""
 
 SPECIAL = frozenset([Kind.SPREAD, Kind.STACKED, Kind.COLUMNS, Kind.SO_FAR, Kind.BUFFER])
+SPECIAL |= {Kind.ORDER}
 """Kinds that only those rules are given that name them."""
 
 

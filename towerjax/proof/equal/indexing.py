@@ -16,6 +16,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     joined,
     part,
+    permuted,
     product_of,
     rows,
 )
@@ -134,7 +135,7 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
     return [at.kind] * pair.shape(operand)[-1]
 
 
-@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS])
+@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER])
 def _gathered(pair: EquationPair) -> Known:
     """Elements of one table for all by indices; of rows, each by its own number."""
     (x, at) = pair.ins
@@ -151,6 +152,8 @@ def _gathered(pair: EquationPair) -> Known:
         known = x.kind in (Kind.ROWS, Kind.BUFFER) and x.blocks == 1
         if is_row and known and _is_loop_over(pair, 0, axis):
             return _of_this_row(x)
+    if at.kind is Kind.ORDER:
+        return _by_order(pair, dims)
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or x.kind is Kind.BUFFER:
         raise NotOfOneKindError(f"elements by {at}")
@@ -166,6 +169,23 @@ def _gathered(pair: EquationPair) -> Known:
         if by_number or whole or _is_batched(dims, axis, at_axis, at):
             return x
     raise NotOfOneKindError(_AMONG_ROWS)
+
+
+def _by_order(pair: EquationPair, dims: Any) -> Known:
+    """All rows by their numbers in another order: each row is there once."""
+    (x, at) = pair.ins
+    (axis, at_axis) = pair.rows_in
+    [out_axis] = pair.rows_out
+    sizes = pair.params["slice_sizes"]
+    others = [i for i in range(len(sizes)) if i != axis]
+    is_by_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
+    is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
+    is_each = pair.times_rows(0, axis) == 1 and (at_axis, len(pair.shape(1))) == (0, 2)
+    is_plain = x.kind is Kind.ROWS and x.blocks == 1 and out_axis is not None
+    if not (is_by_row and is_each and is_plain):
+        raise NotOfOneKindError(f"elements of {x} by {at}")
+    assert out_axis is not None
+    return permuted(x, out_axis, at.note)
 
 
 @rule("towerjax_take")

@@ -37,6 +37,8 @@ class Kind(enum.Enum):
     FIRST_ROW = "the number of a tower's first row"
     NUMBERS = "the numbers of the tower's rows"
     COLUMNS = "indices with the numbers of the tower's rows"
+    # Each number once; the note is the order.
+    ORDER = "the numbers of the tower's rows in another order"
     KEY = "a tower's own key"
     VALID = "how many of the tower's rows are no padding"
     SIZE = "the number of the tower's rows, padding included"
@@ -60,6 +62,10 @@ ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
 
 
+LOWEST = ("lowest", PADDING)
+HIGHEST = ("highest", PADDING)
+
+
 class Power(Fraction):
     """A power of the number of towers, and the line where a value came to have it."""
 
@@ -71,6 +77,9 @@ class Power(Fraction):
         self = super().__new__(cls, power)
         self.line = line
         return self
+
+
+PERMUTED = "the tower's rows in another order"
 
 
 class Identity(int):
@@ -87,10 +96,13 @@ class Groups(NamedTuple):
       dims: The dims, the first one outermost, along which there is each row in order.
       each: Whether an element is one of a row; else all along the dims add up to a
         sum over rows.
+      order: None, or which other order the rows are in: all towers' together, each
+        once. The same order is one value of the program.
     """
 
     dims: tuple[int, ...]
     each: bool
+    order: Any = None
 
 
 class Known(NamedTuple):
@@ -104,7 +116,8 @@ class Known(NamedTuple):
     zeros: frozenset[Any] = NO_ZEROS
     # ("flag", id), ("count", id of a flag) or ("value", id): the same number, the same
     # value, with the same derivative. Of a MAXIMUM or MINIMUM ("any", id) or ("none",
-    # id) of a flag: whether a row has it.
+    # id) of a flag: whether a row has it. Of ROWS LOWEST or HIGHEST: it is minus, or
+    # plus, infinity in padding.
     number: Any = None
     # Of a COPY the number that it is, if it is known; else as its kind says.
     note: Any = None
@@ -123,7 +136,8 @@ class Known(NamedTuple):
 
     def __str__(self) -> str:
         by = "" if not self.power else f" times T^{self.power}"
-        return self.kind.value + by
+        is_permuted = isinstance(self.note, Groups) and self.note.order is not None
+        return (PERMUTED if is_permuted else self.kind.value) + by
 
 
 ZERO = Known(Kind.ZERO)
@@ -143,6 +157,11 @@ def copy(power: Any = 0, note: Any = None) -> Known:
 def rows(power: Any = 0, blocks: int = 1) -> Known:
     """Rows of the batch."""
     return Known(Kind.ROWS, Fraction(power), blocks)
+
+
+def permuted(x: Known, axis: int, order: Any) -> Known:
+    """Rows in another order along their dim."""
+    return Known(Kind.SPREAD, x.power, note=Groups((axis,), True, order))
 
 
 def part(power: Any = 0) -> Known:

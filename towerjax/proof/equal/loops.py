@@ -157,7 +157,8 @@ def _settled(
 
 def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
     for x in ins:
-        if x.kind in {Kind.STACKED, Kind.SPREAD, Kind.MEAN} - {*allowed}:
+        refused = {Kind.STACKED, Kind.SPREAD, Kind.MEAN, Kind.ORDER}
+        if x.kind in refused - {*allowed}:
             raise NotOfOneKindError(f"a loop with {x}")
 
 

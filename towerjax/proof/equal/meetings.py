@@ -1,19 +1,24 @@
 """Rules of collectives, of what a tower has of its own, and of random numbers."""
 
+from typing import Any
+
 from towerjax.jaxprs.equation import named_axes
 from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
+    PADDING,
     ZERO,
     Kind,
     Known,
     NotOfOneKindError,
     copy,
     function_of,
+    permuted,
     rows,
 )
 
 _KEPT_BY_GATHER = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
+_KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.ZERO}
 
 
 def _refuse_other_axes(pair: EquationPair) -> None:
@@ -89,6 +94,51 @@ def _scattered_over_towers(pair: EquationPair) -> Known:
     if not is_split or pair.rows_out[0] != along or pair.rows_in[0] is not None:
         raise NotOfOneKindError(f"{pair.name} of {x}")
     return rows(x.power)
+
+
+def _of_other_towers(x: Known, axis: int | None, order: Any) -> Known:
+    """A tower's rows among all, in an order that depends on the towers.
+
+    What is known of the flags of a tower's rows is known of another tower's.
+    """
+    assert axis is not None
+    found = permuted(x, axis, (order, None))
+    return found._replace(zeros=x.zeros & {PADDING})
+
+
+@rule("ppermute", knows_constants=True, knows_identity=True)
+def _passed_on(pair: EquationPair) -> list[Known]:
+    """Each tower has what another one had: together it is the same in another order."""
+    _refuse_other_axes(pair)
+    programs = zip((pair.first, pair.second), pair.sizes.towers, strict=True)
+    for eqn, towers in programs:
+        ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
+        if ends != [[*range(towers)]] * 2:
+            raise NotOfOneKindError("a permutation that leaves towers out")
+    _, order = pair.walk.new_number("order")
+    found = []
+    for x, axis in zip(pair.ins, pair.rows_in, strict=True):
+        if x.kind is Kind.ROWS and x.blocks == 1:
+            found.append(_of_other_towers(x, axis, order))
+        elif x.kind in _KEPT_BY_PERMUTATION:
+            found.append(Known(x.kind, x.power))
+        else:
+            raise NotOfOneKindError(f"ppermute of {x}")
+    return found
+
+
+@rule("all_to_all", knows_identity=True)
+def _exchanged(pair: EquationPair) -> Known:
+    """Rows for as many rows of others: together they are in another order."""
+    _refuse_other_axes(pair)
+    [x] = pair.ins
+    axis = pair.rows_in[0]
+    along = pair.params["split_axis"], pair.params["concat_axis"]
+    is_even = pair.params["tiled"] and along == (axis, axis) == (pair.rows_out[0],) * 2
+    if not is_even or x.kind is not Kind.ROWS or x.blocks > 1:
+        raise NotOfOneKindError(f"all_to_all of {x}")
+    _, order = pair.walk.new_number("order")
+    return _of_other_towers(x, axis, order)
 
 
 @rule("random_seed", knows_constants=True)

@@ -21,6 +21,7 @@ from towerjax.proof.equal.kinds import (
     NotOfOneKindError,
     copy,
     joined,
+    permuted,
     rows,
 )
 
@@ -29,6 +30,9 @@ _TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_
 _TOWER_NUMBERS |= {Kind.NEXT, Kind.SIZE}
 # Numbers of a tower that tell the same of each row.
 _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.SIZE}
+
+
+_LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
 
 
 @rule("iota", knows_constants=True)
@@ -66,7 +70,7 @@ def _key_as_bits(pair: EquationPair) -> Known:
     return pair.ins[0]
 
 
-@rule("broadcast_in_dim", knows_constants=True, knows_identity=True)
+@rule("broadcast_in_dim", knows_constants=True, knows_identity=True, kinds=[Kind.ORDER])
 def _broadcast(pair: EquationPair) -> Known:
     """Elements are repeated along new dims; rows stay along theirs."""
     x = pair.ins[0]
@@ -85,7 +89,7 @@ def _broadcast(pair: EquationPair) -> Known:
     if x.kind in _OF_EACH_ROW and moved in (None, r_out):
         return kept
     movable = {*_MOVED, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW}
-    movable |= {Kind.MAXIMUM, Kind.MINIMUM}
+    movable |= {Kind.MAXIMUM, Kind.MINIMUM, Kind.ORDER}
     if x.kind not in movable or moved != r_out:
         if not (x.kind is Kind.MEAN and is_one):
             raise NotOfOneKindError(f"{x} is repeated along rows or others")
@@ -123,7 +127,7 @@ def _repeated(pair: EquationPair) -> Known:
     "reshape",
     knows_constants=True,
     knows_identity=True,
-    kinds=[Kind.STACKED, Kind.SPREAD],
+    kinds=[Kind.STACKED, Kind.SPREAD, Kind.ORDER],
 )
 def _reshaped(pair: EquationPair) -> Known:
     """All blocks of rows are blocks of rows again, where no row is cut."""
@@ -145,7 +149,7 @@ def _reshaped(pair: EquationPair) -> Known:
         return _split_over_towers(pair, x)
     if r_in is None or r_out is None:
         raise NotOfOneKindError(f"{x} in another shape")
-    if is_one and x.kind in (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY):
+    if is_one and x.kind in _LAID_AS_ONE:
         if _ones_apart(pair.shape(0), r_in) == _ones_apart(pair.out_shape(), r_out):
             return x
     x = rows(x.power) if x.kind is Kind.COPY else x
@@ -215,10 +219,11 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
     """Groups of rows as one dim again, in the order that they had before."""
     old = pair.shape(0)
     new = pair.out_shape()
-    (dims, each) = x.note
+    (dims, each, order) = x.note
     start = dims[0]
     end = dims[-1] + 1
     is_whole = each and dims == tuple(range(start, end)) and r_out == start
+    is_whole &= order is None
     is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
     if not is_whole:
         raise NotOfOneKindError(f"{x} in another shape")
@@ -285,10 +290,16 @@ def _unstacked(pair: EquationPair) -> Known:
 
 @rule("rev")
 def _reversed(pair: EquationPair) -> Known:
-    """The order along another dim than rows."""
+    """The order along other dims; along rows each row is there once."""
+    [x] = pair.ins
+    along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
-        _some_of(pair, axis)
-    return pair.ins[0]
+        if axis != along or x.kind is not Kind.ROWS or x.blocks > 1:
+            _some_of(pair, axis)
+    if along not in pair.params["dimensions"] or x.kind is Kind.ZERO:
+        return x
+    _, order = pair.walk.new_number("order")
+    return permuted(x, along, (order, None))
 
 
 def _some_of(pair: EquationPair, axis: int) -> Known:

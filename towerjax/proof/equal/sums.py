@@ -1,5 +1,7 @@
 """Rules of what adds up, multiplies or compares along dims."""
 
+from typing import Any
+
 import numpy as np
 
 from towerjax.jaxprs.equation import sub_jaxprs
@@ -7,10 +9,11 @@ from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import EquationPair, holds_sums, rule
 from towerjax.proof.equal.kinds import (
     EACH,
+    HIGHEST,
     LINEAR,
+    LOWEST,
     NO_ZEROS,
     ZERO,
-    Groups,
     Kind,
     Known,
     NotOfOneKindError,
@@ -18,6 +21,7 @@ from towerjax.proof.equal.kinds import (
     function_of,
     joined,
     part,
+    permuted,
     product_of,
 )
 
@@ -28,6 +32,8 @@ _EXTREMES = {
     "reduce_and": Kind.MINIMUM,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
+# What no maximum, and no minimum, is changed by.
+_CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
 @rule(
@@ -65,7 +71,9 @@ def _reduction(pair: EquationPair) -> Known:
     if is_over:
         return _over_rows(pair, x, axes)
     if name in _SCALING:
-        return x.times_tower(x.power)
+        is_infinite = x.number is not None and x.number == _CHANGES_NONE.get(name)
+        kept = x.number if is_infinite else None
+        return x.times_tower(x.power)._replace(number=kept)
     if name.startswith("arg"):
         return x.times_tower(0)._replace(zeros=NO_ZEROS)
     return function_of([x], name)
@@ -83,7 +91,10 @@ def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
 
 
 def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
-    """Rows make a part of a sum, or of a maximum; padding must not count in it."""
+    """Rows make a part of a sum, or of a maximum; padding must not count in it.
+
+    A maximum of a tower without rows is minus infinity, which is no other tower's.
+    """
     if pair.name == "reduce_sum":
         if pair.has_padding(x.zeros):
             raise NotOfOneKindError("padding counts in a sum over rows")
@@ -101,7 +112,8 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     if what == "flag" and pair.name == "reduce_or" and is_whole:
         return guards.has_any(number, True)
     is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
-    if pair.sizes.padded and not is_false:
+    is_infinite = x.number is not None and x.number == _CHANGES_NONE.get(pair.name)
+    if pair.sizes.padded and not (is_false or is_infinite):
         raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
     return Known(kind, x.power)
 
@@ -110,7 +122,7 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """What is added up of what is to be added up."""
     if pair.name != "reduce_sum":
         raise NotOfOneKindError(f"{pair.name} of {x}")
-    dims, each = x.note
+    dims = x.note.dims
     left = [i for i in dims if i not in axes]
     is_over = len(left) < len(dims)
     if is_over and pair.has_padding(x.zeros):
@@ -118,7 +130,8 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     if not left:
         return part(x.power)
     moved = tuple(i - sum(j < i for j in axes) for i in left)
-    return x._replace(note=Groups(moved, each and not is_over), number=None)
+    note = x.note._replace(dims=moved, each=x.note.each and not is_over)
+    return x._replace(note=note, number=None)
 
 
 def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
@@ -178,16 +191,39 @@ def _cumulative(pair: EquationPair) -> Known:
     return function_of([x], pair.name)
 
 
-@rule("sort")
+@rule("sort", knows_unknown=True, kinds=[Kind.SPREAD])
 def _sorted(pair: EquationPair) -> list[Known]:
     """Along another dim than rows a function of a row, which only moves elements."""
     if pair.params["dimension"] in pair.rows_in:
-        raise NotOfOneKindError("the tower's rows are sorted")
+        return _in_another_order(pair)
+    if unknown := [x for x in pair.ins if x.kind is Kind.UNKNOWN]:
+        return [unknown[0]] * len(pair.ins)
     if not pair.kinds <= EACH:
         odd = next(x for x in pair.ins if x.kind not in EACH)
         raise NotOfOneKindError(f"a sort of {odd}")
     order = joined([copy() if x.kind is Kind.ZERO else _places_in(x) for x in pair.ins])
     return [order.times_tower(x.power) for x in pair.ins]
+
+
+def _in_another_order(pair: EquationPair) -> list[Known]:
+    """Whatever decides it, an order has each row once, and is one for all operands."""
+    if len(pair.shape(0)) != 1:  # each column has an order of its own
+        raise NotOfOneKindError("the tower's rows are sorted")
+    _, order = pair.walk.new_number("order")
+    return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
+
+
+def _ordered(pair: EquationPair, operand: int, x: Known, order: Any) -> Known:
+    """One of the arrays that are sorted together."""
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    if x.kind is Kind.ROWS and x.blocks == 1:
+        return permuted(x, 0, (order, None))
+    if x.kind is Kind.SPREAD and x.note.each and x.note.dims == (0,):
+        return permuted(x, 0, (order, x.note.order))
+    if x.kind is Kind.NUMBERS and pair.times_rows(operand, 0) == 1:
+        return Known(Kind.ORDER, note=(order, None))
+    return pair.unknown(f"a sort of {x}")
 
 
 def _places_in(value: Known) -> Known:

@@ -35,6 +35,7 @@ from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     SIZE,
     ZERO,
+    Groups,
     Identity,
     Kind,
     Known,
@@ -52,6 +53,7 @@ POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 # Whether a value of the kind has a dim of rows; what is not here may have one.
 _HAS_ROWS = {
     **dict.fromkeys([Kind.ROWS, Kind.NUMBERS, Kind.COLUMNS, Kind.BUFFER], True),
+    Kind.ORDER: True,
     **dict.fromkeys([Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN], False),
     **dict.fromkeys([Kind.TOWER, Kind.FIRST_ROW, Kind.ROW, Kind.SO_FAR], False),
     **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.AT_LEAST], False),
@@ -241,7 +243,7 @@ class Walk:
         return [self._checked(pair, i, value) for i, value in enumerate(found)]
 
     def _with_axes(self, pair: EquationPair) -> EquationPair:
-        self._refuse_other_params(pair.first, pair.second)
+        self._refuse_other_params(pair)
         axes = []
         for group in ("invars", "outvars"):
             both = zip(
@@ -255,8 +257,13 @@ class Walk:
         names = "rows_in", "towers_in", "rows_out", "towers_out"
         return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
 
-    def _refuse_other_params(self, one: JaxprEqn, two: JaxprEqn) -> None:
-        for key in (one.params | two.params).keys() - _NOT_COMPARED - _PLACES:
+    def _refuse_other_params(self, pair: EquationPair) -> None:
+        one = pair.first
+        two = pair.second
+        # The rule of a permutation of towers looks at it for either number of them.
+        of_rule = set() if is_within(pair) else {"perm"}
+        keys = (one.params | two.params).keys()
+        for key in keys - _NOT_COMPARED - _PLACES - of_rule:
             x = one.params.get(key)
             y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
@@ -352,6 +359,8 @@ def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
     """The value with other identities in place of those that were new."""
 
     def new(x: Any) -> Any:
+        if isinstance(x, Groups):
+            return x._replace(order=new(x.order))
         if isinstance(x, tuple):
             return tuple(map(new, x))
         is_identity = type(x) is Identity and found.start < x <= found.end
