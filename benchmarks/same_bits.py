@@ -23,15 +23,15 @@ from benchmarks import options_of
 from benchmarks.catalogue import MODELS, OPTIMIZERS, Model
 from towerjax import collectives
 from towerjax.collectives import CrossTowerOps
-from towerjax.estimator.model_fn import ModelSpec
-from towerjax.estimator.optimizer import TowerOptimizer
-from towerjax.estimator.replicate import replicate_model_fn
-from towerjax.estimator.train import train_and_evaluate
 from towerjax.loop.run import run
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.train import build_train_step
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
+from towerjax.tf1.estimator.model_fn import ModelSpec
+from towerjax.tf1.estimator.optimizer import TowerOptimizer
+from towerjax.tf1.estimator.replicate import replicate_model_fn
+from towerjax.tf1.estimator.train import train_and_evaluate
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput

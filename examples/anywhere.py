@@ -47,7 +47,7 @@ def main() -> None:
     accuracy = tj.evaluate(evaluate, state, lambda: tj.batches(data, 500))
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]
     digest = hashlib.sha256(b"".join(leaves)).hexdigest()
-    if strategy.should_save_summary:  # one process prints
+    if tj.cluster.is_chief():  # one process prints
         print(f"{job.num_processes} processes. {history.summary}")
         loss = history.metrics["loss"][-1]
         print(

@@ -73,7 +73,9 @@ class Table:
 
 def mirrored(towers, one_device=False):
     devices = 1 if one_device else towers
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=towers)
+    return tj.tf1.MirroredStrategy(
+        devices=[f"cpu:{i}" for i in range(devices)], towers=towers
+    )
 
 
 def assert_equal(actual, case, expected=None):

@@ -13,6 +13,11 @@ def mirrored(towers, devices=1, tower_loop="vmap", **options):
     return tj.Mirrored(names(devices), towers=towers, tower_loop=tower_loop, **options)
 
 
+def with_verbs(*args, **options):
+    """The same, with TensorFlow's verbs."""
+    return tj.tf1.with_verbs(mirrored(*args, **options))
+
+
 def cases(cls):
     """The functions that a class holds together, by name."""
     return {name: fn for name, fn in vars(cls).items() if callable(fn)}

@@ -77,21 +77,24 @@ __all__ = [
     "sparse",
     "sweep",
     "testing",
+    "tf1",
     "tools",
     "towers",
     "value_and_grad",
 ]
 
 if TYPE_CHECKING:
-    from towerjax import contrib, estimator, testing, tools
+    from towerjax import contrib, testing, tf1, tools
     from towerjax.sweeps.train import sweep
+    from towerjax.tf1 import estimator
 else:  # a fifth of the time of the import, for what few programs use
     __getattr__ = _later_in_module(
         __name__,
         contrib="towerjax.contrib",
-        estimator="towerjax.estimator",
+        estimator="towerjax.tf1.estimator",
         sweep="towerjax.sweeps.train:sweep",
         testing="towerjax.testing",
+        tf1="towerjax.tf1",
         tools="towerjax.tools",
     )
 

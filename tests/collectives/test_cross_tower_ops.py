@@ -23,7 +23,7 @@ from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
 from towerjax.towers.executors import trace_one_tower
-from towerjax.towers.tf1.reduce import _reduce_all
+from towerjax.towers.reduce import _reduce_all
 from towerjax.types import Layout
 
 R = tj.Reduction
@@ -32,7 +32,9 @@ SHAPES = ((), (7,), (0, 3), (5, 1, 3), (1,), (41,))
 
 
 def mirrored(towers, devices, ops, **options):
-    return tj.Mirrored(names(devices), towers=towers, cross_tower_ops=ops, **options)
+    return tj.tf1.MirroredStrategy(
+        names(devices), towers=towers, cross_tower_ops=ops, **options
+    )
 
 
 def ops_for(devices):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 from towerjax.collectives.reduce import reduced_dtype

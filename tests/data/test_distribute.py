@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 from towerjax.data import distribute
@@ -428,7 +428,7 @@ def test_a_pass_may_begin_at_the_smaller_last_batch():
 
 
 def test_one_process_does_everything_once():
-    for strategy in (mirrored(2), tj.OneDevice("cpu:0")):
+    for strategy in (mirrored(2), tj.tf1.OneDeviceStrategy("cpu:0")):
         assert not strategy.between_graph
         assert strategy.should_init and strategy.should_checkpoint
         assert strategy.should_save_summary
@@ -436,8 +436,8 @@ def test_one_process_does_everything_once():
 
 def test_a_batch_placed_for_other_towers_is_refused():
     dev = [f"cpu:{i}" for i in range(2)]
-    mine = tj.Mirrored(devices=dev, towers=2)
-    other = tj.Mirrored(devices=dev, towers=4)
+    mine = tj.tf1.MirroredStrategy(devices=dev, towers=2)
+    other = tj.tf1.MirroredStrategy(devices=dev, towers=4)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), mine)
     evaluate = tj.build_eval_step(
         lambda w, b, tower: {"n": tj.Weighted.mean(b["y"], tower.weight)}, mine

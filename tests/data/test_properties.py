@@ -20,7 +20,7 @@ from drawn import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 from towerjax.collectives.ops import pack_sizes, sum_rows_over_towers
@@ -267,7 +267,7 @@ def test_what_is_regrouped_is_selected_again(tree, towers, seed):
         }[kind]
 
     nests = [jax.tree.map(lambda k, t=t: leaf(k, t), tree) for t in range(towers)]
-    strategy = tj.Mirrored(towers=towers)
+    strategy = tj.tf1.MirroredStrategy(towers=towers)
     together = strategy.regroup(nests)
     for tower, nest in enumerate(nests):
         again = strategy.select_tower(together, tower)

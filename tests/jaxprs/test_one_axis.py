@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.extend.core import Literal
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 from towerjax.jaxprs.equation import user_line

@@ -99,7 +99,7 @@ def test_one_device_is_one_absent_one():
 
 
 def test_a_step_is_proved_and_does_not_run():
-    strategy = tj.Mirrored(devices=H200S)
+    strategy = tj.tf1.MirroredStrategy(devices=H200S)
     step, params, batch = make_step(strategy)
     (found,) = step.check(params, batch).analysis.collectives
     assert found.primitive == "psum"

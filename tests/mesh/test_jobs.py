@@ -123,7 +123,7 @@ def early(arguments):
     processes._PATIENCE_S = 0.2
     me = tj.cluster.initialize(**arguments).process_id
     how = {"tower_local": True, "reduction": tj.Reduction.SUM}
-    count = tj.Mirrored().create_var("count", 1.0, **how)
+    count = tj.tf1.MirroredStrategy().create_var("count", 1.0, **how)
     for meet in (
         lambda: processes.require_same("This", "", ""),
         lambda: tj.towers.saved_values(count.value),

@@ -150,13 +150,13 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
         with pytest.raises(MutantError, match="2 ti"):
             apply(mutant(rng, "return", ""), patch, print)
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    door = "towers.tf1.reduce:map_elements"
-    inner = tj.Mirrored.map
+    door = "tf1.reduce:map_elements"
+    inner = tj.tf1.MirroredStrategy.map
     with pytest.MonkeyPatch.context() as patch:
         apply(mutant(door, "if not elements", "if True"), patch, print)
         with pytest.raises(ValueError, match="there are no elements"):
-            tj.Mirrored(towers=2).map(np.sin, [1.0])
-    assert tj.Mirrored.map is inner
+            tj.tf1.MirroredStrategy(towers=2).map(np.sin, [1.0])
+    assert tj.tf1.MirroredStrategy.map is inner
     # A decorator that registers the function has been undone, too.
     assert analysis._RULES["cond"] is analysis._cond
     assert not hasattr(ops, "_mutant_is_live_")

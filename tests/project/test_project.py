@@ -27,12 +27,12 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax.")
 # nothing but the public names.
 ROOMS = """
     types jaxprs mesh proof collectives data metrics lowering towers step check layers
-    loop estimator sweeps testing tools
+    loop sweeps testing tools tf1
 """.split()
 
 
-PUBLIC_ROOMS = "layers contrib estimator testing".split()  # with their own modules
-LATER = "contrib estimator testing tools".split()  # imported where they are used
+PUBLIC_ROOMS = "layers contrib testing tf1".split()  # with their own modules
+LATER = "contrib testing tf1 tools".split()  # imported where they are used
 
 
 def test_public_names_are_few_and_all_that_dir_shows():
@@ -275,7 +275,16 @@ def test_examples_in_docstrings_run(name):
 
 
 def test_what_users_call_has_an_example():
-    rooms = [tj, tj.estimator, tj.sparse, tj.towers, tj.loop, tj.tools, tj.testing]
+    rooms = [
+        tj,
+        tj.tf1,
+        tj.estimator,
+        tj.sparse,
+        tj.towers,
+        tj.loop,
+        tj.tools,
+        tj.testing,
+    ]
     for room in rooms:
         for name, value in vars(room).items():
             if inspect.isfunction(value) and name[0] != "_":

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.towers.tf1.call import Constant
+from towerjax.tf1.call import Constant
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
@@ -127,7 +127,7 @@ def test_values_of_the_grad_around_it_may_be_closed_over():
 
 @pytest.mark.parametrize("num_rows, num_shared", [(3, 0), (0, 2)])
 def test_pmap_hands_out_rows_whatever_the_number_of_arguments(num_rows, num_shared):
-    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], executor="pmap")
+    strategy = tj.tf1.MirroredStrategy([f"cpu:{i}" for i in range(4)], executor="pmap")
     rows = [tj.PerTower(np.arange(4.0) + 10 * i) for i in range(num_rows)]
     shared = [np.arange(2.0) - i for i in range(num_shared)]
     out = strategy.call_for_each_tower(
@@ -191,7 +191,7 @@ def test_unhashable_results_that_are_no_arrays_come_back():
 
 
 def test_results_lie_on_the_strategys_devices():
-    strategy = tj.Mirrored(devices=("cpu:5", "cpu:3"), towers=4)
+    strategy = tj.tf1.MirroredStrategy(devices=("cpu:5", "cpu:3"), towers=4)
     own, same = strategy.call_for_each_tower(lambda tower: (tower.id, jnp.ones(2)))
     five = jax.devices("cpu")[5]
     three = jax.devices("cpu")[3]
@@ -201,7 +201,7 @@ def test_results_lie_on_the_strategys_devices():
         three: [2, 3],
     }
     assert same.sharding.is_fully_replicated
-    one = tj.OneDevice("cpu:6")
+    one = tj.tf1.OneDeviceStrategy("cpu:6")
     alone = one.call_for_each_tower(lambda tower, x: x + 1, np.ones(2))
     assert alone.devices() == {jax.devices("cpu")[6]}
 
@@ -336,7 +336,7 @@ USES = [(*told, use) for told, uses in EXPLAINED.items() for use in uses]
 @pytest.mark.parametrize("error, text, use", USES)
 def test_what_jax_refuses_is_explained_wherever_it_stands(error, text, use):
     with pytest.raises(error) as caught:
-        use(tj.Mirrored(devices=("cpu:0",), towers=2))
+        use(tj.tf1.MirroredStrategy(devices=("cpu:0",), towers=2))
     assert re.search(text, " ".join(caught.value.__notes__))
 
 

@@ -80,7 +80,7 @@ def check_map_reduce(case, strategy):
 @TABLE.checks("default.merge_call")
 def check_default_merge_call(case, strategy):
     # No hidden default strategy: the one that does nothing is written down.
-    out = tj.OneDevice("cpu:0").call_for_each_tower(
+    out = tj.tf1.OneDeviceStrategy("cpu:0").call_for_each_tower(
         lambda tower: tower.merge_call(lambda strategy, s: "foo_" + s, "bar")
     )
     assert out == case["expected"]

@@ -90,7 +90,7 @@ def check_warm_start(case, strategy):
     weights = np.float32(case["expected"])
     for n in case["input"]["n"]:
         strategy = mirrored(n, len(strategy.worker_devices) == 1)
-        alone = tj.OneDevice("cpu:7")
+        alone = tj.tf1.OneDeviceStrategy("cpu:7")
         for saver, starter in itertools.product((alone, strategy), repeat=2):
             saved = from_a_file({"v": saver.create_var("v", weights)})
             like = {"v": starter.create_var("v", np.zeros_like(weights))}
@@ -113,7 +113,7 @@ def in_a_tower(tower, v1, v2, saved):
 def check_init_from_checkpoint(case, strategy):
     first = np.arange(10, dtype=np.float32).reshape(1, 10) ** 1.5
     second = np.float32(np.random.default_rng(0).normal(size=(10, 10)))
-    alone = tj.OneDevice("cpu:7")
+    alone = tj.tf1.OneDeviceStrategy("cpu:7")
     saved = from_a_file({"v1": alone.create_var("v1", first), "v2": second[:, ::-1]})
     for n in case["input"]["n"]:
         strategy = mirrored(n, len(strategy.worker_devices) == 1)

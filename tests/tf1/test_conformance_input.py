@@ -69,7 +69,7 @@ def check_step_fn(case, strategy):
 
     all_devices = strategy.worker_devices
     for towers in case["input"]["n"]:
-        strategy = tj.Mirrored(devices=all_devices[:towers], towers=towers)
+        strategy = tj.tf1.MirroredStrategy(devices=all_devices[:towers], towers=towers)
 
         def step(ctx, carry, x, strategy=strategy):
             def tower_fn(tower, params, x):

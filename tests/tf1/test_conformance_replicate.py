@@ -11,7 +11,7 @@ import pytest
 from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
-from towerjax.estimator.variables import variable_devices
+from towerjax.tf1.estimator.variables import variable_devices
 
 WITHOUT_MEANING = {
     "optimizer.error.cross_tower_apply": "there is no second way to apply: outside of"
@@ -393,7 +393,7 @@ def check_round_robin_variables(case, strategy):
     found = kept_on(devices, given["variables"], policy)
     placement = expected["placement"]
     assert found == {name: numbers([placement[name]]) for name in placement}
-    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in devices])
+    strategy = tj.tf1.MirroredStrategy(devices=[f"cpu:{i}" for i in devices])
     ids = strategy.call_for_each_tower(lambda tower: tower.id)
     towers_on = [shard.device.id for shard in ids.values.addressable_shards]
     assert towers_on == numbers(expected["tower_loss_devices"])

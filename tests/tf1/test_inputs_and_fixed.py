@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import data, mirrored
+from layouts import data
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.estimator.train import as_batch
+from towerjax.tf1.estimator.train import as_batch
 
 RATE = 0.1
 

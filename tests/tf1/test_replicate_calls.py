@@ -13,7 +13,7 @@ from layouts import mirrored as towers
 from layouts import rows
 
 import towerjax as tj
-from towerjax.estimator.model_fn import ModelFn, static_keys
+from towerjax.tf1.estimator.model_fn import ModelFn, static_keys
 
 Kind = tj.estimator.LossReduction
 SUM = Kind.SUM

@@ -12,8 +12,8 @@ from layouts import mirrored as towers
 from layouts import rows
 
 import towerjax as tj
-from towerjax.estimator.replicate import _SPEC_PARTS
-from towerjax.estimator.variables import variable_devices
+from towerjax.tf1.estimator.replicate import _SPEC_PARTS
+from towerjax.tf1.estimator.variables import variable_devices
 
 Kind = tj.estimator.LossReduction
 SUM = Kind.SUM

@@ -17,7 +17,7 @@ import pytest
 from checkpoint_model import Calling
 
 import towerjax as tj
-from towerjax.estimator.train import Epochs, as_batch
+from towerjax.tf1.estimator.train import Epochs, as_batch
 
 RATE = 0.1
 EPS = np.finfo(np.float32).eps

@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
 from towerjax.mesh import placement
+from towerjax.tf1.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
 from towerjax.towers.strategies import on_one_group
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")

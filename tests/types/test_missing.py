@@ -143,7 +143,8 @@ def given(*batch, **options):
 
 
 def in_tower(name):
-    return mirrored(2).call_for_each_tower(lambda tower: getattr(tower, name))
+    strategy = tj.tf1.with_verbs(mirrored(2))
+    return strategy.call_for_each_tower(lambda tower: getattr(tower, name))
 
 
 def history():

@@ -22,6 +22,7 @@ from towerjax.mesh import placement
 
 placement.LEAST_PART = 1  # as in tests/conftest.py
 FOUR = tj.Mirrored(towers=4)
+VERBS = tj.tf1.with_verbs(FOUR)
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 
 
@@ -65,7 +66,7 @@ def audited(me):
 
 def own_devices_alone(me):
     """Each process by itself, on its own devices: no job of several."""
-    strategy = tj.Mirrored(devices=(f"cpu:{2 * me}", f"cpu:{2 * me + 1}"))
+    strategy = tj.tf1.MirroredStrategy(devices=(f"cpu:{2 * me}", f"cpu:{2 * me + 1}"))
     step = step_of(strategy)
     state, _ = step(step.init(np.float32(me)), rows(8, start=me))
     return [strategy.between_graph, round(float(state.params), 5)]
@@ -87,23 +88,23 @@ def steps_on_data(me):
         return total + FOUR.reduce(tj.Reduction.SUM, sums)
 
     data = iter(FOUR.distribute_dataset([rows(8), rows(8, start=1)]))
-    ctx = FOUR.run_steps_on_dataset(step, data, 2, np.float32(0))
+    ctx = VERBS.run_steps_on_dataset(step, data, 2, np.float32(0))
     return [float(ctx.final), float(ctx.last_step_outputs["sums"])]
 
 
 def towers_values(me):
     """call_for_each_tower, reduce and gather over the devices of both processes."""
-    ids = FOUR.call_for_each_tower(lambda tower: 10.0 * tower.id)
+    ids = VERBS.call_for_each_tower(lambda tower: 10.0 * tower.id)
     total = FOUR.reduce(tj.Reduction.SUM, ids)
-    mean = FOUR.call_for_each_tower(
+    mean = VERBS.call_for_each_tower(
         lambda tower, x: tower.reduce(tj.Reduction.MEAN, x), ids
     )
     return [float(total), float(mean), [float(x) for x in FOUR.unwrap(ids)]]
 
 
 def fetched(me):
-    v = FOUR.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
-    return [float(FOUR.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
+    v = VERBS.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
+    return [float(VERBS.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
 
 
 def ops(me):
@@ -114,7 +115,7 @@ def ops(me):
         "Hierarchical": tj.collectives.Hierarchical(),
         "ReduceToOneDevice": tj.collectives.ReduceToOneDevice("cpu:2"),
     }.items():
-        strategy = tj.Mirrored(towers=8, cross_tower_ops=op)
+        strategy = tj.tf1.MirroredStrategy(towers=8, cross_tower_ops=op)
         ids = strategy.worker_device_index
         pairs = [(ids, None), (tj.PerTower(np.arange(8.0) ** 2), None)]
         batch = strategy.batch_reduce(tj.Reduction.SUM, pairs)
@@ -124,10 +125,10 @@ def ops(me):
 
 def saved_and_restored(me):
     """A tower-local sum of 4 towers on both processes, restored on 8."""
-    v = FOUR.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
+    v = VERBS.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
     saved = tj.towers.saved_values({"v": v})
     totals = [float(saved["v"])]
-    other = tj.Mirrored(towers=8)
+    other = tj.tf1.MirroredStrategy(towers=8)
     like = other.create_var("v", 0.0, reduction=tj.Reduction.SUM, tower_local=True)
     restored = tj.towers.restored_values(other, {"v": like}, saved)["v"]
     copies = [float(x) for x in other.unwrap(restored)]
@@ -137,29 +138,29 @@ def saved_and_restored(me):
 def of_the_first(me):
     """Host values that differ from process to process, given to methods for all."""
     x = np.float32(1 + me)
-    v = FOUR.create_var("v", x)
+    v = VERBS.create_var("v", x)
     mean = FOUR.reduce(tj.Reduction.MEAN, {"x": x, "n": 1 + me})
     found = [
-        FOUR.update(v, lambda a, b, *, k: a + k * b, x, k=2 + me).value,
-        FOUR.assign(v, 4 * x).value,
-        FOUR.assign_add(v, 7 + me).value,
+        VERBS.update(v, lambda a, b, *, k: a + k * b, x, k=2 + me).value,
+        VERBS.assign(v, 4 * x).value,
+        VERBS.assign_add(v, 7 + me).value,
         mean["x"],
         mean["n"],
-        *FOUR.map(lambda e, y: e * y, [x, 2 * x], x).values,
+        *VERBS.map(lambda e, y: e * y, [x, 2 * x], x).values,
     ]
     return [np.asarray(one).tolist() for one in found]
 
 
 def sums_of_rows(me):
     """Rows of a table, reduced: every process reads and applies them."""
-    rows = FOUR.call_for_each_tower(
+    rows = VERBS.call_for_each_tower(
         lambda tower: tj.sparse.IndexedRows(
             jnp.full((1, 2), tower.id + 1.0), jnp.array([1]) + 0 * tower.id, (3, 2)
         )
     )
     total = FOUR.reduce(tj.Reduction.SUM, rows)
-    table = FOUR.create_var("table", np.ones((3, 2), np.float32))
-    new = FOUR.update(table, lambda x, rows: rows.add_to(x), total).value
+    table = VERBS.create_var("table", np.ones((3, 2), np.float32))
+    new = VERBS.update(table, lambda x, rows: rows.add_to(x), total).value
     return [total.to_dense().tolist(), new.tolist()]
 
 
@@ -201,7 +202,7 @@ def restored_from_the_chief(me):
     saved = dataclasses.replace(saved, params=value)
     restored = tj.towers.restored_values(FOUR, state, saved)
     placed = step.place(jax.tree.map(lambda x: x, restored))
-    sent = FOUR.broadcast(value)
+    sent = VERBS.broadcast(value)
     return [float(restored.params), float(placed.params), float(sent)]
 
 
@@ -288,7 +289,7 @@ def not_finite(me):
 
 def sharded(me):
     """Of 8 parameters and their momentum each of four devices holds two."""
-    strategy = tj.Mirrored(towers=4, state="sharded")
+    strategy = tj.tf1.MirroredStrategy(towers=4, state="sharded")
     optimizer = optax.sgd(0.1, momentum=0.5)
 
     def loss_fn(params, batch, tower):
@@ -334,7 +335,7 @@ def pinned(state, devices=None):
 def wide(me):
     """Each process has one tower of two devices, each with half of a matrix."""
     specs = {"w": jax.sharding.PartitionSpec("model")}
-    strategy = tj.Mirrored(within={"model": 2}, specs=specs)
+    strategy = tj.tf1.MirroredStrategy(within={"model": 2}, specs=specs)
 
     def loss_fn(params, batch, tower):
         w = jax.lax.with_sharding_constraint(params["w"], specs["w"])
@@ -409,10 +410,10 @@ SHORT = {
     "devices_out_of_order": lambda me: begun(devices=CPUS[2:] + CPUS[:2]),
     "towers_not_for_all": lambda me: tj.Mirrored(towers=3).placement,
     "destination_of_one_process": lambda me: FOUR.reduce(
-        tj.Reduction.SUM, FOUR.worker_device_index, destinations="cpu:0"),
-    "other_numbers_on_towers": lambda me: FOUR.call_for_each_tower(
+        tj.Reduction.SUM, VERBS.worker_device_index, destinations="cpu:0"),
+    "other_numbers_on_towers": lambda me: VERBS.call_for_each_tower(
         lambda tower, x: tower.reduce(tj.Reduction.SUM, tower.id * x), 1.0 + me),
-    "other_steps_on_data": lambda me: FOUR.run_steps_on_dataset(
+    "other_steps_on_data": lambda me: VERBS.run_steps_on_dataset(
         lambda ctx, n, batch: n + me, iter(FOUR.distribute_dataset([rows(8)])), 1,
         np.float32(0)),
     "other_numbers_in_the_optimizer": lambda me: ran(

@@ -88,10 +88,11 @@ def train(devices):
     # The model's run is audited.
     options = {"audit": False, "progress": False}
     state, history = tj.run(step, state, batches, **options)
+    with_verbs = tj.tf1.with_verbs(strategy)
     return {
         "devices": strategy.placement.num_devices,
-        "should_checkpoint": strategy.should_checkpoint,
-        "between_graph": strategy.between_graph,
+        "should_checkpoint": with_verbs.should_checkpoint,
+        "between_graph": with_verbs.between_graph,
         "steps": int(state.step),
         "examples": history.summary.examples,
         "loss": history.metrics["loss"].tolist(),
@@ -115,7 +116,7 @@ def told(given):
 
 
 if __name__ == "__main__":
-    tj.Mirrored().configure()  # by what the launcher set, if it did
+    tj.tf1.MirroredStrategy().configure()  # by what the launcher set, if it did
     for given in json.loads(sys.argv[1]):
         place = {"process": jax.process_index(), "processes": jax.process_count()}
         os.write(1, (json.dumps(place | told(given)) + "\n").encode())

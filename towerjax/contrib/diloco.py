@@ -220,7 +220,7 @@ class Rounds:
         """The next state, the loss of the last round, and which step was refused."""
         common = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
-        on_each = self.fns.strategy.call_for_each_tower
+        on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
         local = on_each(self._between, state.local, *returned, common)
         own = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)

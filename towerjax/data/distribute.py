@@ -124,7 +124,7 @@ class DistributedDataset:
         return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
-        """Each round as ``PerTower`` ``[T, b, ...]``, for `call_for_each_tower`."""
+        """Each round as ``PerTower`` ``[T, b, ...]``, for verbs of ``tj.tf1``."""
         for placed in self:
             yield placed.unpadded()
 

@@ -94,7 +94,7 @@ class PlacedBatch:
             )
 
     def per_tower(self) -> PerTower:
-        """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
+        """The batch as each tower sees it, for verbs of ``tj.tf1.MirroredStrategy``."""
         self.check_placement(self.placement)
         rows = self.arrays
         if not self.bare:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from towerjax.check.audit.comparison import AuditReport, gaps, judge
 from towerjax.check.audit.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.data import feed
 from towerjax.data.placer import Placer
-from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
 from towerjax.step.make.train import build_train_step
 from towerjax.step.step import Step
@@ -24,7 +23,18 @@ from towerjax.types.door import door
 from towerjax.types.leaves import a_type, few, key_data
 from towerjax.types.options import check_flag, check_number, check_wholes
 
-StepOrModel = TypeVar("StepOrModel", Step, ReplicatedModel)
+
+@runtime_checkable
+class RunsOnOneTower(Protocol):
+    """What is no step and knows itself how one tower runs it, such as a model."""
+
+    strategy: Strategy
+
+    def on_one_tower(self, strategy: Strategy) -> Any:
+        """The same on a strategy of one tower."""
+
+
+StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
 
 
 @door
@@ -261,15 +271,8 @@ def one_tower(step: StepOrModel) -> StepOrModel:
       ...     ends.append((state, metrics))
       >>> tj.testing.assert_same(*ends)
     """
-    if isinstance(step, ReplicatedModel):
-        calls = dataclasses.replace(step.options.step, donate=False)
-        if calls.remainder == "drop" and step.strategy.num_towers > 1:
-            raise ValueError(
-                "one_tower of a model with remainder='drop': what is dropped depends on"
-                f" its {step.strategy.num_towers} towers. Build it with 'pad'."
-            )
-        options = dataclasses.replace(step.options, step=calls)
-        return ReplicatedModel(step.model_fn, _one_tower(step.strategy), options)
+    if isinstance(step, RunsOnOneTower):
+        return step.on_one_tower(_one_tower(step.strategy))
     if not isinstance(step, Step) or step.remake is None:
         raise ValueError(
             f"one_tower got {a_type(step)}. Pass what tj.build_train_step,"
@@ -288,4 +291,4 @@ def _one_tower(strategy: Strategy) -> Strategy:
     """One tower on the first device, or on the first group of devices."""
     if strategy.placement.within:
         return on_one_group(strategy, 1)
-    return OneDevice(strategy.placement.devices[0])
+    return strategy._class_like(OneDevice)(strategy.placement.devices[0])

@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.loop.files import checked_path
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.towers.tf1.assign import saved_values
+from towerjax.towers.saved import saved_values
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import is_key, listed, refuse_unheld, unlike

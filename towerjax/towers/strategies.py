@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 
@@ -19,7 +19,7 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
-from towerjax.towers.tf1.methods import StrategyMethods
+from towerjax.towers.methods import StrategyMethods, explain_names_of_tensorflow
 from towerjax.types.door import doors
 from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
@@ -96,6 +96,9 @@ class Mirrored(StrategyMethods):
     within: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
     rows: str | None = None
     specs: Any = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_names_of_tensorflow("MirroredStrategy")
 
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
@@ -227,6 +230,9 @@ class OneDevice(StrategyMethods):
     cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # no communication
     exact: ClassVar[bool] = False  # there is one number of devices
 
+    if not TYPE_CHECKING:
+        __getattr__ = explain_names_of_tensorflow("OneDeviceStrategy")
+
     def __post_init__(self) -> None:
         _check_axis_name(self.axis_name)
         check_whole("prefetch_on_device", self.prefetch_on_device, 0)
@@ -275,7 +281,7 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
     pairs = zip(placement.devices, placement.jax_devices, strict=True)
     own = [name for name, device in pairs if device.process_index == here]
     within = tuple((name, 1 if narrow else size) for name, size in placement.within)
-    return Mirrored(
+    return strategy._class_like(Mirrored)(
         devices=own[: 1 if narrow else placement.devices_each],
         towers=towers,
         tower_loop=placement.tower_loop,  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.row_free_keys import ALL_TOWERS
-from towerjax.towers.tf1.values import is_mergeable, stack_towers
+from towerjax.towers.values import is_mergeable, stack_towers
 from towerjax.towers.variables import (
     TowerLocal,
     Variable,
@@ -174,7 +174,7 @@ class Tower:
           ...     v = 3 + tower.id
           ...     s = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
           ...     return s + v
-          >>> out = tj.Mirrored(towers=2).call_for_each_tower(tower_fn)
+          >>> out = tj.tf1.MirroredStrategy(towers=2).call_for_each_tower(tower_fn)
           >>> out.values.tolist()
           [10, 11]
         """
@@ -254,7 +254,8 @@ class Tower:
           >>> import towerjax as tj
           >>> x = tj.PerTower(jnp.array([[1.0, 2.0], [6.0, 9.0]]))
           >>> w = tj.PerTower(jnp.array([[1.0, 1.0], [1.0, 0.0]]))
-          >>> float(tj.Mirrored(towers=2).call_for_each_tower(Tower.mean, x, w))
+          >>> strategy = tj.tf1.MirroredStrategy(towers=2)
+          >>> float(strategy.call_for_each_tower(Tower.mean, x, w))
           3.0
         """
         _check_meeting(self._context.axes, "tower.mean", (values, weight))
@@ -312,7 +313,7 @@ class Tower:
 
         Example:
           >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
+          >>> strategy = tj.tf1.MirroredStrategy(towers=2)
           >>> v = strategy.create_var("v", 1.0, reduction=tj.Reduction.MEAN)
           >>> out = strategy.call_for_each_tower(lambda tower, v: tower.assign(v,
           ...     tower.id), v)

@@ -53,9 +53,10 @@ class Variable:
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing(
-            "A variable is a plain value, v.value, and strategy.read_var(v) of all"
-            " towers. What changes it returns the new one: v = strategy.assign(v, x),"
-            " or in a tower v = tower.assign(v, x); assign_add and assign_sub alike."
+            "A variable is a plain value, v.value, and tj.towers.read_local(v) of all"
+            " towers. What changes it returns the new one: in a tower"
+            " v = tower.assign(v, x), outside v = strategy.assign(v, x) of a"
+            " tj.tf1.MirroredStrategy; assign_add and assign_sub alike."
         )
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class TowerLocal(Variable):
     Attributes:
       value: For ``step.init``, and inside a tower function: one tower's value, a
         pytree; of a ``PerTower`` in it, ``step.init`` gives each tower its own. In a
-        ``TrainState`` and from ``strategy.create_var``: leaves ``[T, ...]``, split over
+        ``TrainState`` and from ``create_var``: leaves ``[T, ...]``, split over
         the devices.
       reduction: How it is read as one value; NONE when it never is.
       name: Its name in error messages.
@@ -98,12 +99,12 @@ class MirroredVar(Variable):
     """A mirrored variable: one value, the same on every tower, with a name.
 
     A tower changes it with ``tower.assign`` and the like, which return the new
-    variable; so does ``strategy.assign`` across towers.
+    variable; so does ``assign`` of `tj.tf1.MirroredStrategy` across towers.
 
     Attributes:
       value: A pytree of arrays.
       reduction: How the values that towers assign become one; NONE when only
-        ``strategy.assign`` and ``strategy.update`` change it.
+        ``assign`` and ``update`` of the strategy change it.
       name: Its name in error messages.
 
     Raises:

@@ -140,8 +140,8 @@ class PerTower:
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing(
-            "A PerTower is no array: strategy.select_tower(x, t) is the value of tower"
-            " t, strategy.unwrap(x) a list of all, strategy.reduce one of all."
+            "A PerTower is no array: strategy.unwrap(x) is a list of all towers' values"
+            " and strategy.unwrap(x)[t] that of tower t; strategy.reduce makes one."
         )
 
 

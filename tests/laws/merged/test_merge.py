@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
@@ -202,7 +202,7 @@ def test_typed_keys_meet():
 
 
 def test_all_gather_joins_along_a_dim():
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
+    strategy = tj.tf1.MirroredStrategy(devices=("cpu:0", "cpu:1"), towers=4)
     axes = (0, 1, -1)
     rows = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
 
@@ -215,7 +215,7 @@ def test_all_gather_joins_along_a_dim():
 
 
 def test_a_joined_all_gather_differentiates():
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=2)
+    strategy = tj.tf1.MirroredStrategy(devices=("cpu:0", "cpu:1"), towers=2)
     rows = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
 
     def tower_fn(tower, x):
@@ -228,7 +228,7 @@ def test_a_joined_all_gather_differentiates():
 
 
 def test_merge_call_takes_names():
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=2)
+    strategy = tj.tf1.MirroredStrategy(devices=("cpu:0", "cpu:1"), towers=2)
 
     def merge_fn(strategy, a, *, b, word):
         assert word == "word"

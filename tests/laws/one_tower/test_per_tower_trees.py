@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 

@@ -100,8 +100,12 @@ def test_device_objects_and_names_are_the_same():
 def test_a_list_of_a_configuration_names_devices():
     """As OmegaConf's ListConfig is one, which is neither a tuple nor a list."""
     given = collections.UserList(["cpu:2", "cpu:1"])
-    assert tj.Mirrored(devices=given) == tj.Mirrored(devices=("cpu:2", "cpu:1"))
-    value = tj.Mirrored().broadcast(np.float32(1), collections.UserList(["cpu:2"]))
+    assert tj.tf1.MirroredStrategy(devices=given) == tj.tf1.MirroredStrategy(
+        devices=("cpu:2", "cpu:1")
+    )
+    value = tj.tf1.MirroredStrategy().broadcast(
+        np.float32(1), collections.UserList(["cpu:2"])
+    )
     assert [device.id for device in value.devices()] == [2]
 
 
@@ -166,11 +170,26 @@ def build(strategy):
 
 
 MISSING = [
-    (tj.Mirrored(devices=[f"cpu:{i}" for i in range(9)]), "'cpu:8' is not on this"),
-    (tj.Mirrored(devices=[f"cpu:{i}" for i in range(12)]), "'jax_num_cpu_devices', 12"),
-    (tj.Mirrored(devices=("cpu:0", "cpu:11")), "'jax_num_cpu_devices', 12) before"),
-    (tj.Mirrored(devices=("tpu:0",)), "'tpu:0' is not on this machine, which has 0 of"),
-    (tj.OneDevice("tpu:7"), "Name devices that it has, or ask for towers=..."),
+    (
+        tj.Mirrored(devices=[f"cpu:{i}" for i in range(9)]),
+        "'cpu:8' is not on this",
+    ),
+    (
+        tj.Mirrored(devices=[f"cpu:{i}" for i in range(12)]),
+        "'jax_num_cpu_devices', 12",
+    ),
+    (
+        tj.Mirrored(devices=("cpu:0", "cpu:11")),
+        "'jax_num_cpu_devices', 12) before",
+    ),
+    (
+        tj.Mirrored(devices=("tpu:0",)),
+        "'tpu:0' is not on this machine, which has 0 of",
+    ),
+    (
+        tj.OneDevice("tpu:7"),
+        "Name devices that it has, or ask for towers=...",
+    ),
 ]
 
 
@@ -178,12 +197,12 @@ MISSING = [
 def test_missing_devices_are_named_before_anything_is_traced(strategy, text):
     assert strategy.num_towers == len(strategy.worker_devices)  # known without devices
     step = build(strategy)
-    elsewhere = build(tj.OneDevice("cpu:0")).init(np.float32(1))
+    elsewhere = build(tj.tf1.OneDeviceStrategy("cpu:0")).init(np.float32(1))
     batch = np.ones(2 * strategy.num_towers, np.float32)
     for use in (
         lambda: step.init(np.float32(1)),
         lambda: step(elsewhere, batch),
-        lambda: strategy.call_for_each_tower(lambda tower: tower.num_towers + tower.id),
+        lambda: tj.tf1.with_verbs(strategy).call_for_each_tower(lambda tower: tower.id),
     ):
         with pytest.raises(ValueError) as error:
             use()
@@ -192,18 +211,18 @@ def test_missing_devices_are_named_before_anything_is_traced(strategy, text):
 
 def test_all_devices_by_default():
     here = jax.local_devices()
-    strategy = tj.Mirrored()
+    strategy = tj.tf1.MirroredStrategy()
     assert strategy.num_towers == len(here)
     assert strategy.placement.jax_devices == tuple(here)
     assert strategy.parameter_devices == strategy.worker_devices
     assert not strategy.is_single_tower or len(here) == 1
-    assert tj.OneDevice().placement.jax_devices == (here[0],)
+    assert tj.tf1.OneDeviceStrategy().placement.jax_devices == (here[0],)
 
 
 @pytest.mark.parametrize("use", [
-    lambda: tj.Mirrored(num_gpus=0).placement.jax_devices,
-    lambda: tj.Mirrored(devices=["cpu:0"]).placement.jax_devices,
-    lambda: tj.Mirrored().fetch(1.0),
+    lambda: tj.tf1.MirroredStrategy(num_gpus=0).placement.jax_devices,
+    lambda: tj.tf1.MirroredStrategy(devices=["cpu:0"]).placement.jax_devices,
+    lambda: tj.tf1.MirroredStrategy().fetch(1.0),
 ], ids=["num_gpus", "name", "fetch"])  # fmt: skip
 def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
     def only_gpus(backend=None, **options):
@@ -225,7 +244,7 @@ def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
     ({"num_gpus": 0, "towers": 5}, ("cpu:0",), 5),
 ])  # fmt: skip
 def test_a_count_of_gpus_is_the_first_ones(options, devices, towers):
-    strategy = tj.Mirrored(**options)
+    strategy = tj.tf1.MirroredStrategy(**options)
     assert strategy.worker_devices == devices and strategy.num_towers == towers
     assert strategy.is_single_tower == (towers == 1)
 
@@ -250,7 +269,7 @@ def test_as_many_devices_as_divide_the_towers(towers, used):
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_towers_lie_in_order_and_mirrored_values_on_every_device(executor):
     devices = [f"cpu:{i}" for i in (5, 1, 3)]
-    strategy = tj.Mirrored(devices=devices, towers=6, executor=executor)
+    strategy = tj.tf1.MirroredStrategy(devices=devices, towers=6, executor=executor)
     ids, total = strategy.call_for_each_tower(
         lambda tower: (tower.id, tower.reduce(tj.Reduction.SUM, tower.id))
     )
@@ -277,7 +296,7 @@ def test_a_placement_has_each_option_of_its_strategy():
 
 
 def test_one_device_lies_where_it_says():
-    strategy = tj.OneDevice("cpu:5")
+    strategy = tj.tf1.OneDeviceStrategy("cpu:5")
     ids = strategy.call_for_each_tower(lambda tower: tower.id)
     assert ids.values.devices() == {CPUS[5]}
     assert strategy.num_towers == 1 and strategy.is_single_tower
@@ -308,15 +327,6 @@ def test_numbers_of_numpy_become_those_of_python():
         DiLoCo(every=n, overlap=np.int8(1)),
     ):
         assert not any(isinstance(x, np.integer) for x in vars(options).values())
-
-
-def test_tab_shows_no_names_of_tensorflow_which_stay_attributes():
-    strategy = tj.Mirrored(["cpu:0"], towers=2)
-    shown = [name for name in dir(strategy) if not name.startswith("_")]
-    options = {field.name for field in dataclasses.fields(strategy)}
-    assert options | {"num_towers", "placement", "call_for_each_tower"} <= {*shown}
-    assert not {"assign", "create_var", "should_init", "regroup"} & {*shown}
-    assert strategy.should_init and callable(strategy.assign)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 
 import towerjax as tj
 
@@ -435,7 +435,7 @@ def test_what_does_not_fit_is_not_restored(change, text):
 @pytest.mark.slow
 def test_very_many_variables_are_read_at_once():
     """More than 32: read one by one they stop 8 CPU devices for good."""
-    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
+    strategy = tj.tf1.MirroredStrategy(devices=[f"cpu:{i}" for i in range(8)])
     values = {f"v{i}": np.full(16, i, np.float32) for i in range(40)}
     v = strategy.create_var("v", values, reduction=R.MEAN, tower_local=True)
     read = tj.towers.saved_values(v)

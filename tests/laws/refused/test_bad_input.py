@@ -520,8 +520,9 @@ def test_closing_over_another_states_arrays_names_what_to_write():
             step(step.init(start()), good())
 
 
+WITH_VERBS = tj.tf1.with_verbs(S)
 UNLIKE = {
-    "fn(tower, *args)": lambda fn: S.call_for_each_tower(fn),
+    "fn(tower, *args)": lambda fn: WITH_VERBS.call_for_each_tower(fn),
     "loss_fn(params, batch, tower)": lambda fn: build(fn),
     "metric_fn(params, batch, tower)": lambda fn: tj.build_eval_step(fn, S),
     "predict_fn(params, batch, tower)": lambda fn: tj.build_predict_step(fn, S),
@@ -549,20 +550,20 @@ def test_a_function_of_other_arguments_is_told_its_form():
         text = f"called as {form}: its arguments stand in another order. Write def"
         with pytest.raises(ValueError, match=re.escape(text)):
             UNLIKE[form](fn)
-    assert S.call_for_each_tower(lambda tower, x, args: x + args, 1, 2) == 3
+    assert WITH_VERBS.call_for_each_tower(lambda tower, x, args: x + args, 1, 2) == 3
 
     @functools.wraps(lambda x: x)
     def wrapping(tower, x):  # is asked itself, and not what it wraps
         return x + tower.id
 
-    out = tj.OneDevice("cpu:0").call_for_each_tower(wrapping, np.float32(1))
-    assert tj.OneDevice("cpu:0").unwrap(out) == [1.0]
+    out = tj.tf1.OneDeviceStrategy("cpu:0").call_for_each_tower(wrapping, np.float32(1))
+    assert tj.tf1.OneDeviceStrategy("cpu:0").unwrap(out) == [1.0]
 
 
 def test_an_error_is_short_however_many_leaves_there_are():
     many = {f"w{i:03}": np.ones(3, np.float32) for i in range(60)}
     step = build()
-    strategy = tj.Mirrored(TWO)
+    strategy = tj.tf1.MirroredStrategy(TWO)
     state = step.shapes(many)
     own = tj.PerTower(many)
 
@@ -940,7 +941,8 @@ def test_draws_that_depend_on_the_devices_are_refused(kind, name):
     with pytest.raises(
         tj.ReplicationError, match="tower_loop='scan', or one tower a dev"
     ):
-        FOUR.call_for_each_tower(lambda t, k: jax.random.normal(k), keys)
+        with_verbs = tj.tf1.with_verbs(FOUR)
+        with_verbs.call_for_each_tower(lambda t, k: jax.random.normal(k), keys)
 
 
 # What is not finite.

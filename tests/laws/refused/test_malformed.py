@@ -382,10 +382,12 @@ UNLIKE = {
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
     "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
         "Reduction.NONE": "MirroredVar"},
-    "devices": {"(1, 2, 4)": "same_on_devices", "None": f"Mirrored prove {MODEL}"},
+    "devices": {"(1, 2, 4)": "same_on_devices",
+        "None": f"Mirrored MirroredStrategy prove {MODEL}"},
     "rtol": {"0.0001": "bench", "1e-05": "assert_same",
         "None": "assert_replicates same_on_devices"},
-    "towers": {"(1, 2, 3, 4, 8)": "assert_replicates", "None": "Mirrored launch"},
+    "towers": {"(1, 2, 3, 4, 8)": "assert_replicates",
+        "None": "Mirrored MirroredStrategy launch"},
 }  # fmt: skip
 
 
@@ -410,7 +412,7 @@ UNASKED = {
 
 
 def test_an_option_has_one_default_wherever_it_stands():
-    modules = tj, contrib, tj.cluster, tj.collectives, tj.estimator, tj.metrics
+    modules = tj, contrib, tj.cluster, tj.collectives, tj.estimator, tj.metrics, tj.tf1
     modules += tj.testing, tj.tools, tj.towers
     found = collections.defaultdict(lambda: collections.defaultdict(set))
     values = [getattr(module, name) for module in modules for name in dir(module)]

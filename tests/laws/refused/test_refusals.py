@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from layouts import mirrored
+from layouts import with_verbs as mirrored
 from refusals import refused
 
 import towerjax as tj
@@ -398,7 +398,7 @@ VERBS = {
             (ops.Hierarchical(8), "group_size=8 does not divide")]
             for call in (lambda x=x: mirrored(8, 4, cross_tower_ops=x),
                 lambda x=x: x.sum_over_towers([ONE], mirrored(8, 4).placement.axes))],
-        (lambda: tj.Mirrored(cross_tower_ops=ops.Hierarchical(3)).placement,
+        (lambda: tj.tf1.MirroredStrategy(cross_tower_ops=ops.Hierarchical(3)).placement,
             "does not divide the number of devices"),
         *[(lambda x=x: tj.AllReduce(x), "pack_below_bytes=.* must be a whole"
             " number >= 0") for x in ("x", None, True, 1.5, -1)],
@@ -575,8 +575,8 @@ def test_a_name_of_tensorflow_that_is_missing_says_what_to_write():
     cases = [
         (lambda: strategy.scope(), "docs/mirrored_strategy.md"),
         (lambda: v.assign(2.0), r"v = strategy\.assign\(v, x\)"),
-        (lambda: local.get(), r"strategy\.read_var\(v\) of all towers"),
-        (lambda: each.get("cpu:0"), r"strategy\.select_tower\(x, t\)"),
+        (lambda: local.get(), r"tj\.towers\.read_local\(v\) of all towers"),
+        (lambda: each.get("cpu:0"), r"strategy\.unwrap\(x\)\[t\]"),
         (
             lambda: strategy.update(v, lambda x, g: x.assign_sub(g), 1.0),
             r"returns the new value: lambda x, g: x - 0\.1 \* g",

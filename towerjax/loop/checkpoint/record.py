@@ -16,8 +16,8 @@ from etils import epath
 
 from towerjax.loop.checkpoint.folder import CheckpointError, explained, read_table
 from towerjax.mesh.placement import Placement
+from towerjax.towers.saved import restore_on
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tf1.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (

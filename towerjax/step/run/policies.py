@@ -30,7 +30,7 @@ from towerjax.step.state.train_state import (
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tf1.values import stack_local
+from towerjax.towers.values import stack_local
 from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import refuse_unheld

@@ -15,7 +15,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, refuse_leaked
 from towerjax.step.state.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tf1.values import stack_local
+from towerjax.towers.values import stack_local
 from towerjax.towers.variables import check_tower_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import (

@@ -11,11 +11,11 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.meets import differentiate, meet
 from towerjax.jaxprs import tags
 from towerjax.mesh.private_jax import bound_axes
 from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Means, Weighted, one_mean
+from towerjax.tf1.estimator.meets import differentiate, meet
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum

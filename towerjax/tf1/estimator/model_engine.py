@@ -12,30 +12,6 @@ from jax.extend.core import get_opaque_trace_state
 from towerjax.check.audit.comparison import NotAudited
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
-from towerjax.estimator.losses import (
-    LossReduction,
-    TowersOfStep,
-    has_denominator,
-    is_of_scalars,
-    one_loss,
-)
-from towerjax.estimator.model_fn import (
-    Mode,
-    ModelFn,
-    ModelOptions,
-    ModelSpec,
-    concat_outputs,
-    typed_rows,
-)
-from towerjax.estimator.optimizer import refuse_met_sums
-from towerjax.estimator.split_program import LOSSES, SplitProgram
-from towerjax.estimator.variables import (
-    VariablePlacement,
-    as_state,
-    as_variables,
-    spread,
-    store,
-)
 from towerjax.loop.options import Hook
 from towerjax.lowering.tower_axis import axes_in_tower
 from towerjax.mesh.private_jax import bind_axis
@@ -59,6 +35,30 @@ from towerjax.step.state.next_state import with_loss
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.step.step import Step, TrainStep
+from towerjax.tf1.estimator.losses import (
+    LossReduction,
+    TowersOfStep,
+    has_denominator,
+    is_of_scalars,
+    one_loss,
+)
+from towerjax.tf1.estimator.model_fn import (
+    Mode,
+    ModelFn,
+    ModelOptions,
+    ModelSpec,
+    concat_outputs,
+    typed_rows,
+)
+from towerjax.tf1.estimator.optimizer import refuse_met_sums
+from towerjax.tf1.estimator.split_program import LOSSES, SplitProgram
+from towerjax.tf1.estimator.variables import (
+    VariablePlacement,
+    as_state,
+    as_variables,
+    spread,
+    store,
+)
 from towerjax.towers.executors import Static, shapes_of
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of

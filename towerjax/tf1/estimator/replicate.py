@@ -7,14 +7,18 @@ from typing import Any
 
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
-from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.model_engine import (
+from towerjax.mesh.transfer import place
+from towerjax.step.run.engine import StepOptions
+from towerjax.step.state.train_state import state_layout
+from towerjax.step.step import EvalStep, Step, TrainStep
+from towerjax.tf1.estimator.losses import LossReduction
+from towerjax.tf1.estimator.model_engine import (
     ModelTower,
     model_step,
     model_train_step,
     spec_of,
 )
-from towerjax.estimator.model_fn import (
+from towerjax.tf1.estimator.model_fn import (
     Compat,
     Mode,
     ModelFn,
@@ -23,18 +27,15 @@ from towerjax.estimator.model_fn import (
     not_none,
     static_keys,
 )
-from towerjax.estimator.variables import (
+from towerjax.tf1.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
     store,
 )
-from towerjax.mesh.transfer import place
-from towerjax.step.run.engine import StepOptions
-from towerjax.step.state.train_state import state_layout
-from towerjax.step.step import EvalStep, Step, TrainStep
-from towerjax.towers.strategies import Mirrored, Strategy
-from towerjax.towers.tf1.values import stack_local
+from towerjax.tf1.strategies import MirroredStrategy
+from towerjax.towers.strategies import Strategy
+from towerjax.towers.values import stack_local
 from towerjax.types import PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.leaves import refuse_unheld
@@ -180,6 +181,27 @@ class ReplicatedModel:
         wanted = ("predictions",)
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
+    def on_one_tower(self, strategy: Strategy) -> "ReplicatedModel":
+        """The same model on one tower, for ``tj.testing.one_tower``.
+
+        Args:
+          strategy: One of one tower.
+
+        Returns:
+          A new model, which donates nothing.
+
+        Raises:
+          ValueError: The model drops rows by the number of its towers.
+        """
+        calls = dataclasses.replace(self.options.step, donate=False)
+        if calls.remainder == "drop" and self.strategy.num_towers > 1:
+            raise ValueError(
+                "one_tower of a model with remainder='drop': what is dropped depends on"
+                f" its {self.strategy.num_towers} towers. Build it with 'pad'."
+            )
+        options = dataclasses.replace(self.options, step=calls)
+        return ReplicatedModel(self.model_fn, strategy, options)
+
     def _step(
         self,
         mode: Mode,
@@ -270,7 +292,10 @@ def replicate_model_fn(
         remainder=remainder, donate=donate, max_programs=max_programs, audit=audit
     )
     options = ModelOptions(loss_reduction, variable_placement, compat, step)
-    strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
+    if isinstance(devices, Strategy):
+        strategy = devices
+    else:
+        strategy = MirroredStrategy(devices=devices)
     if strategy.state != "mirrored" and variable_placement.value != "mirrored":
         raise ValueError(
             f"state={strategy.state!r} and variable_placement={variable_placement!r}"

@@ -1,27 +1,45 @@
-"""The methods of every strategy: functions whose first argument is the strategy."""
+"""The methods of every strategy: what it does with the towers' values and batches."""
 
-import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.data.shard import Remainder
-from towerjax.mesh.cluster.spec import parse_spec
-from towerjax.mesh.cluster.start import initialize
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.tf1 import assign as assigning
-from towerjax.towers.tf1 import call, steps, values
-from towerjax.towers.tf1 import reduce as reducing
-from towerjax.types import PerTower, short_repr
+from towerjax.towers.reduce import reduce_values
+from towerjax.towers.values import unwrap
+from towerjax.types import short_repr
 from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing
 from towerjax.types.version import page
 
-_TYPED = "distribute_dataset", "reduce", "unwrap", "worker_devices"
-"""What users of ours type, too, of TensorFlow's names."""
+_Class = TypeVar("_Class", bound=type)
+
+METHODS_OF_TENSORFLOW = """
+    assign assign_add assign_sub batch_reduce broadcast call_for_each_tower configure
+    create_var fetch map read_var regroup run_steps_on_dataset select_tower update
+""".split()
+PROPERTIES_OF_TENSORFLOW = """
+    between_graph is_single_tower parameter_devices should_checkpoint should_init
+    should_save_summary worker_device_index
+""".split()
+
+
+def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
+    """A ``__getattr__`` that says which strategy of ``tj.tf1`` has such a name."""
+    notes = {}
+    for kind, found in (
+        ("method", METHODS_OF_TENSORFLOW),
+        ("property", PROPERTIES_OF_TENSORFLOW),
+    ):
+        for x in found:
+            notes[x] = (
+                f"{x} is a {kind} of tj.tf1.{name}: write"
+                f" strategy = tj.tf1.{name}(...), with the same options."
+            )
+    others = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
+    return explain_missing(others, **notes)
 
 
 @doors
@@ -35,87 +53,25 @@ class StrategyMethods(StrategyFields):
     several processes the first one's shared values are used.
     """
 
-    call_for_each_tower = call.call_for_each_tower
-    run_steps_on_dataset = steps.run_steps_on_dataset
-    reduce = reducing.reduce_values
-    batch_reduce = reducing.batch_reduce
-    map = reducing.map_elements
-    broadcast = values.broadcast
-    unwrap = values.unwrap
-    select_tower = values.select_tower
-    regroup = values.regroup
-    fetch = values.fetch
-    create_var = assigning.create_var
-    assign = assigning.assign
-    assign_add = assigning.assign_add
-    assign_sub = assigning.assign_sub
-    update = assigning.update_var
-    read_var = assigning.read_var
+    reduce = reduce_values
+    unwrap = unwrap
 
     __repr__ = short_repr
-    if not TYPE_CHECKING:
-        __getattr__ = explain_missing(
-            f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
-        )
-
-    def __dir__(self) -> list[str]:
-        """What TAB shows: TensorFlow's names are left out, and stay attributes."""
-        hidden = vars(StrategyMethods).keys() - {"call_for_each_tower", *_TYPED}
-        return [name for name in super().__dir__() if name not in hidden]
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone, since the devices of a placement do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def is_single_tower(self) -> bool:
-        """Whether there is one tower alone."""
-        return self.num_towers == 1
+    @classmethod
+    def _class_like(cls, plain: _Class) -> _Class:
+        """The class of which this strategy makes another: it has the same methods."""
+        return plain
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The names of the devices that the towers run on, in tower order."""
         return self.placement.devices
-
-    parameter_devices = worker_devices  # each holds all parameters
-
-    @property
-    def worker_device_index(self) -> PerTower:
-        """Each tower's id as a per-tower value."""
-        return PerTower(jnp.arange(self.num_towers))
-
-    @property
-    def between_graph(self) -> bool:
-        """Whether each of several processes builds and runs the program."""
-        return self.placement.num_processes > 1
-
-    @property
-    def should_init(self) -> bool:
-        """Whether this is the first process, which does what a job does once."""
-        return jax.process_index() == 0
-
-    should_checkpoint = should_save_summary = should_init
-
-    def configure(
-        self,
-        *,
-        cluster_spec: Any = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> Self:
-        """Join a job of several processes, and return this strategy for its devices.
-
-        As ``tj.cluster.initialize()``, before JAX is used, of a cluster
-        ``{"chief": [...], "worker": ["host:port", ...]}`` and this process's task in
-        it, ``"worker"`` and its index; None reads the environment.
-        """
-        if cluster_spec is task_type is task_id is None:
-            initialize()
-        else:
-            named = parse_spec(cluster_spec, task_type, task_id)
-            initialize(named.coordinator, named.num_processes, named.process_id)
-        return copy.copy(self)  # without the cached placement
 
     def distribute_dataset(
         self,

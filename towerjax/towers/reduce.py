@@ -1,7 +1,6 @@
 """Reduce and map all towers' values, outside of a step or in a merge function."""
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,17 +18,15 @@ from towerjax.collectives.reduce import (
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
+from towerjax.towers import values
 from towerjax.towers.executors import is_inside_tower, over_devices
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.tf1 import values
 from towerjax.towers.variables import (
     TowerLocal,
     read_local_over_towers,
-    refuse_per_tower,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import is_traced, map_parts, parts_of, put_parts
-from towerjax.types.options import check_callable, check_list
 
 _VALUE = "the PerTower value"
 
@@ -67,21 +64,6 @@ def reduce_values(
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
     return values.copy_to(out, destinations)
-
-
-def batch_reduce(
-    self: StrategyFields, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
-) -> list[PyTree]:
-    """`reduce` of each ``(value, destinations)``; all sums are computed together."""
-    pairs = check_list("pairs", pairs, "[(value, None), ...]")
-    for i, pair in enumerate(pairs):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(
-                f"batch_reduce: pairs[{i}] is {pair!r:.200}. Write (value,"
-                " destinations) for each; None is all devices of the strategy."
-            )
-    reduced = reduce_values(self, reduction, [value for value, _ in pairs])
-    return [values.copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
 
 
 def _reduce_on_devices(
@@ -173,30 +155,3 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
         f" all {strategy.num_towers} towers. Use Reduction.MEAN for the value itself,"
         " or multiply by num_towers."
     )
-
-
-def map_elements(
-    self: StrategyFields,
-    fn: Callable[..., PyTree],
-    elements: Sequence[Any],
-    *args: PyTree,
-    **kwargs: PyTree,
-) -> PerTower:
-    """``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
-
-    Results are stacked; elements are of one shape.
-    """
-    check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
-    refuse_per_tower((elements, args, kwargs), "map")
-    elements = check_list("elements", elements)
-    if not elements:
-        raise ValueError("map: there are no elements.")
-    elements, args, kwargs = values.of_first_process(
-        (elements, args, kwargs), self.placement
-    )
-    results = [fn(x, *args, **kwargs) for x in elements]
-    if parts_of(IndexedRows, results):
-        raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")
-    own = [results[t :: self.num_towers] for t in range(self.num_towers)]
-    stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
-    return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import concat_rows, refuse_other_than_rows
-from towerjax.estimator.losses import LossReduction, check_loss_reduction
-from towerjax.estimator.variables import VariablePlacement
 from towerjax.loop.options import check_hooks
 from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.accumulators import without_padding
 from towerjax.step.state.train_state import TrainState
+from towerjax.tf1.call import key_of
+from towerjax.tf1.estimator.losses import LossReduction, check_loss_reduction
+from towerjax.tf1.estimator.variables import VariablePlacement
 from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.tf1.call import key_of
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves

@@ -13,10 +13,9 @@ from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
-from towerjax.towers import executors
+from towerjax.towers import executors, values
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.tf1 import values
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
@@ -127,7 +126,7 @@ def call_for_each_tower(
 
     Example:
       >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
+      >>> strategy = tj.tf1.MirroredStrategy(towers=2)
       >>> own = tj.PerTower(jnp.array([1, 5]))
       >>> def tower_fn(tower, x):
       ...     return x + tower.reduce(tj.Reduction.SUM, x)

@@ -15,19 +15,19 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.estimator.meets import (
-    DIFFERENTIATE,
-    MEET,
-    PARAMETERS,
-    operands_of,
-    parameters_of,
-)
 from towerjax.jaxprs.equation import needed_eqns, user_line
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.lowering.dependents import dependents
 from towerjax.metrics.weighted import Means
 from towerjax.step.state.accumulators import is_typed
 from towerjax.step.state.train_state import TrainState
+from towerjax.tf1.estimator.meets import (
+    DIFFERENTIATE,
+    MEET,
+    PARAMETERS,
+    operands_of,
+    parameters_of,
+)
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
 

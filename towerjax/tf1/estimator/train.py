@@ -14,15 +14,15 @@ from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.data.stream import Source, check_batches, close
-from towerjax.estimator.model_engine import hooks_of
-from towerjax.estimator.model_fn import not_none
-from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state.train_state import TrainState
+from towerjax.tf1.estimator.model_engine import hooks_of
+from towerjax.tf1.estimator.model_fn import not_none
+from towerjax.tf1.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type

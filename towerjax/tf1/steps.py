@@ -15,12 +15,12 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import refuse_unlike, row_weights, split_rows, with_shared
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
+from towerjax.tf1.call import call_for_each_tower
 from towerjax.towers import executors
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.tf1.call import call_for_each_tower
-from towerjax.towers.tf1.reduce import reduce_values
-from towerjax.towers.tf1.values import stack_towers
+from towerjax.towers.reduce import reduce_values
 from towerjax.towers.tower import Tower
+from towerjax.towers.values import stack_towers
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import (
@@ -211,7 +211,7 @@ def run_steps_on_dataset(
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, towerjax as tj
-      >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+      >>> strategy = tj.tf1.MirroredStrategy(devices=("cpu:0",), towers=2)
       >>> def step(ctx, total, x):
       ...     sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), x)
       ...     ctx.set_last_step_output("sum", sums, tj.Reduction.SUM)

@@ -14,12 +14,6 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.losses import (
-    TowersOfStep,
-    divided,
-    has_denominator,
-    towers_here,
-)
 from towerjax.jaxprs import tags
 from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.layers.sparse.update import update_with_rows
@@ -33,6 +27,12 @@ from towerjax.step.state.update import (
     check_types,
     pass_loss,
     trainable_flags,
+)
+from towerjax.tf1.estimator.losses import (
+    TowersOfStep,
+    divided,
+    has_denominator,
+    towers_here,
 )
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum

@@ -1,0 +1,58 @@
+"""Reduce several values together, and map a function over elements."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.towers import values
+from towerjax.towers.fields import StrategyFields
+from towerjax.towers.reduce import reduce_values
+from towerjax.towers.variables import refuse_per_tower
+from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types.leaves import parts_of
+from towerjax.types.options import check_callable, check_list
+
+
+def batch_reduce(
+    self: StrategyFields, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
+) -> list[PyTree]:
+    """`reduce` of each ``(value, destinations)``; all sums are computed together."""
+    pairs = check_list("pairs", pairs, "[(value, None), ...]")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"batch_reduce: pairs[{i}] is {pair!r:.200}. Write (value,"
+                " destinations) for each; None is all devices of the strategy."
+            )
+    reduced = reduce_values(self, reduction, [value for value, _ in pairs])
+    return [values.copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
+
+
+def map_elements(
+    self: StrategyFields,
+    fn: Callable[..., PyTree],
+    elements: Sequence[Any],
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PerTower:
+    """``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
+
+    Results are stacked; elements are of one shape.
+    """
+    check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
+    refuse_per_tower((elements, args, kwargs), "map")
+    elements = check_list("elements", elements)
+    if not elements:
+        raise ValueError("map: there are no elements.")
+    elements, args, kwargs = values.of_first_process(
+        (elements, args, kwargs), self.placement
+    )
+    results = [fn(x, *args, **kwargs) for x in elements]
+    if parts_of(IndexedRows, results):
+        raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")
+    own = [results[t :: self.num_towers] for t in range(self.num_towers)]
+    stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
+    return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))

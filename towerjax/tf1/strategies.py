@@ -1,0 +1,159 @@
+"""MirroredStrategy and OneDeviceStrategy: strategies with TensorFlow's verbs."""
+
+import copy
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.mesh.cluster.spec import parse_spec
+from towerjax.mesh.cluster.start import initialize
+from towerjax.tf1 import assign as assigning
+from towerjax.tf1 import call, steps, values
+from towerjax.tf1 import reduce as reducing
+from towerjax.towers.methods import StrategyMethods
+from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, check_roles
+from towerjax.types import PerTower
+from towerjax.types.door import door, doors
+from towerjax.types.missing import explain_missing
+from towerjax.types.version import page
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@doors
+class Verbs(StrategyMethods):
+    """TensorFlow's verbs: what its strategies do with all towers' values.
+
+    A value is a pytree, of which ``PerTower`` leaves and ``TowerLocal`` variables hold
+    one value a tower, and all else is one that all towers share; see `tj.Mirrored` for
+    what is refused.
+    """
+
+    call_for_each_tower = call.call_for_each_tower
+    run_steps_on_dataset = steps.run_steps_on_dataset
+    batch_reduce = reducing.batch_reduce
+    map = reducing.map_elements
+    broadcast = values.broadcast
+    select_tower = values.select_tower
+    regroup = values.regroup
+    fetch = values.fetch
+    create_var = assigning.create_var
+    assign = assigning.assign
+    assign_add = assigning.assign_add
+    assign_sub = assigning.assign_sub
+    update = assigning.update_var
+    read_var = assigning.read_var
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
+        )
+
+    @classmethod
+    def _class_like(cls, plain: _Class) -> _Class:
+        """The class with TensorFlow's verbs."""
+        return _WITH_VERBS[plain]
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower alone."""
+        return self.num_towers == 1
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The names of all towers' devices, each of which holds all parameters."""
+        return self.placement.devices
+
+    @property
+    def worker_device_index(self) -> PerTower:
+        """Each tower's id as a per-tower value."""
+        return PerTower(jnp.arange(self.num_towers))
+
+    @property
+    def between_graph(self) -> bool:
+        """Whether each of several processes builds and runs the program."""
+        return self.placement.num_processes > 1
+
+    @property
+    def should_init(self) -> bool:
+        """Whether this is the first process, which does what a job does once."""
+        return jax.process_index() == 0
+
+    should_checkpoint = should_save_summary = should_init
+
+    def configure(
+        self,
+        *,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> Self:
+        """Join a job of several processes, and return this strategy for its devices.
+
+        As ``tj.cluster.initialize()``, before JAX is used, of a cluster
+        ``{"chief": [...], "worker": ["host:port", ...]}`` and this process's task in
+        it, ``"worker"`` and its index; None reads the environment.
+        """
+        if cluster_spec is task_type is task_id is None:
+            initialize()
+        else:
+            named = parse_spec(cluster_spec, task_type, task_id)
+            initialize(named.coordinator, named.num_processes, named.process_id)
+        return copy.copy(self)  # without the cached placement
+
+
+class MirroredStrategy(Verbs, Mirrored):
+    """`tj.Mirrored` with TensorFlow's verbs, such as `call_for_each_tower`.
+
+    The options are those of `tj.Mirrored`, and builders of steps take it, too. What
+    TensorFlow's names became:
+    <https://github.com/towerjax/towerjax/blob/main/docs/mirrored_strategy.md>.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.tf1.MirroredStrategy(devices=("cpu:0",), towers=2)
+      >>> ids = strategy.call_for_each_tower(lambda tower: tower.id)
+      >>> strategy.unwrap(ids)
+      [Array(0, dtype=int32), Array(1, dtype=int32)]
+    """
+
+
+class OneDeviceStrategy(Verbs, OneDevice):
+    """`tj.OneDevice` with TensorFlow's verbs: one tower, for which they do nothing.
+
+    Example:
+      >>> import towerjax as tj
+      >>> tj.tf1.OneDeviceStrategy("cpu:0").is_single_tower
+      True
+    """
+
+
+_WITH_VERBS: dict[Any, Any] = {
+    Mirrored: MirroredStrategy,
+    OneDevice: OneDeviceStrategy,
+}
+
+
+@door
+def with_verbs(strategy: Strategy) -> MirroredStrategy | OneDeviceStrategy:
+    """The strategy with TensorFlow's verbs, of the options of one without.
+
+    Args:
+      strategy: `tj.Mirrored` or `tj.OneDevice`; one that has the verbs is returned.
+
+    Returns:
+      `MirroredStrategy` or `OneDeviceStrategy`.
+
+    Raises:
+      ValueError: It is no strategy.
+
+    Example:
+      >>> import towerjax as tj
+      >>> with_verbs(tj.Mirrored(devices=("cpu:0",), towers=2))
+      MirroredStrategy(devices=('cpu:0',), towers=2)
+    """
+    if isinstance(strategy, MirroredStrategy | OneDeviceStrategy):
+        return strategy
+    check_roles("with_verbs", strategy=strategy)
+    return _WITH_VERBS[type(strategy)](**strategy.__getstate__())

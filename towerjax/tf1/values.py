@@ -1,0 +1,139 @@
+"""Values that are sent to devices, selected and regrouped, as TensorFlow had it."""
+
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.mesh.devices import canonical_device_name, host_device
+from towerjax.towers import variables
+from towerjax.towers.fields import StrategyFields
+from towerjax.towers.values import (
+    check_structures,
+    copies_by_leaf,
+    copy_to,
+    refuse_in_tower,
+    tree_of_tower,
+    unpad_batches,
+)
+from towerjax.types import PerTower, PyTree, leaf_name
+from towerjax.types.leaves import a_type, has_tracers, key_data
+from towerjax.types.options import check_callable, check_whole
+
+
+def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
+    """Tower ``t``'s own tree of a tree with ``PerTower`` leaves and variables.
+
+    The inverse of `regroup`. ``tower`` is ``t``, from 0, or the device of one tower, a
+    ``jax.Device`` or a name such as ``"gpu:2"``.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.tf1.MirroredStrategy(towers=2)
+      >>> value = strategy.regroup([{"own": "a", "n": 3}, {"own": "b", "n": 3}])
+      >>> strategy.select_tower(value, 1)
+      {'n': 3, 'own': 'b'}
+    """
+    if isinstance(tower, str | jax.Device):
+        tower = self.placement.tower_on(canonical_device_name(tower))
+    check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
+
+    def selected(x: Any) -> Any:
+        if isinstance(x, PerTower | variables.TowerLocal):
+            x = copies_by_leaf(x) if isinstance(x, variables.TowerLocal) else x
+            return tree_of_tower(x, tower, self.num_towers)
+        if not variables.is_variable(x):
+            refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
+        return x
+
+    is_whole = lambda x: isinstance(x, PerTower | variables.Variable)  # noqa: E731
+    return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
+
+
+def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
+    """One tree of the ``T`` towers' trees, of one structure, in tower order.
+
+    It has one leaf where all towers have the same object or equal constants, else a
+    ``PerTower``; the inverse of `select_tower`.
+    """
+    if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
+        size = len(nests) if isinstance(nests, Sized) else "no length"
+        raise ValueError(
+            f"regroup: got {a_type(nests)} of {size}, expected a list of"
+            f" {self.num_towers} trees, one for each tower, in the order of the towers."
+        )
+
+    def is_whole(x: Any) -> bool:
+        return x is None or variables.is_variable(x)
+
+    def grouped(path: tuple[Any, ...], *leaves: Any) -> Any:
+        where = leaf_name("nests", path)
+        if any(isinstance(x, variables.MirroredVar) for x in leaves):
+            first = leaves[0]
+            if all(x is first or _bits(x) == _bits(first) for x in leaves):
+                return first
+            raise ValueError(
+                f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
+                " of several names, reductions or values."
+            )
+        if any(map(is_whole, leaves)):
+            check_structures(leaves, where)
+            return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
+        first = leaves[0]
+        if isinstance(first, str | bytes | int | float | complex):
+            is_same = all(type(x) is type(first) and x == first for x in leaves)
+        else:
+            is_same = all(x is first for x in leaves)
+        return first if is_same else PerTower(leaves)
+
+    check_structures(nests, "nests", is_leaf=is_whole)
+    return jax.tree_util.tree_map_with_path(grouped, *nests, is_leaf=is_whole)
+
+
+def _bits(x: Any) -> tuple[Any, ...]:
+    """The structure, with a variable's name and reduction, and the bytes of leaves."""
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef, *(np.asarray(key_data(leaf)).tobytes() for leaf in leaves)
+
+
+def fetch(
+    self: StrategyFields,
+    value: PyTree,
+    destination: Any = None,
+    fn: Callable[[PyTree], PyTree] | None = None,
+) -> PyTree:
+    """A value that all towers share, or ``fn`` of it, on one device.
+
+    ``destination`` is a device or its name; None is this process's first CPU, or no
+    transfer while JAX traces. ``fn`` is applied where the value lies, so that only its
+    result is sent.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.tf1.MirroredStrategy(towers=2)
+      >>> v = strategy.create_var("v", [1.0, 2.0])
+      >>> float(strategy.fetch(v, fn=lambda x: x[0] + x[1]))
+      3.0
+    """
+    value = variables.read_local(value)
+    variables.refuse_per_tower(value, "strategy.fetch")
+    refuse_in_tower("fetch", value, "x itself, which a tower reads as it is")
+    if fn is not None:
+        check_callable("fn", fn, "fn(value)")
+        value = fn(value)
+    if destination is None and not has_tracers(value):
+        destination = host_device()
+    return copy_to(value, destination)
+
+
+def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> PyTree:
+    """A copy of one value on each of several devices; None is all worker devices."""
+    variables.refuse_per_tower(value, "strategy.broadcast")
+    refuse_in_tower(
+        "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"
+    )
+    if destinations is None:
+        destinations = value if has_tracers(value) else self.placement.devices
+    return copy_to(value, destinations)

@@ -1,1 +1,0 @@
-"""TensorFlow's verbs: what strategies do with all towers' values outside a step."""
