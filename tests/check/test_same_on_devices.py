@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
 from towerjax.check.audit.comparison import NotAudited
-from towerjax.check.programs.same import refuse_others
+from towerjax.check.programs.devices import refuse_others
 
 P = PartitionSpec
 DRAW = np.random.default_rng(3)

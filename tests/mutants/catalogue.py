@@ -1672,9 +1672,9 @@ ANY_PROGRAM = (
     _m("X24", "no quotient of a device is looked for", f"{_CAUSES}Causes.of_unknown",
        "if value and value.kind is Kind.MEAN:", "if False:",
        _on_devices("unknown", "a mean of quotients")),
-    _m("X25", "what is not proved is not run", "tools.cli:_prove_program",
+    _m("X25", "what is not proved is not run", "tools.checked:_prove_program",
        "and not proof.unproved", "", _SHELL),
-    _m("X26", "it runs on any devices", "tools.cli:_prove_program",
+    _m("X26", "it runs on any devices", "tools.checked:_prove_program",
        "is_all and use_what_is_given(programs, lists)", "is_all", _SHELL),
 )
 

@@ -11,18 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from typing import Any, NoReturn
 
+from towerjax.check.audit.comparison import SplitError
 from towerjax.check.equality.told import told_of
-from towerjax.check.programs.programs import proved_on, refuted_in
-from towerjax.check.programs.runs import UserProgram
-from towerjax.check.programs.same import lists_of_devices, use_what_is_given
+from towerjax.check.programs.processes import ProgramDied
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
-from towerjax.mesh.devices import Device, want_cpu_devices
-from towerjax.proof.findings import ReplicationError
+from towerjax.mesh.devices import want_cpu_devices
 from towerjax.sweeps.bench import bench as bench_all
 from towerjax.sweeps.bench import resolve
-from towerjax.testing import SplitError, same_on_devices
+from towerjax.tools.checked import SCREEN, check_program
+from towerjax.tools.faults import (
+    annotations,
+    read_baseline,
+    split_meant,
+    told_of_faults,
+    write_baseline,
+)
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.leaves import types_of
 from towerjax.types.options import check_takes
@@ -181,8 +186,12 @@ def check(
     make: str,
     devices: Sequence[int] = (1, 2, 4),
     rtol: float | None = None,
+    *,
     json: bool = False,
     always_run: bool = False,
+    github: bool = False,
+    baseline: str | None = None,
+    new_baseline: str | None = None,
 ) -> int:
     """Check a JAX program on several numbers of devices.
 
@@ -195,81 +204,42 @@ def check(
 
     where make(devices) is given a list of devices and returns (fn, args).
 
-    exit code: 0 if nothing depends on them, 1 if something does, 2 for wrong arguments.
+      towerjax check train:main --github --baseline meant.json
+
+    where main() is the script's own: without an argument it is run in a process for
+    each number of devices, and what it returns is compared.
+
+    exit code: 0 if nothing depends on them, 1 if something does that is not meant, or
+    the program died; 2 for wrong arguments.
     """
+    if json and github:
+        raise ValueError("--json and --github both print on stdout: say one of them.")
     want_cpu_devices(max(devices))
     maker = resolve(make, "train:make")
-    lists = lists_of_devices(devices)
+    entries = read_baseline(baseline, make) if baseline is not None else []
     form = f"{make.rpartition(':')[2]}(devices)"
-    check_takes(form, maker, lists[max(devices)])
-    looked = _Looked()
-    programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
-    is_proved = _prove_program(programs, lists, looked)
-    if is_proved and not always_run:
-        looked.told.append("proved, and not run: --run runs it, too")
-    else:
-        _run_program(maker, devices, rtol, looked)
-    told = looked.told
-    told += ["\n".join(x.splitlines()[:_SCREEN]) for x in looked.faults.values()]
-    outcome = {"same": not looked.faults, "findings": looked.faults}
-    outcome |= {"notes": looked.notes} | looked.fields
-    return show("\n".join(told), outcome, json, FAULT if looked.faults else OK)
-
-
-@dataclasses.dataclass
-class _Looked:
-    """What a check has found so far: texts, faults and notes, and fields of JSON."""
-
-    told: list[str] = dataclasses.field(default_factory=list)
-    faults: dict[str, str] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
-
-
-def _prove_program(
-    programs: Mapping[int, UserProgram],
-    lists: Mapping[int, Sequence[Device]],
-    looked: _Looked,
-) -> bool:
-    """Prove what can be without a run; whether that is all."""
     try:
-        proof, why = proved_on(programs)
-    except ReplicationError as error:
-        looked.faults["proof"] = str(error)
-        return False
-    if proof is None:
-        looked.notes.append(f"nothing is proved: the program cannot be traced ({why})")
-        looked.told.append(f"note: {looked.notes[-1]}")
-        return False
-    looked.told.append("\n".join(str(proof).splitlines()[:_SCREEN]))
-    results = {x.leaf: {"says": x.says, "why": x.why} for x in proof.equal}
-    looked.fields |= {"proved": proof.maps, "results": results}
-    looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
-    if refuted := refuted_in(proof):
-        looked.faults["equality"] = refuted
-    is_all = bool(proof.equal) and not proof.unproved
-    return is_all and use_what_is_given(programs, lists)
-
-
-def _run_program(
-    maker: Callable[..., Any],
-    devices: Sequence[int],
-    rtol: float | None,
-    looked: _Looked,
-) -> None:
-    """Run the program, and compare."""
-    looked.fields["ran"] = True
-    try:
-        outcome = same_on_devices(maker, devices, rtol=rtol)
-    except SplitError as error:
-        looked.faults["comparison"] = str(error)
-        return
-    looked.told.append(str(outcome))
-    looked.notes += outcome.notes
-    looked.fields |= {
-        "compared": outcome.compared,
-        "not_compared": outcome.not_compared,
+        looked = check_program(maker, form, devices, rtol, always_run=always_run)
+    except ProgramDied as error:
+        print(f"towerjax check: {error}", file=sys.stderr)
+        return FAULT
+    if new_baseline is not None:
+        write_baseline(new_baseline, make, looked.faults)
+        entries = read_baseline(new_baseline, make)
+    faults, meant, left = split_meant(looked.faults, entries)
+    told = [*looked.told, *told_of_faults(faults)]
+    told += [f"meant: {x.text}" for x in meant]
+    told += [f"note: no longer found, though meant: {x['text']}" for x in left]
+    told = ["\n".join(x.splitlines()[:SCREEN]) for x in told]
+    told += annotations(faults) if github else []
+    outcome = {
+        "same": not looked.faults,
+        "findings": [dataclasses.asdict(x) for x in faults],
+        "meant": [dataclasses.asdict(x) for x in meant],
+        "notes": looked.notes,
     }
+    code = FAULT if faults else OK
+    return show("\n".join(told), outcome | looked.fields, json, code)
 
 
 def report(
@@ -348,7 +318,6 @@ def bench(
     return show(timings, {"results": timings.records}, json, code)
 
 
-_SCREEN = 16  # lines of one answer
 _STEP = ("make_step", str, "module:function")
 _JSON = ("--json", True, "print one JSON object")
 _NEEDED = {"required": True}
@@ -392,6 +361,9 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
         ("--rtol", float, "the largest difference over a leaf's largest value (1e-4)"),
         ("--run=always_run", True, "run it where all is proved, too"),
+        ("--github", True, "print a line for GitHub beside the code of each fault"),
+        ("--baseline", str, "a file of the faults that are meant"),
+        ("--write-baseline=new_baseline", str, "write what is found there, as meant"),
         _JSON,
     ),
 }

@@ -382,10 +382,11 @@ UNLIKE = {
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
     "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
         "Reduction.NONE": "MirroredVar"},
-    "devices": {"(1, 2, 4)": "same_on_devices",
+    "devices": {"(1, 2, 4)": "same_on_devices", "1": "same_resumed",
         "None": f"Mirrored MirroredStrategy prove {MODEL}"},
-    "rtol": {"0.0001": "bench", "1e-05": "assert_same",
-        "None": "assert_replicates same_on_devices"},
+    "rtol": {"0.0001": "bench", "1e-05": "assert_same", "0.0": "same_resumed",
+        "None": "assert_replicates same_for same_on_devices"},
+    "steps": {"(3, 4)": "same_resumed", "None": "run sweep train_and_evaluate"},
     "towers": {"(1, 2, 3, 4, 8)": "assert_replicates",
         "None": "Mirrored MirroredStrategy launch"},
 }  # fmt: skip
@@ -395,7 +396,7 @@ UNLIKE = {
 UNASKED = {
     "micro_batches": 1, "prefetch": 2, "prefetch_on_device": 2,
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
-    "per_example": False, "bits": False, "lazy": False,
+    "per_example": False, "bits": False, "lazy": False, "first": 1,
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "replace": False,
     "max_elements": 64, "iterations": 0, "max_rows": 40,

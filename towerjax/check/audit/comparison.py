@@ -27,6 +27,7 @@ _TOLERANCE = 1e-4
 # Of its size, by how much a leaf may change when nothing else does: as atomic sums do.
 _OF_RERUNS = 1e-6
 _SHOWN = 3
+_PLACES = "towers", "devices"  # what a program runs on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Finding:
       one_tower: The same element on one tower.
       difference: The largest difference.
       relative: The largest difference over the leaf's largest value.
-      of: What ``towers`` counts: towers, or devices.
+      of: What ``towers`` counts: towers, devices, or another number by its name.
+      first: The number that ``one_tower`` is of.
     """
 
     leaf: str
@@ -52,12 +54,15 @@ class Finding:
     difference: float
     relative: float
     of: str = "towers"
+    first: int = 1
 
     def __str__(self) -> str:
         split = f" ({self.split})" if self.split else ""
+        here = _where(self.of, str(self.towers))
+        there = _where_first(self.of, self.first)
         return (
-            f"{self.leaf} is {self.value:.6g} on {self.towers} {self.of}{split}"
-            f" and {self.one_tower:.6g} on one: they differ by {self.difference:.3g}"
+            f"{self.leaf} is {self.value:.6g} {here}{split}"
+            f" and {self.one_tower:.6g} {there}: they differ by {self.difference:.3g}"
             f" ({self.relative:.2%} of its size)"
         )
 
@@ -95,8 +100,9 @@ class AuditReport:
       largest_leaf: The leaf with that difference.
       by_rounding: Names of leaves that differ by more than the tolerance, and by no
         more than the rounding of what goes in explains, which decides them.
-      of: What ``towers`` counts: towers, or devices.
+      of: What ``towers`` counts: towers, devices, or another number by its name.
       notes: What was not seen, or is to be known.
+      first: The number that the others were compared with.
     """
 
     towers: tuple[int, ...]
@@ -109,12 +115,14 @@ class AuditReport:
     by_rounding: tuple[str, ...] = ()
     of: str = "towers"
     notes: tuple[str, ...] = ()
+    first: int = 1
 
     def __str__(self) -> str:
-        towers = ", ".join(str(n) for n in self.towers)
+        here = _where(self.of, ", ".join(str(n) for n in self.towers))
+        there = _where_first(self.of, self.first)
         are = "value is" if len(self.compared) == 1 else "values are"
         text = (
-            f"{len(self.compared)} {are} the same on {towers} {self.of} as on one,"
+            f"{len(self.compared)} {are} the same {here} as {there},"
             f" up to {self.largest:.0e} of {self.largest_leaf}"
         )
         if self.not_compared:
@@ -124,6 +132,15 @@ class AuditReport:
             which = listed(decided) if len(decided) <= _SHOWN else which
             text += f"; rounding decides {which}"
         return "\n".join([text, *[f"note: {note}" for note in self.notes]])
+
+
+def _where(of: str, numbers: str) -> str:
+    """With which numbers a program was run, in words."""
+    return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
+
+
+def _where_first(of: str, number: int) -> str:
+    return "on one" if of in _PLACES else _where(of, str(number))
 
 
 RAISED_ON_OTHER_ROWS = (
@@ -146,18 +163,23 @@ class SplitError(Portable, ReplicationError):
 
     Attributes:
       findings: For each such leaf a `Finding`, or a `Refuted` where it is proved.
+      advice: Sentences on all of them: causes, lines and what to write.
     """
 
     def __init__(self, findings: Sequence[Any], advice: Iterable[str] = ()) -> None:
         self.findings: tuple[Any, ...] = tuple(findings)
+        self.advice: tuple[str, ...] = tuple(advice)
         shown = "".join(f"\n  * {finding}" for finding in self.findings[:_SHOWN])
         shown += "\n  * ..." * (len(self.findings) > _SHOWN)
-        told = "".join(f"\n{sentence}" for sentence in advice)
+        told = "".join(f"\n{sentence}" for sentence in self.advice)
         number = len(self.findings)
         depend = "leaf depends" if number == 1 else "leaves depend"
-        of = "how the batch is split over towers"
-        if any(finding.of == "devices" for finding in self.findings):
-            of = "the number of devices"
+        named = next((x.of for x in self.findings if x.of != "towers"), "towers")
+        wholes = {
+            "towers": "how the batch is split over towers",
+            "devices": "the number of devices",
+        }
+        of = wholes.get(named, named)
         super().__init__(f"{number} {depend} on {of}:{shown}{told}")
 
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from towerjax.check.programs.devices import FORM_OF_MAKE, lists_of_devices
 from towerjax.check.programs.equality import MadeProgram, equal_on_devices
 from towerjax.check.programs.runs import UserProgram
-from towerjax.check.programs.same import FORM_OF_MAKE, lists_of_devices
 from towerjax.check.programs.traced import (
     ARRAY_TYPES,
     TracedProgram,
@@ -45,8 +45,8 @@ _NO_MAP = (
 _ASK_FOR_MANY = (
     " Whether it is the same program on each, prove(make, devices=(1, 2, 4)) says."
 )
-_NOT_THE_SAME = "Devices do not have what the program says that they have:"
-_DEPENDS = "What the program returns depends on the number of devices:"
+NOT_THE_SAME = "Devices do not have what the program says that they have:"
+DEPENDS = "What the program returns depends on the number of devices:"
 _OF_EQUALS = {
     "added up": "as many times as there are devices, at ",
     "averaged": "and stays what it is (with check_vma=True jax.grad adds up over"
@@ -187,7 +187,7 @@ def proved_on(
 def refuted_in(report: ProgramReport) -> str:
     """The error of results that are refuted; "" where there are none."""
     told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
-    return "\n".join([_DEPENDS, *told]) if told else ""
+    return "\n".join([DEPENDS, *told]) if told else ""
 
 
 def proved(
@@ -212,7 +212,7 @@ def proved(
                     what = f"what is the same on all is {how} {so}{at}"
                     notes.append(f"{_at(x)}: {what}")
     if told:
-        raise ReplicationError("\n".join([_NOT_THE_SAME, *told]))
+        raise ReplicationError("\n".join([NOT_THE_SAME, *told]))
     kept = _copies(traced, args) if maps else {}
     if drifts := {name: how for name, how in kept.items() if how != COPIES}:
         [(first, how), *more] = drifts.items()

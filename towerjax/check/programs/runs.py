@@ -42,6 +42,7 @@ class Seen(NamedTuple):
     devices: frozenset[Device]  # of arguments and results
     dtypes: frozenset[str]  # of arguments and results
     is_changed: bool  # something, in place
+    has_arguments: bool  # that are arrays
 
 
 class UserProgram:
@@ -107,7 +108,10 @@ class UserProgram:
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         devices = frozenset(_where_are(taken + given))
-        return Seen(tuple(calls), devices, frozenset(dtypes), bool(changed))
+        has_arguments = any(isinstance(x, ARRAY_TYPES) for x in self._leaves)
+        return Seen(
+            tuple(calls), devices, frozenset(dtypes), bool(changed), has_arguments
+        )
 
     def release(self) -> None:
         """Let go of what its arguments hold on devices: it is not run again."""

@@ -1,0 +1,309 @@
+"""Programs in processes of their own, for any number; faults that are meant."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import towerjax as tj
+from towerjax.check.programs import child, processes, same
+from towerjax.check.programs.processes import NamedFunction, ToldError, name_function
+
+X = np.arange(1, 17, dtype=np.float32)
+WEIGHTS = (np.arange(16) > 5).astype(np.float32)  # unequal in each part
+
+
+def parts(number):
+    return zip(np.split(X, number), np.split(WEIGHTS, number), strict=True)
+
+
+def of_parts(total):
+    """``make`` of what is made of the parts of the rows, as many as its number."""
+
+    def make(number):
+        return lambda w: w * total(number), [np.float32(2)]
+
+    return make
+
+
+def right(number):
+    sums = [((x * w).sum(), w.sum()) for x, w in parts(number)]
+    total, weight = np.sum(sums, axis=0)
+    return total / weight
+
+
+def mean_of_means(number):
+    return sum((x * w).sum() / max(w.sum(), 1) for x, w in parts(number)) / number
+
+
+def sum_of_means(number):
+    return sum(x.mean() for x, _ in parts(number))
+
+
+def divided_twice(number):
+    return sum_of_means(number) / number**2
+
+
+def test_any_number_that_does_not_matter_is_silent():
+    report = tj.testing.same_for(of_parts(right), micro_batches=(1, 2, 4))
+    assert report.compared == ("result",)
+    said = "1 value is the same with micro_batches=2, 4 as with micro_batches=1,"
+    assert str(report).startswith(said)
+
+
+def test_a_mean_of_means_is_told_by_the_name_of_its_number():
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_for(of_parts(mean_of_means), micro_batches=(1, 4))
+    [finding] = error.value.findings
+    want = 2 * np.average(X.astype(np.float64), weights=WEIGHTS)
+    means = [0, (7 + 8) / 2, (9 + 10 + 11 + 12) / 4, (13 + 14 + 15 + 16) / 4]
+    got = 2 * np.mean(means)
+    np.testing.assert_allclose((finding.value, finding.one_tower), (got, want), 1e-6)
+    head, told, *_ = str(error.value).splitlines()
+    assert head == "1 leaf depends on micro_batches:"
+    assert "with micro_batches=4 and " in told and "with micro_batches=1:" in told
+
+
+@pytest.mark.parametrize(
+    ("total", "text"),
+    [
+        (sum_of_means, "result: workers times as much as with 1: "),
+        (divided_twice, "result: 1/workers of what it is with 1: "),
+    ],
+)
+def test_a_factor_is_told(total, text):
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_for(of_parts(total), workers=(1, 2))
+    assert text in str(error.value)
+    with pytest.raises(tj.testing.SplitError) as error:  # of 2 and 4 nothing is said
+        tj.testing.same_for(of_parts(total), workers=(2, 4))
+    assert text not in str(error.value)
+    assert "with workers=2:" in str(error.value)
+
+
+def test_the_line_that_divides_by_the_number_is_told():
+    def make(number):
+        def mean(x):
+            total = sum(jnp.split(x, number))[0] * 3.0
+            return total / number
+
+        return jax.jit(mean), [X]
+
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_for(make, micro_batches=(1, 2))
+    lines = error.value.advice[-1]
+    code = pathlib.Path(__file__).read_text().splitlines()
+    at = 1 + code.index("            return total / number")
+    assert lines.startswith("What is multiplied or divided by depends on micro_batches")
+    assert f"test_in_processes.py:{at} (mean) (div)." in lines and "(mul)" not in lines
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({}, "takes one number by its name, and got none"),
+        ({"a": (1, 2), "b": (1, 2)}, "takes one number by its name, and got 'a' and"),
+        ({"a": (2, 2)}, "two or more different numbers"),
+        ({"a": (0, 2)}, r"a\[0\]=0"),
+    ],
+)
+def test_what_is_no_number_is_refused(numbers, text):
+    with pytest.raises(ValueError, match=text.replace("'a' and", ".*a.*b")):
+        tj.testing.same_for(of_parts(right), **numbers)
+
+
+def test_devices_are_a_number_as_well():
+    def make(devices):
+        whole = jax.NamedSharding(jax.make_mesh((len(devices),), "i", **AUTO), P())
+        return jax.jit(jnp.sum, out_shardings=whole), [X]
+
+    assert tj.testing.same_for(make, devices=(1, 8)).of == "devices"
+
+
+AUTO = {"axis_types": (jax.sharding.AxisType.Auto,)}
+
+
+# What is called in processes of their own, here in this one, which has 8 devices.
+
+
+def everywhere():
+    mesh = jax.make_mesh((jax.device_count(),), ("i",), **AUTO)
+    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P()}
+    mean = jax.shard_map(lambda x: jax.lax.pmean(x.mean(), "i"), **specs)
+    return jax.jit(mean), [jax.device_put(X, jax.NamedSharding(mesh, P("i")))]
+
+
+def on_one():
+    return jax.jit(jnp.mean), [X]
+
+
+def finished():
+    fn, args = everywhere()
+    return {"mean": fn(*args)}
+
+
+def nothing():
+    return None
+
+
+def here(make):
+    return child.run_program(name_function("make()", make), 8, True)
+
+
+def test_a_program_runs_as_it_is():
+    ran = here(everywhere)
+    [call] = ran.seen.calls
+    np.testing.assert_allclose(call["result"].numbers, X.mean(dtype=np.float64), 1e-6)
+    assert ran.seen.devices == ran.reading.devices == frozenset()
+    assert (
+        ran.report.same == 1 and "test_in_processes.py" in ran.reading.communicates[-1]
+    )
+
+
+def test_what_make_returns_that_is_no_program_is_the_result():
+    [call] = here(finished).seen.calls
+    np.testing.assert_allclose(call["result['mean']"].numbers, 8.5, 1e-6)
+
+
+def test_a_program_must_give_something():
+    with pytest.raises(ToldError, match="must return .*, and returned a NoneType"):
+        here(nothing)
+    with pytest.raises(ToldError, match=r"make\(\) ran with 8 devices in place of 2"):
+        child.run_program(name_function("make()", everywhere), 2, True)
+
+
+def test_nearby_runs_begin_with_the_same():
+    first, *nearby = child.run_nearby(name_function("make()", finished), 8, 1e-4)
+    assert nearby == [] and not first.has_arguments
+
+
+def test_who_takes_nothing_is_called_in_a_process():
+    assert same.takes_nothing(nothing) and same.takes_nothing(lambda *, a=1: None)
+    assert not same.takes_nothing(lambda devices=None: None)
+    assert not same.takes_nothing(lambda *a: None) and not same.takes_nothing(dict)
+    for unnamed in (lambda: None, nothing.__call__):
+        with pytest.raises(ValueError, match="takes no argument, .*at the top of a"):
+            name_function("make()", unnamed)
+
+
+def test_a_function_is_found_by_its_name_or_its_file(tmp_path):
+    named = name_function("make()", everywhere)
+    assert named == NamedFunction(__name__, "everywhere", os.path.abspath(__file__))
+    assert processes.find_function(named, 8) is everywhere
+    (tmp_path / "odd name.py").write_text("class A:\n  def make(): return __name__\n")
+    path = list(sys.argv)
+    try:
+        for module, name in ("__main__", "__mp_main__"), ("of_nobody",) * 2:
+            at = NamedFunction(module, "A.make", str(tmp_path / "odd name.py"))
+            assert processes.find_function(at, 8)() == name
+            assert sys.argv == [at.file] and sys.modules.pop(name)
+    finally:
+        sys.argv[:] = path
+
+
+def test_jax_is_told_of_the_devices_before_it_wakes(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8")
+    found = processes._environment(3)
+    assert found["XLA_FLAGS"] == "--a=1" and found["JAX_NUM_CPU_DEVICES"] == "3"
+    assert found["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_end_of_a_process_is_told():
+    told = processes._told_of_death
+    assert told("2 devices", 3, ["a", "b"]) == (
+        "The process of 2 devices ended with exit code 3. Its last lines:\n  a\n  b"
+    )
+    killed = told("x", -signal.SIGKILL, [])
+    assert "was killed by SIGKILL. It printed nothing." in killed
+    assert "ended before it gave a result" in told("x", 0, [])
+
+
+PROGRAM = textwrap.dedent("""
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    if jax.config.jax_num_cpu_devices < 8:  # in a process of its own
+        jax.config.update("jax_num_cpu_devices", 3)
+
+    X = np.arange(1, 9, dtype=np.float32)
+
+    def trained(reduce):
+        number = jax.device_count()
+        print("on", number)
+        update = lambda w, x: w - 0.1 * reduce((w * x).mean(), "i")
+        update, w = jax.pmap(update, "i"), jnp.ones(number)
+        for _ in range(2):
+            w = update(w, X.reshape(number, -1))
+        return float(w[0])
+
+    def main():
+        return trained(jax.lax.pmean)
+
+    def summed():
+        return trained(jax.lax.psum)
+
+    def dies():
+        print("hello")
+        raise RuntimeError("no more")
+
+    def on_one():
+        return jax.jit(jnp.sum), [X]
+
+    def share(devices):
+        mesh = Mesh(devices, "i")
+        specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P()}
+        mean = lambda x: jax.lax.pmean(x.sum(), "i")
+        return jax.jit(jax.shard_map(mean, **specs)), [X]
+""")
+
+
+@pytest.mark.slow
+def test_a_trainers_own_main_is_checked_as_it_is(shell):
+    call = "--devices", "1", "2"
+    code, out, err = shell("check", "of_user:main", *call)
+    assert code == 0 and "is the same on 2 devices as on one" in out
+    assert err == "[1 device] on 1\n[2 devices] on 2\n"
+    code, out, err = shell("check", "of_user:summed", *call, "--json")
+    told = json.loads(out)
+    assert code == 1 and [x["leaf"] for x in told["findings"]] == ["result"]
+    want = [(1 - 0.1 * 4.5) ** 2, (1 - 0.2 * 4.5) ** 2]
+    assert f"{want[1]:.6g} on 2 devices" in told["findings"][0]["text"]
+    assert f"and {want[0]:.6g} on one" in told["findings"][0]["text"]
+    assert "rtol" in told["findings"][0]["advice"]
+    code, out, err = shell("check", "of_user:dies", *call)
+    assert code == 1 and not out and "no more" in err.splitlines()[-1]
+    assert "The process of 1 device ended with exit code 1. Its last lines:" in err
+    code, out, err = shell("check", "of_user:on_one", *call)
+    assert code == 2 and "make() runs on 1 device, cpu:0" in err
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_meant_is_told_and_passes(shell):
+    call = "check", "of_user:share", "--devices", "1", "2"
+    code, _, err = shell(*call, "--baseline", "meant.json")
+    assert code == 2 and "--write-baseline meant.json" in err
+    code, out, _ = shell(*call, "--github")
+    assert code == 1 and out.count("::error file=of_user.py,line=") == 2
+    code, out, _ = shell(*call, "--write-baseline", "meant.json")
+    assert code == 0 and out.count("meant: ") == 2
+    code, out, _ = shell(*call, "--baseline", "meant.json", "--github")
+    assert code == 0 and out.count("meant: ") == 2 and "::error" not in out
+    told = json.loads(pathlib.Path("meant.json").read_text())
+    told["of_user:share"][1]["relative"] = 0.01
+    told["of_user:share"][0]["leaf"] = "another"
+    pathlib.Path("meant.json").write_text(json.dumps(told))
+    code, out, _ = shell(*call, "--baseline", "meant.json", "--json")
+    told = json.loads(out)
+    assert code == 1 and not told["same"] and not told["meant"]
+    assert [x["kind"] for x in told["findings"]] == ["equality", "comparison"]
+    pathlib.Path("meant.json").write_text("[]")
+    assert "write it again" in shell(*call, "--baseline", "meant.json")[2]
+    assert shell(*call, "--json", "--github")[0] == 2

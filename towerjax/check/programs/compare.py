@@ -1,0 +1,269 @@
+"""Compare what runs of a program gave, leaf by leaf, with the first of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from towerjax.check.audit.comparison import (
+    AuditReport,
+    Compared,
+    Finding,
+    Leaves,
+    NotAudited,
+    SplitError,
+    compared_of,
+    gaps,
+    join_reports,
+    judge,
+    refuse_random,
+    rounding_of_dtypes,
+)
+from towerjax.check.programs.read import Reading
+from towerjax.check.programs.runs import Seen, UserProgram, Value
+from towerjax.types.leaves import listed
+from towerjax.types.options import check_number
+
+_TIMES = (
+    "as many times as much as there are devices: a sum of what is a mean, or of what is"
+    " the same on all (with check_vma=True jax.grad adds up over devices by itself)."
+)
+_OVER = "its share on one device: a mean of what is to be added up."
+_FACTORS = {
+    2: "{of}^2 times as much as with 1.",
+    1: "{of} times as much as with 1: a sum of what is a mean, or no division.",
+    -1: "1/{of} of what it is with 1: divided once too often, or a mean of what is to"
+    " be added up.",
+    -2: "1/{of}^2 of what it is with 1.",
+}
+_ONE_CALL = (
+    "one call was compared, since no argument comes back as a result, and nothing was"
+    " changed in place: a wrong factor of a gradient, which an optimizer's first step"
+    " may hide, as Adam's does, would not be seen. Return the new state."
+)
+_SCALARS = (
+    "nothing but scalars was compared: parameters and gradients were not seen. Return"
+    " them, too."
+)
+_KEYS = "not compared: each device has a key of its own"
+_DIFFER = "devices return different values, whose {} is that of one device"
+_HOST = (np.mean, _DIFFER.format("mean")), (np.sum, _DIFFER.format("sum"))
+_UNREAD = (
+    "The program cannot be traced, so its lines were not read; where it computes in 16"
+    " bits, say rtol=0.06 (--rtol 0.06)."
+)
+_NO_ARGUMENTS = (
+    "The program has no arguments that are arrays, so what rounding changes was not"
+    " measured: where it trains for many steps, say rtol= (--rtol)."
+)
+DEVICES = "devices"  # the number that is said of places, and not by its name
+
+
+def check_rtol(rtol: float | None) -> None:
+    """Raise unless it is a tolerance, or None."""
+    if rtol is not None:
+        check_number("rtol", rtol, "a number >= 0, or None")
+
+
+def compare_runs(
+    runs: Mapping[int, Seen],
+    reads: Mapping[int, Reading],
+    again: Callable[[float], Sequence[Seen]],
+    rtol: float | None,
+    of: str = DEVICES,
+) -> AuditReport:
+    """The report of runs that give the same as the first; raise if one does not.
+
+    Args:
+      runs: What the program gave for each number; the others are compared with the
+        first.
+      reads: What its traces say, of those numbers that were traced.
+      again: ``rounding -> runs``, the first one with arguments that are rounded so.
+      rtol: The tolerance; None is that of what is computed.
+      of: The name of the number.
+    """
+    [(at_first, first), *others] = runs.items()
+    rounding = max(
+        rounding_of_dtypes(first.dtypes), *[x.rounding for x in reads.values()]
+    )
+    rtol = rounding if rtol is None else rtol
+    nearby = functools.cache(functools.partial(again, rounding))
+    differing = dict[str, dict[str, None]]()
+    reports = list[AuditReport]()
+    for call in range(min(len(run.calls) for run in runs.values())):
+        split = f"call {call + 1}" if call else ""
+
+        def near(call: int = call) -> list[Leaves]:
+            return [_given_by(run, call, first) for run in nearby()]
+
+        compared = []
+        for number, run in others:
+            named = f"With {of}={at_first} and {number}"
+            if of == DEVICES:
+                named = f"On {at_first} and {number} devices"
+            pairs = _pairs(named, run.calls[call], first.calls[call], rtol, differing)
+            got, want = ({name: x[i] for name, x in pairs.items()} for i in (0, 1))
+            compared.append(Compared(number, split, got, want, near))
+        if not compared_of(compared[0].want):
+            break
+        try:
+            reports.append(judge(compared, 0, rtol))
+        except SplitError as error:
+            findings = [
+                dataclasses.replace(x, of=of, first=at_first) for x in error.findings
+            ]
+            gave = first.calls[call]
+            findings.sort(key=lambda x: gave[x.leaf].is_key)
+            reasons = _reasons(findings, reads, of, at_first, first.has_arguments)
+            raise SplitError(findings, reasons) from None
+    if not reports:
+        raise NotAudited(
+            "there is nothing to compare: no result has numbers that are finite, and"
+            " nothing was changed in place. Return the new state from fn"
+        )
+    hows = sorted(differing, key=lambda how: how == _KEYS)
+    notes = [f"{listed(differing[how])}: {how}" for how in hows]
+    notes += _unseen(first, reports[0], [x.why for x in reads.values() if x.why])
+    joined = join_reports(reports)
+    return dataclasses.replace(joined, of=of, first=at_first, notes=tuple(notes))
+
+
+def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
+    """What was not seen."""
+    values = [run.calls[0][name].numbers for name in report.compared]
+    if all(x is not None and x.size == 1 for x in values):
+        yield _SCALARS
+    elif len(run.calls) == 1 and run.has_arguments:
+        yield _ONE_CALL
+    for why in dict.fromkeys(untraced):
+        yield f"the program cannot be traced, so its meshes were not read ({why})"
+
+
+def runs_nearby(
+    program: UserProgram,
+    first: Seen,
+    anew: Callable[[], UserProgram],
+    rounding: float,
+) -> list[Seen]:
+    """Runs of arguments that are rounded once more, each way.
+
+    The program is made anew for each where it changes what it holds. Raise if the same
+    arguments gave something else.
+    """
+    is_anew = first.is_changed or not program.is_plain
+    if not is_anew:
+        try:
+            refuse_other_run(program.run(), first)
+        except NotAudited:
+            is_anew = True  # it may hold what nobody sees, as a generator
+    if is_anew:
+        refuse_other_run(anew().run(), first)
+    by = rounding / 8 if rounding > 1e-4 else 2.0**-23
+    programs = [anew() if is_anew else program for _ in range(3)]
+    return [x.run(step * by) for x, step in zip(programs, (1, -1, 2), strict=True)]
+
+
+def refuse_other_run(again: Seen, first: Seen) -> None:
+    """Raise unless a run of the same arguments gave the same in its first call."""
+    refuse_random(_given_by(again, 0, first), _given_by(first, 0, first))
+
+
+def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
+    """What a call gave, of what the first run's gave."""
+    gave = run.calls[min(call, len(run.calls) - 1)]
+    none = Value(None, is_state=False, is_key=False)
+    return {name: gave.get(name, none).numbers for name in first.calls[call]}
+
+
+def _pairs(
+    named: str,
+    got: Mapping[str, Value],
+    want: Mapping[str, Value],
+    rtol: float,
+    differing: dict[str, dict[str, None]],
+) -> dict[str, tuple[Any, Any]]:
+    """What a run and the first one gave, each in one shape, by name.
+
+    What differs from device to device is added to ``differing``.
+    """
+    others = sorted(got.keys() ^ want.keys())
+    if names := [name for name in others if name.startswith("result")]:
+        raise ValueError(f"{named} results differ: {listed(names)}.")
+    pairs: dict[str, tuple[Any, Any]] = dict.fromkeys(others, (None, None))
+    for name in [name for name in want if name in got]:
+        *pair, how = _alike(got[name], want[name], rtol)
+        pairs[name] = pair[0], pair[1]
+        if how:
+            differing.setdefault(how, {})[name] = None
+    return pairs
+
+
+def _alike(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
+    """Both in one shape, and what of the first was taken where devices differ.
+
+    Rows that `jax.pmap` has split are joined. A state is as many copies. Of what else
+    each device returns, the host may take the mean, or the sum.
+    """
+    x = got.numbers
+    y = want.numbers
+    if x is None or y is None:
+        return None, None, ""
+    if x.size == y.size and x.shape[2:] == y.shape[2:]:
+        return x.reshape(y.shape), y, ""
+    if not (x.ndim == y.ndim > 0 and y.shape[0] == 1 and x.shape[1:] == y.shape[1:]):
+        return x, y, ""
+    copies = np.broadcast_to(y, x.shape)
+    if got.is_key and not (x == x[:1]).all():
+        return None, None, _KEYS
+    if got.is_state or not len(x):
+        return x, copies, ""
+    ways = (
+        (x, copies, ""),
+        *[(of(x, axis=0, keepdims=True), y, how) for of, how in _HOST],
+    )
+    return next((way for way in ways if _are_close(*way[:2], rtol)), ways[0])
+
+
+def _are_close(x: np.ndarray, y: np.ndarray, rtol: float) -> bool:
+    return bool((gaps(x, y) <= rtol * np.abs(y).max(initial=0.0)).all())
+
+
+def _reasons(
+    findings: Sequence[Finding],
+    reads: Mapping[int, Reading],
+    of: str,
+    first: int,
+    has_arguments: bool,
+) -> Iterator[str]:
+    """What the numbers say, and the lines that are the cause, or near it."""
+    texts = {1: _TIMES, -1: _OVER}
+    if of != DEVICES:
+        texts = {power: text.format(of=of) for power, text in _FACTORS.items()}
+    for power, text in texts.items() if first == 1 else ():
+        expected = [(x, x.towers**power * x.one_tower) for x in findings]
+        if names := [x.leaf for x, y in expected if np.isclose(x.value, y, 1e-4, 0)]:
+            yield f"{listed(names)}: {text}"
+    if not has_arguments:
+        yield _NO_ARGUMENTS
+    read = [x for x in reads.values() if not x.why]
+    if not read:
+        yield _UNREAD
+    elif of != DEVICES:
+        yield from _uses_of_number(read, of)
+    elif at := read[-1].communicates:
+        yield f"Devices communicate at {'; '.join(at[:3])}."
+
+
+def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
+    """The lines whose factors are others for another number."""
+    factors = [dict.fromkeys(x.factors) for x in reads]
+    several = {x: None for some in factors for x in some}
+    changing = [x for x in several if not all(x in some for some in factors)]
+    lines = dict.fromkeys(f"{line} ({how})" for line, how, _ in changing)
+    if lines:
+        yield (
+            f"What is multiplied or divided by depends on {of} at"
+            f" {'; '.join([*lines][:3])}."
+        )

@@ -1,0 +1,76 @@
+"""The devices that a program is given, and those that it uses."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from towerjax.check.programs.runs import UserProgram
+from towerjax.mesh.devices import Device, canonical_device_name
+from towerjax.types.options import check_wholes
+
+FORM_OF_MAKE = "make(devices)"
+
+
+_OF_A_LIST = (
+    "Make its mesh of the devices that it is given, each time anew,"
+    " jax.sharding.Mesh(devices, 'i')"
+)
+
+
+def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
+    """The different numbers of devices, of which 1 is the first; checked."""
+    given = list(dict.fromkeys(check_wholes("devices", numbers)))
+    wrong = f"devices={numbers!r} must be 1 and other numbers"
+    is_plain = given[0] == 1 and len(given) > 1
+    if at_most is None and not is_plain:
+        raise ValueError(f"{wrong}.")
+    if at_most is not None and not (is_plain and max(given) <= at_most):
+        raise ValueError(
+            f"{wrong}, of at most {at_most} devices. On CPUs say"
+            f' jax.config.update("jax_num_cpu_devices", {max(given)}) before JAX is'
+            " used."
+        )
+    return given
+
+
+def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
+    """The devices to give to ``make``, by their number; 1 is the first."""
+    given = check_numbers(numbers, len(jax.devices()))
+    return {number: jax.devices()[:number] for number in given}
+
+
+def refuse_others(
+    given: Sequence[Device],
+    used: frozenset[Device],
+    named: str = "make({} devices)",
+    remedy: str = _OF_A_LIST,
+) -> None:
+    """Raise unless a program uses the devices that it was given, and all of them.
+
+    Those of another platform hold what is kept on the host. ``named`` and ``remedy``
+    are of the error.
+    """
+    used = frozenset(x for x in used if x.platform == given[0].platform)
+    if used == {*given} or (len(given) == 1 and not used):
+        return
+    told = "says nowhere on which devices it runs"
+    if used:
+        names = ", ".join(sorted(map(canonical_device_name, used)))
+        devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
+        told = f"runs on {devices}, {names}, as its arguments, results and meshes say"
+    raise ValueError(
+        f"{named.format(len(given))} {told}. {remedy}, and return an array that is on"
+        " them."
+    )
+
+
+def use_what_is_given(
+    programs: Mapping[int, UserProgram], lists: Mapping[int, Sequence[Device]]
+) -> bool:
+    """Whether programs say, without a run, that they use the devices of their lists."""
+    try:
+        for number, program in programs.items():
+            refuse_others(lists[number], program.devices_named())
+    except ValueError:
+        return False
+    return True

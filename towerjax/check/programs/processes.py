@@ -1,0 +1,192 @@
+"""Call a function in a process of its own, whose JAX has so many devices of the CPU.
+
+What it returns comes by a file. What it prints is passed on, line by line.
+"""
+
+import collections
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import pickle
+import pkgutil
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from towerjax.mesh.devices import want_cpu_devices
+from towerjax.types.door import door
+
+_FORCED = r"--xla_force_host_platform_device_count=\S*"  # by flags, before JAX 0.5
+_LAST = 12  # lines of what a process printed that died
+_MAIN = "__main__"
+_BEGIN = (
+    "import sys; sys.path[:] = {path!r};"
+    " from towerjax.check.programs.processes import answer; answer(*sys.argv[1:])"
+)
+
+
+class NamedFunction(NamedTuple):
+    """Where another process finds a function."""
+
+    module: str
+    name: str
+    file: str
+
+
+class ProgramDied(RuntimeError):
+    """A process that ran a program ended without a result."""
+
+
+class ToldError(Exception):
+    """What is raised in a process, and is to be raised where it was started."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def name_function(form: str, fn: Callable[..., Any]) -> NamedFunction:
+    """Where another process finds a function; raise if it cannot."""
+    plain = inspect.unwrap(fn)
+    module = getattr(fn, "__module__", None) or ""
+    name = getattr(fn, "__qualname__", "")
+    code = getattr(plain, "__code__", None)
+    file = code.co_filename if code else ""
+    if not (module and re.fullmatch(r"\w+(\.\w+)*", name) and os.path.isfile(file)):
+        raise ValueError(
+            f"{form} takes no argument, so it is called in processes of its own, which"
+            f" import it by its name, and this is {fn!r:.200}. Define it by def at the"
+            " top of a file. Or let it take a list of devices of this process,"
+            " make(devices)."
+        )
+    return NamedFunction(module, name, os.path.abspath(file))
+
+
+def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
+    """Import a function, and have JAX make the devices, whatever its file asks for."""
+    if _is_found(named):
+        module = importlib.import_module(named.module)
+    else:
+        module = _from_file(named)
+    want_cpu_devices(devices)
+    return pkgutil.resolve_name(f"{module.__name__}:{named.name}")
+
+
+def _is_found(named: NamedFunction) -> bool:
+    """Whether Python finds the module by its name, in the same file."""
+    if named.module == _MAIN:
+        return False
+    try:
+        spec = importlib.util.find_spec(named.module)
+    except (ImportError, ValueError):
+        return False
+    origin = getattr(spec, "origin", None)
+    return (
+        bool(origin) and os.path.exists(origin) and os.path.samefile(origin, named.file)
+    )
+
+
+def _from_file(named: NamedFunction) -> types.ModuleType:
+    name = "__mp_main__" if named.module == _MAIN else named.module
+    spec = importlib.util.spec_from_file_location(name, named.file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.argv[:] = [named.file]
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_in_process(
+    label: str, devices: int, run: Callable[..., Any], /, *args: Any
+) -> Any:
+    """What a function returns in a process of its own.
+
+    Args:
+      label: What is called, in words of errors; and before each line that it prints.
+      devices: How many devices of the CPU its JAX has.
+      run: A function at the top of a module of towerjax.
+      *args: What it is called with; they are pickled.
+
+    Raises:
+      ProgramDied: The process ended without a result; with its last lines.
+      Exception: What the function raised as a `ToldError`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "call").write_bytes(pickle.dumps((run, args)))
+        command = [sys.executable, "-c", _BEGIN.format(path=sys.path), name]
+        code, last = _printed(command, _environment(devices), label)
+        result = folder / "result"
+        if code or not result.exists():
+            raise ProgramDied(_told_of_death(label, code, last))
+        gave, value = pickle.loads(result.read_bytes())
+    if gave == "error":
+        raise value
+    return value
+
+
+def _environment(devices: int) -> dict[str, str]:
+    """The variables of a process whose JAX has so many devices."""
+    variables = dict(os.environ)
+    flags = re.sub(_FORCED, "", variables.get("XLA_FLAGS", ""))
+    return variables | {
+        "XLA_FLAGS": flags.strip(),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+    }
+
+
+def _printed(
+    command: list[str], environment: dict[str, str], label: str
+) -> tuple[int, list[str]]:
+    """The exit code of a process, and the last lines that it printed."""
+    last = collections.deque[str](maxlen=_LAST)
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                last.append(line.rstrip())
+                print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
+        except BaseException:  # Ctrl-C, too
+            process.kill()
+            raise
+    return process.returncode, list(last)
+
+
+def _told_of_death(label: str, code: int, last: list[str]) -> str:
+    how = f"ended with exit code {code}" if code >= 0 else "was killed"
+    if code < 0:
+        how += f" by {signal.Signals(-code).name}"
+    if not code:
+        how = "ended before it gave a result"
+    lines = "".join(f"\n  {line}" for line in last)
+    printed = f"Its last lines:{lines}" if last else "It printed nothing."
+    return f"The process of {label} {how}. {printed}"
+
+
+@door
+def answer(folder: str) -> None:
+    """In the process: call what the folder names, and write what it gives."""
+    place = pathlib.Path(folder)
+    run, args = pickle.loads((place / "call").read_bytes())
+    try:
+        given = "value", run(*args)
+    except ToldError as told:
+        given = "error", told.error
+    (place / "result").write_bytes(pickle.dumps(given))

@@ -1,0 +1,69 @@
+"""What the trace of a program says, in plain values that another process can send."""
+
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from towerjax.check.audit.comparison import rounding_of
+from towerjax.check.programs.runs import UserProgram, meshes_of_trace
+from towerjax.jaxprs.equation import all_sites, named_axes, user_line
+from towerjax.mesh.devices import Device
+
+_BY_A_FACTOR = "mul", "div"
+
+
+class Reading(NamedTuple):
+    """What a trace says.
+
+    Attributes:
+      why: Why there is none; "" if there is one.
+      rounding: The tolerance for what it computes.
+      devices: Those of its meshes.
+      communicates: The lines at which devices communicate, and how.
+      factors: ``(line, primitive, number)`` of each product and quotient by a number.
+    """
+
+    why: str
+    rounding: float = 0.0
+    devices: frozenset[Device] = frozenset()
+    communicates: tuple[str, ...] = ()
+    factors: tuple[tuple[str, str, complex], ...] = ()
+
+
+def read_program(program: UserProgram) -> Reading:
+    """What the trace of a program says."""
+    traced, why = program.trace()
+    if traced is None:
+        return Reading(why)
+    jaxpr = traced.jaxpr
+    return Reading(
+        "",
+        rounding_of([jaxpr]),
+        meshes_of_trace(traced),
+        _lines_that_communicate(jaxpr),
+        _factors(jaxpr),
+    )
+
+
+def _lines_that_communicate(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    sites = [x for x in all_sites(jaxpr) if named_axes(x[0])]
+    lines = [(user_line(x), x[0].primitive.name) for x in sites]
+    return tuple(dict.fromkeys(f"{line} ({how})" for line, how in lines if line))
+
+
+def _factors(jaxpr: ClosedJaxpr) -> tuple[tuple[str, str, complex], ...]:
+    sites = [
+        x for x in all_sites(jaxpr, plain=True) if x[0].primitive.name in _BY_A_FACTOR
+    ]
+    found = [
+        (user_line(x), x[0].primitive.name, number)
+        for x in sites
+        if (number := _factor(x[0])) is not None
+    ]
+    return tuple(dict.fromkeys(x for x in found if x[0]))
+
+
+def _factor(eqn: JaxprEqn) -> complex | None:
+    """The number by which an equation multiplies or divides; None: by no constant."""
+    values: list[Any] = [x.val for x in eqn.invars if isinstance(x, Literal)]
+    return next((complex(x) for x in values), None)

@@ -1,0 +1,387 @@
+"""Compare a training that was stopped and resumed with one that never was."""
+
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax.check.audit.comparison import NotAudited, Refuted, SplitError, gaps
+from towerjax.check.programs.child import FORM
+from towerjax.check.programs.compare import check_rtol
+from towerjax.check.programs.processes import (
+    NamedFunction,
+    ToldError,
+    call_in_process,
+    find_function,
+    name_function,
+)
+from towerjax.check.programs.traced import NUMBER_TYPES
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
+from towerjax.loop.history import History
+from towerjax.loop.run import run
+from towerjax.step.step import Step
+from towerjax.types import PyTree, named_leaves
+from towerjax.types.door import door
+from towerjax.types.leaves import key_data, types_of
+from towerjax.types.options import check_whole, check_wholes
+
+_Leaves: TypeAlias = dict[str, np.ndarray]
+_AS_MADE = (
+    "It is as make() returns it: it was not saved, or is not restored, such as a key or"
+    " a step number beside the parameters."
+)
+_OTHER_BATCHES = (
+    "The resumed process reads other batches: save the iterator's position, or skip the"
+    " batches that were used."
+)
+_ELSEWHERE = (
+    "What was restored and the batches are the same: something else is not saved, such"
+    " as a generator or a counter that the step holds."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumedReport:
+    """The leaves that are the same after a restart as without one.
+
+    Attributes:
+      steps: The numbers of steps before it and after it.
+      compared: Names of the leaves.
+    """
+
+    steps: tuple[int, int]
+    compared: tuple[str, ...]
+
+    def __str__(self) -> str:
+        before, after = self.steps
+        are = "value is" if len(self.compared) == 1 else "values are"
+        return (
+            f"{len(self.compared)} {are} the same after {before} + {after} steps, with"
+            f" a restart between, as after {before + after} at once"
+        )
+
+
+class _Stages(NamedTuple):
+    """What a process had: arrays by name. Empty where a stage was not seen."""
+
+    made: _Leaves  # the state as ``make`` returns it
+    between: _Leaves  # the state where the training is stopped, or resumed
+    batches: _Leaves  # those of the steps after it
+    results: _Leaves  # what these steps returned
+    end: _Leaves  # the state at the end
+
+
+class _Training(NamedTuple):
+    """What ``make`` returned."""
+
+    step: Any
+    state: PyTree
+    batches: Any
+    save: Callable[[str, PyTree, Any], Any]
+    restore: Callable[[str, PyTree, Any], tuple[PyTree, Any]]
+
+
+@door
+def same_resumed(
+    make: Callable[[], Any],
+    steps: Sequence[int] = (3, 4),
+    *,
+    devices: int = 1,
+    rtol: float = 0.0,
+) -> ResumedReport:
+    """Raise if a training that is resumed goes on otherwise than one that is not.
+
+    One process does ``n + m`` steps at once. A second does ``n``, and saves. A third
+    restores, and does ``m``. What was restored is compared with what was saved, and
+    the batches that are read, what steps return and the state at the end with those of
+    the first process.
+
+    ``make()`` is called in each process, and returns one of
+
+    * ``(step, state, batches)``, a step of towerjax, trained by `tj.run` and saved by a
+      `Checkpointer`;
+    * ``(step, state, batches, save, restore)``, of any step: ``step(state, batch)``
+      returns the new state, or a tuple of it and more. ``save(folder, state, batches)``
+      is given the iterator at its position; ``restore(folder, state, batches)`` the
+      state and the batches as they begin, and it returns both as they go on;
+    * ``train``, where ``train(folder, steps)`` trains up to that many steps in all,
+      goes on from what the folder has, and returns the state.
+
+    Args:
+      make: A function without arguments at the top of a file.
+      steps: ``(n, m)``, each >= 1.
+      devices: How many devices of the CPU each process has.
+      rtol: The largest difference over a leaf's largest value; 0 is the same bits.
+
+    Returns:
+      A `ResumedReport`.
+
+    Raises:
+      SplitError: A leaf depends on the restart; its ``findings`` are `Refuted`.
+      ProgramDied: A process ended without a result; with its last lines.
+      ValueError: ``make`` or what it returns has another form; the training is not
+        deterministic.
+
+    Example:
+      >>> import inspect
+      >>> [*inspect.signature(same_resumed).parameters][:2]
+      ['make', 'steps']
+
+    A whole one is at
+    <https://github.com/towerjax/towerjax/blob/main/docs/check.md>.
+    """
+    named = name_function(FORM, make)
+    check_whole("devices", devices)
+    check_rtol(rtol)
+    given = check_wholes("steps", steps)
+    if len(given) != 2:
+        raise ValueError(f"steps={steps!r} must be two numbers, before and after.")
+    before, after = given
+
+    def called(label: str, *args: Any) -> _Stages:
+        return call_in_process(label, devices, *args)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("at_once", "stopped", "again"):
+            os.makedirs(f"{folder}/{name}")
+        whole = f"{before + after} steps at once"
+        at_once = called(whole, _at_once, named, given, f"{folder}/at_once")
+        label = f"{before} steps"
+        stopped = called(label, _stopped, named, given, f"{folder}/stopped")
+        label = f"{after} more steps"
+        resumed = called(label, _resumed, named, given, f"{folder}/stopped")
+        found, advice = _differences(at_once, stopped, resumed, given, rtol)
+        if found and not at_once.between:
+            again = called(whole, _at_once, named, given, f"{folder}/again")
+            _refuse_random(at_once.end, again.end)
+    if found:
+        of = f"a restart after step {before}"
+        raise SplitError([dataclasses.replace(x, of=of) for x in found], advice)
+    names = [*at_once.end, *at_once.batches, *at_once.results]
+    return ResumedReport((before, after), tuple(names))
+
+
+def _differences(
+    at_once: _Stages,
+    stopped: _Stages,
+    resumed: _Stages,
+    steps: tuple[int, ...],
+    rtol: float,
+) -> tuple[list[Refuted], list[str]]:
+    """The leaves that differ, each where it does first, and what to do."""
+    before, after = steps
+    _refuse_random(at_once.between, stopped.between)
+    saved, restored = stopped.between, resumed.between
+    found = dict[str, Refuted]()
+    advice = list[str]()
+    for name, told in _unlike(restored, saved, "restored", "saved", rtol):
+        found[name] = Refuted(name, told)
+        if _same_bits(restored.get(name), resumed.made.get(name)):
+            advice.append(f"{name}: {_AS_MADE}")
+    words = "after the restart", "without it"
+    for name, told in _unlike(resumed.batches, at_once.batches, *words, rtol):
+        found[name] = Refuted(name, told)
+    if any(name in at_once.batches for name in found):
+        advice.append(_OTHER_BATCHES)
+    has_seen = bool(at_once.between)
+    is_elsewhere = has_seen and not found
+    words = f"after {before} + {after} steps", f"after {before + after} at once"
+    for stage in ("end", "results"):
+        pair = getattr(resumed, stage), getattr(at_once, stage)
+        for name, told in _unlike(*pair, *words, rtol):
+            found.setdefault(name, Refuted(name, told))
+    if is_elsewhere and found:
+        advice.append(_ELSEWHERE)
+    return [*found.values()], advice
+
+
+def _unlike(
+    got: _Leaves, want: _Leaves, got_is: str, want_is: str, rtol: float
+) -> Iterator[tuple[str, str]]:
+    """The leaves that differ, and how."""
+    for name in {**want, **got}:
+        if name not in got or name not in want:
+            missing = got_is if name not in got else want_is
+            yield name, f"there is none {missing}"
+            continue
+        x, y = got[name], want[name]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            kinds = [f"{a.dtype}{list(a.shape)}" for a in (x, y)]
+            yield name, f"{kinds[0]} {got_is}, and {kinds[1]} {want_is}"
+        elif not _same_bits(x, y):
+            gap = gaps(_wide(x), _wide(y))
+            at = np.unravel_index(np.argmax(gap), gap.shape)
+            largest = float(np.abs(_wide(y)).max(initial=0.0))
+            if not gap[at] <= rtol * largest or not rtol:
+                here, there = (f"{float(_wide(a)[at]):.6g}" for a in (x, y))
+                yield name, f"{here} {got_is}, and {there} {want_is}"
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return np.abs(x) if x.dtype.kind == "c" else x.astype(np.float64)
+
+
+def _same_bits(x: np.ndarray | None, y: np.ndarray | None) -> bool:
+    if x is None or y is None:
+        return False
+    return (x.shape, x.dtype, x.tobytes()) == (y.shape, y.dtype, y.tobytes())
+
+
+def _refuse_random(first: _Leaves, again: _Leaves) -> None:
+    for name, told in _unlike(first, again, "in one process", "in another", 0.0):
+        raise NotAudited(
+            f"the training is not deterministic, also without a restart: {name} is"
+            f" {told}. Draw from a key or a seed that make() gives"
+        )
+
+
+def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
+    """All steps in one process."""
+    before, after = steps
+    training = _made(named)
+    if not isinstance(training, _Training):
+        return _ended(training(folder, before + after), before)
+    loop = _Loop(training, iter(training.batches))
+    loop.run(range(before))
+    between = _arrays("state", loop.state)
+    return loop.seen(range(before, before + after), {}, between)
+
+
+def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
+    """The first steps, after which it saves."""
+    before, _ = steps
+    training = _made(named)
+    if not isinstance(training, _Training):
+        training(folder, before)
+        return _NOTHING
+    loop = _Loop(training, iter(training.batches))
+    loop.run(range(before))
+    between = _arrays("state", loop.state)
+    training.save(folder, loop.state, loop.batches)
+    return _NOTHING._replace(between=between)
+
+
+def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
+    """The last steps, of what is restored."""
+    before, after = steps
+    training = _made(named)
+    if not isinstance(training, _Training):
+        return _ended(training(folder, before + after), before)
+    made = _arrays("state", training.state)
+    restored = training.restore(folder, training.state, training.batches)
+    match restored:
+        case (state, batches):
+            loop = _Loop(training._replace(state=state), iter(batches))
+        case _:
+            told = f"returned {types_of(restored)}"
+            raise ToldError(
+                ValueError(f"restore must return (state, batches), and {told}.")
+            )
+    between = _arrays("state", loop.state)
+    return loop.seen(range(before, before + after), made, between)
+
+
+class _Loop:
+    """The loop of a training: its state, and its iterator of batches."""
+
+    def __init__(self, training: _Training, batches: Iterator[Any]) -> None:
+        self.state = training.state
+        self.batches = batches
+        self._step = training.step
+
+    def run(self, numbers: range) -> None:
+        """Do these steps."""
+        for _ in numbers:
+            self.next()
+
+    def next(self) -> tuple[Any, Any]:
+        """Do a step; its batch, and what it returned."""
+        batch = next(self.batches)
+        gave = self._step(self.state, batch)
+        self.state = self._state_in(gave)
+        return batch, gave
+
+    def seen(self, numbers: range, made: _Leaves, between: _Leaves) -> _Stages:
+        """Do these steps, and keep what they had."""
+        batches = _Leaves()
+        results = _Leaves()
+        for number in numbers:
+            batch, gave = self.next()
+            batches |= _arrays(f"batches[{number}]", batch)
+            if gave is not self.state:
+                results |= _arrays(f"metrics of step {number + 1}", gave[1:])
+        return _Stages(made, between, batches, results, _arrays("state", self.state))
+
+    def _state_in(self, gave: Any) -> PyTree:
+        structure = jax.tree.structure(self.state)
+        if jax.tree.structure(gave) == structure:
+            return gave
+        if isinstance(gave, tuple) and jax.tree.structure(gave[0]) == structure:
+            return gave[0]
+        told = f"returned {types_of(gave)}"
+        raise ToldError(
+            ValueError(
+                "step(state, batch) must return the new state, of the same structure,"
+                f" or a tuple that begins with it, and {told}."
+            )
+        )
+
+
+def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
+    """What ``make`` returned: a loop's parts, or ``train(folder, steps)``."""
+    made = find_function(named, jax.device_count())()
+    match made:
+        case (step, state, batches, save, restore) if callable(save):
+            return _Training(step, state, batches, save, restore)
+        case (Step() as step, state, batches):
+            return functools.partial(_train, step, state, batches)
+        case _ if callable(made) and not isinstance(made, Step):
+            return made
+    told = f"returned {types_of(made)}"
+    raise ToldError(
+        ValueError(
+            f"{FORM} must return (step, state, batches) of towerjax, (step, state,"
+            f" batches, save, restore), or train(folder, steps), and {told}."
+        )
+    )
+
+
+def _train(
+    step: Step, state: PyTree, batches: Any, folder: str, steps: int
+) -> tuple[PyTree, History]:
+    """Train by `tj.run`, whose checkpoints are in the folder."""
+    saving = Checkpointer(folder)
+    options: Any = {"steps": steps, "checkpointer": saving, "progress": False}
+    return run(step, state, batches, **options)
+
+
+def _ended(gave: Any, before: int) -> _Stages:
+    """What a training returned at its end, with the metrics of the last steps."""
+    results = _Leaves()
+    match gave:
+        case (state, History() as history):
+            for number, *values in zip(
+                history.steps, *history.metrics.values(), strict=True
+            ):
+                if number > before:
+                    metrics = dict(zip(history.metrics, values, strict=True))
+                    results |= _arrays(f"metrics of step {number}", metrics)
+        case state:
+            pass
+    return _NOTHING._replace(results=results, end=_arrays("state", state))
+
+
+def _arrays(root: str, tree: PyTree) -> _Leaves:
+    """The leaves that are numbers, by name, on the host."""
+    leaves = [
+        (n, x) for n, x in named_leaves(root, tree) if isinstance(x, NUMBER_TYPES)
+    ]
+    return {name: np.array(key_data(x)) for name, x in leaves}
+
+
+_NOTHING = _Stages({}, {}, {}, {}, {})

@@ -1,0 +1,153 @@
+"""What ``towerjax check`` does: prove what can be, and run and compare the rest."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from towerjax.check.audit.comparison import AuditReport, SplitError
+from towerjax.check.programs.child import FORM, Ran
+from towerjax.check.programs.devices import (
+    check_numbers,
+    lists_of_devices,
+    use_what_is_given,
+)
+from towerjax.check.programs.processes import name_function
+from towerjax.check.programs.programs import ProgramReport, proved_on
+from towerjax.check.programs.runs import UserProgram
+from towerjax.check.programs.same import (
+    compare_in_processes,
+    same_on_devices,
+    takes_nothing,
+)
+from towerjax.mesh.devices import Device
+from towerjax.proof.findings import ReplicationError
+from towerjax.tools.faults import Fault
+from towerjax.types.options import check_takes
+
+SCREEN = 16  # lines of one answer
+
+
+@dataclasses.dataclass
+class Looked:
+    """What a check has found so far.
+
+    Attributes:
+      told: Texts for a person, of what is no fault.
+      faults: What is wrong.
+      notes: What was not seen, or is to be known.
+      fields: More fields of JSON.
+    """
+
+    told: list[str] = dataclasses.field(default_factory=list)
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
+
+
+def check_program(
+    maker: Callable[..., Any],
+    form: str,
+    devices: Sequence[int],
+    rtol: float | None,
+    *,
+    always_run: bool,
+) -> Looked:
+    """Prove a program the same on these numbers of devices, or run it on them.
+
+    Args:
+      maker: ``devices -> (fn, args)``, or ``() -> (fn, args)``.
+      form: How it is called, in words of errors.
+      devices: The numbers of devices.
+      rtol: As for `same_on_devices`.
+      always_run: Whether it is run where all is proved, too.
+    """
+    looked = Looked()
+    if takes_nothing(maker):
+        _run_in_processes(maker, devices, rtol, looked)
+        return looked
+    lists = lists_of_devices(devices)
+    check_takes(form, maker, lists[max(devices)])
+    programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
+    if _prove_program(programs, lists, looked) and not always_run:
+        looked.told.append("proved, and not run: --run runs it, too")
+    else:
+        _compare(lambda: same_on_devices(maker, devices, rtol=rtol), looked)
+    return looked
+
+
+def _prove_program(
+    programs: Mapping[int, UserProgram],
+    lists: Mapping[int, Sequence[Device]],
+    looked: Looked,
+) -> bool:
+    """Prove what can be without a run; whether that is all."""
+    try:
+        proof, why = proved_on(programs)
+    except ReplicationError as error:
+        looked.faults += _faults_of_proof(str(error))
+        return False
+    if proof is None:
+        looked.notes.append(f"nothing is proved: the program cannot be traced ({why})")
+        looked.told.append(f"note: {looked.notes[-1]}")
+        return False
+    _tell_of_proof(proof, looked)
+    results = {x.leaf: {"says": x.says, "why": x.why} for x in proof.equal}
+    looked.fields["results"] = results
+    looked.faults += [
+        Fault("equality", x.leaf, f"{x.leaf}: {x.why}")
+        for x in proof.equal
+        if x.says == "refuted"
+    ]
+    is_all = bool(proof.equal) and not proof.unproved
+    return is_all and use_what_is_given(programs, lists)
+
+
+def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
+    looked.told.append("\n".join(str(proof).splitlines()[:SCREEN]))
+    looked.fields["proved"] = proof.maps
+    looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
+
+
+def _faults_of_proof(told: str) -> list[Fault]:
+    """A fault for each line of an error that lists several."""
+    _, *lines = told.split("\n  - ")
+    return [Fault("proof", "", line.strip()) for line in lines or [told]]
+
+
+def _run_in_processes(
+    maker: Callable[..., Any],
+    devices: Sequence[int],
+    rtol: float | None,
+    looked: Looked,
+) -> None:
+    """Run the program in a process for each number of devices, and compare."""
+
+    def tell(ran: Ran) -> None:
+        if ran.fault:
+            looked.faults.extend(_faults_of_proof(ran.fault))
+        elif ran.report is not None and ran.report.maps:
+            _tell_of_proof(ran.report, looked)
+
+    named = name_function(FORM, maker)
+    numbers = check_numbers(devices)
+    _compare(lambda: compare_in_processes(named, numbers, rtol, told=tell), looked)
+
+
+def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
+    """Run the program, and compare."""
+    looked.fields["ran"] = True
+    try:
+        outcome = compare()
+    except SplitError as error:
+        advice = "\n".join(error.advice)
+        looked.faults += [
+            Fault("comparison", x.leaf, str(x), x.relative, advice)
+            for x in error.findings
+        ]
+        return
+    looked.told.append(str(outcome))
+    looked.notes += outcome.notes
+    looked.fields |= {
+        "compared": outcome.compared,
+        "not_compared": outcome.not_compared,
+    }
