@@ -79,7 +79,7 @@ REGISTRY = (
        "    updates = jax.tree.map(lambda u: u / 2, updates)", f"{_ONE_TOWER}[15]"),
     _m("B08", "the threshold of one gradient is used on the sum of the towers'",
        "tf1.estimator.optimizer:TowerOptimizer.__new__",
-       "out, after = update_with_rows(\n"
+       "out, after = tj.sparse.update_with_rows(\n"
        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
        "        )", "grads = map_values(lambda g: g * 2, grads)\n"
        "        out, after = update_with_rows(\n"

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from towerjax.mesh.transfer import place
 from towerjax.towers.executors import is_in_tower_fn
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.saved import check_towers, fit_copies, replicate
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import as_native, of_first_process, unwrap
 from towerjax.towers.variables import (
     MirroredVar,
@@ -31,7 +31,7 @@ from towerjax.types.options import check_callable
 
 
 def create_var(
-    self: StrategyFields,
+    self: Strategy,
     name: str,
     initial: PyTree | Callable[[], PyTree],
     *,
@@ -79,7 +79,7 @@ def create_var(
     return TowerLocal(place(rows, self.placement, Layout.PER_TOWER), reduction, name)
 
 
-def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
+def assign(self: Strategy, variable: Variable, value: PyTree) -> Variable:
     """The variable with a new value, one for all towers.
 
     A tower-local variable reads as the value afterwards: of a SUM each tower gets a
@@ -92,18 +92,18 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
     return _replace_value(variable, fit_copies(variable, value, self.num_towers))
 
 
-def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
+def assign_add(self: Strategy, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable plus a value; a tower-local one is refused, as unclear."""
     return _combine(self, variable, value, operator.add, "+")
 
 
-def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
+def assign_sub(self: Strategy, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable minus a value, as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
 def _combine(
-    strategy: StrategyFields,
+    strategy: Strategy,
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
@@ -121,9 +121,7 @@ def _combine(
     )
 
 
-def _given(
-    strategy: StrategyFields, variable: Variable, value: PyTree, what: str
-) -> PyTree:
+def _given(strategy: Strategy, variable: Variable, value: PyTree, what: str) -> PyTree:
     """What all towers are given for a variable; raise where they cannot share it."""
     check_variable(variable, f"strategy.{what}")
     refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
@@ -131,7 +129,7 @@ def _given(
 
 
 def update_var(
-    self: StrategyFields,
+    self: Strategy,
     variable: Variable,
     fn: Callable[..., PyTree],
     /,
@@ -156,7 +154,7 @@ def update_var(
     return _replace_value(variable, fit(variable, rows))
 
 
-def read_var(self: StrategyFields, value: PyTree) -> PyTree:
+def read_var(self: Strategy, value: PyTree) -> PyTree:
     """Replace each variable of a tree by its value, by its reduction if tower-local."""
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)

@@ -14,8 +14,8 @@ from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
 from towerjax.towers import executors, values
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
@@ -31,7 +31,7 @@ _FREE = "free"
 
 
 _Call: TypeAlias = tuple[
-    StrategyFields, Placement, Callable[..., PyTree], Any, tuple[Any, ...]
+    Strategy, Placement, Callable[..., PyTree], Any, tuple[Any, ...]
 ]
 """The jit cache's key: a function on towers, the structure of its arguments, and of
 each the kind of an array, or a constant."""
@@ -102,7 +102,7 @@ def _run(
 
 
 def call_for_each_tower(
-    self: StrategyFields,
+    self: Strategy,
     fn: Callable[..., PyTree],
     /,
     *args: PyTree,

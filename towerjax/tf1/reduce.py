@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.towers import values
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import refuse_per_tower
 from towerjax.types import PerTower, PyTree, Reduction
 from towerjax.types.leaves import parts_of
@@ -17,7 +17,7 @@ from towerjax.types.options import check_callable, check_list
 
 
 def batch_reduce(
-    self: StrategyFields, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
+    self: Strategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
     """`reduce` of each ``(value, destinations)``; all sums are computed together."""
     pairs = check_list("pairs", pairs, "[(value, None), ...]")
@@ -32,7 +32,7 @@ def batch_reduce(
 
 
 def map_elements(
-    self: StrategyFields,
+    self: Strategy,
     fn: Callable[..., PyTree],
     elements: Sequence[Any],
     *args: PyTree,

@@ -17,8 +17,8 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.tf1.call import call_for_each_tower
 from towerjax.towers import executors
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.values import stack_towers
 from towerjax.towers.variables import is_per_tower
@@ -49,7 +49,7 @@ class MultiStepContext:
       iterations: After the run: the number of steps done.
     """
 
-    strategy: StrategyFields
+    strategy: Strategy
     weight: PerTower | None = None
     last_step_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ class MultiStepContext:
 
 
 # The cache's key: the strategy, the step function, and whether batches are bare.
-_Steps: TypeAlias = tuple[StrategyFields, Callable[..., PyTree], bool]
+_Steps: TypeAlias = tuple[Strategy, Callable[..., PyTree], bool]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -197,7 +197,7 @@ def _placed(placement: Placement, layout: Layout, x: Any) -> Any:
 
 
 def run_steps_on_dataset(
-    self: StrategyFields,
+    self: Strategy,
     fn: Callable[..., PyTree],
     iterator: Iterator[PlacedBatch],
     iterations: int = 1,

@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 
-from towerjax.mesh.cluster.spec import parse_spec
-from towerjax.mesh.cluster.start import initialize
+import towerjax as tj
 from towerjax.tf1 import assign as assigning
 from towerjax.tf1 import call, steps, values
 from towerjax.tf1 import reduce as reducing
-from towerjax.towers.methods import StrategyMethods
+from towerjax.towers.methods import StrategyMethods, explain_other_names
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, check_roles
 from towerjax.types import PerTower
 from towerjax.types.door import door, doors
-from towerjax.types.missing import explain_missing
-from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -46,9 +43,7 @@ class Verbs(StrategyMethods):
     read_var = assigning.read_var
 
     if not TYPE_CHECKING:
-        __getattr__ = explain_missing(
-            f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
-        )
+        __getattr__ = explain_other_names
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
@@ -96,10 +91,11 @@ class Verbs(StrategyMethods):
         it, ``"worker"`` and its index; None reads the environment.
         """
         if cluster_spec is task_type is task_id is None:
-            initialize()
+            tj.cluster.initialize()
         else:
-            named = parse_spec(cluster_spec, task_type, task_id)
-            initialize(named.coordinator, named.num_processes, named.process_id)
+            named = tj.cluster.parse_spec(cluster_spec, task_type, task_id)
+            at = named.coordinator, named.num_processes, named.process_id
+            tj.cluster.initialize(*at)
         return copy.copy(self)  # without the cached placement
 
 

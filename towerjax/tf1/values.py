@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.mesh.devices import canonical_device_name, host_device
 from towerjax.towers import variables
-from towerjax.towers.fields import StrategyFields
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import (
     check_structures,
     copies_by_leaf,
@@ -23,7 +23,7 @@ from towerjax.types.leaves import a_type, has_tracers, key_data
 from towerjax.types.options import check_callable, check_whole
 
 
-def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
+def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
     """Tower ``t``'s own tree of a tree with ``PerTower`` leaves and variables.
 
     The inverse of `regroup`. ``tower`` is ``t``, from 0, or the device of one tower, a
@@ -52,7 +52,7 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
     return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
 
 
-def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
+def regroup(self: Strategy, nests: Sequence[PyTree]) -> PyTree:
     """One tree of the ``T`` towers' trees, of one structure, in tower order.
 
     It has one leaf where all towers have the same object or equal constants, else a
@@ -99,7 +99,7 @@ def _bits(x: Any) -> tuple[Any, ...]:
 
 
 def fetch(
-    self: StrategyFields,
+    self: Strategy,
     value: PyTree,
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
@@ -128,7 +128,7 @@ def fetch(
     return copy_to(value, destination)
 
 
-def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> PyTree:
+def broadcast(self: Strategy, value: PyTree, destinations: Any = None) -> PyTree:
     """A copy of one value on each of several devices; None is all worker devices."""
     variables.refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(

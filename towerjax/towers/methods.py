@@ -26,6 +26,10 @@ PROPERTIES_OF_TENSORFLOW = """
 """.split()
 
 
+_OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
+explain_other_names = explain_missing(_OTHERS)
+
+
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
     """A ``__getattr__`` that says which strategy of ``tj.tf1`` has such a name."""
     notes = {}
@@ -38,8 +42,7 @@ def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
                 f"{x} is a {kind} of tj.tf1.{name}: write"
                 f" strategy = tj.tf1.{name}(...), with the same options."
             )
-    others = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
-    return explain_missing(others, **notes)
+    return explain_missing(_OTHERS, **notes)
 
 
 @doors

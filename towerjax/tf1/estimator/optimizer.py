@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
+import towerjax as tj
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.jaxprs import tags
 from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.step.run.derivative import LossSums, with_fixed_weights
@@ -114,7 +114,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             grads, value = _reduce_gradients(updates, loss, towers_here())
             if value is not None:
                 extra_args.setdefault("value", value)
-            out, after = update_with_rows(
+            out, after = tj.sparse.update_with_rows(
                 inner, grads, state.inner, params, lazy=lazy, **extra_args
             )
             return out, dataclasses.replace(state, inner=after)

@@ -10,16 +10,14 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+import towerjax as tj
 from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.data.stream import Source, check_batches, close
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.evaluate import outputs_on_host
-from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
-from towerjax.loop.run import run
-from towerjax.step.state.train_state import TrainState
 from towerjax.tf1.estimator.model_engine import hooks_of
 from towerjax.tf1.estimator.model_fn import not_none
 from towerjax.tf1.estimator.replicate import MAKE_MODEL, ReplicatedModel
@@ -178,14 +176,14 @@ def train_and_evaluate(
     train_data: Data,
     eval_data: Data | None = None,
     *,
-    variables: TrainState,
+    variables: tj.TrainState,
     steps: int | None = None,
     epochs: int | None = None,
     hooks: Sequence[Hook | WithState] = (),
     params: Any = None,
     config: Any = None,
     **options: Any,
-) -> tuple[TrainState, History]:
+) -> tuple[tj.TrainState, tj.History]:
     """Train a model, with evaluations; the variables after training and its history.
 
     Without ``steps`` and ``epochs`` one pass over the data. For ``steps`` the data is
@@ -256,7 +254,7 @@ def train_and_evaluate(
         options["eval_batches"] = Epochs("eval_data", again)
         options.setdefault("evaluate", model.eval_step(**given))
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
-    if unknown := options.keys() - inspect.signature(run).parameters.keys():
+    if unknown := options.keys() - inspect.signature(tj.run).parameters.keys():
         raise TypeError(
             f"train_and_evaluate() got an unexpected keyword argument {min(unknown)!r}"
         )
@@ -266,7 +264,7 @@ def train_and_evaluate(
         for hook in hooks_of(step):
             hook(number, metrics)
 
-    return run(
+    return tj.run(
         step,
         variables,
         train_epochs,
