@@ -246,6 +246,67 @@ def test_a_run_says_what_was_other_where_it_was_saved(
     assert told in capsys.readouterr().err
 
 
+def build_other(*, rate=0.1, power=2, devices=2, towers=4, jitted=False):
+    def loss_fn(w, batch, tower):
+        if jitted:
+            jax.debug.callback(lambda x: None, w)
+        return tj.Weighted.mean(w * batch**power, tower.weight)
+
+    names = [f"cpu:{i}" for i in range(devices)]
+    strategy = tj.Mirrored(names if devices > 2 else None, towers=towers)
+    return tj.build_train_step(loss_fn, optax.sgd(rate), strategy, audit=False)
+
+
+UPDATE = "the optimizer, its numbers or another part of the update was other there"
+LOSS = "the loss function or the shapes of its batches was other there"
+OTHERS = {
+    "the same": ({}, 8, None),
+    "a learning rate": ({"rate": 0.2}, 8, UPDATE),
+    "a loss": ({"power": 3}, 8, LOSS),
+    "batches": ({}, 16, LOSS),
+    "both": ({"rate": 0.2, "power": 3}, 8, f"{LOSS}; {UPDATE}"),
+    "Python in it": ({"jitted": True}, 8, None),
+    "devices": ({"devices": 4, "power": 3}, 8, "strategy was"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_says_that_it_goes_on_as_another_experiment(name, tmp_path, capsys):
+    options, rows, told = OTHERS[name]
+    saving = tj.Checkpointer(tmp_path, batches="anew")
+
+    def run(step, steps, rows):
+        data = [np.ones(rows, np.float32)] * steps
+        state = step.init(np.float32(0))
+        tj.run(step, state, data, steps=steps, checkpointer=saving)
+        return [x for x in capsys.readouterr().err.splitlines() if "goes on" in x]
+
+    assert run(build_other(), 2, 8) == []
+    first, *others = run(build_other(**options), 4, rows)
+    assert first.startswith("goes on after step 2, from its checkpoint")
+    if name == "devices":  # on which programs depend
+        assert told in first and others == []
+    else:
+        assert others == ([f"goes on as another experiment: {told}"] if told else [])
+    # What it saves is its own: the same run goes on in silence.
+    assert run(build_other(**options), 6, rows)[1:] == []
+    assert len(saving.record(6).programs["update"]) == 1
+
+
+@pytest.mark.slow
+def test_a_run_says_on_how_many_devices_it_was_saved(light, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    train(light, saving, 1)
+    saved = saving.record(1)
+    fewer = dataclasses.replace(saved, devices=("gpu:0", "gpu:1"), towers=6)
+    texts = record.what_was_other(fewer, light.strategy)
+    here = len(light.strategy.placement.devices)
+    devices = f"devices was 2 of gpu, and is {here} of cpu"
+    assert texts == [f"towers was 6, and is {light.strategy.num_towers}", devices]
+    assert record.what_was_other(saved, light.strategy) == []
+
+
 @pytest.mark.slow
 def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
     """They go on at the ragged batch, which needs no program of its own."""

@@ -1115,7 +1115,7 @@ AUDITS = (
        "audited::what_full_batches_show_is_refused_where_others_may_be_padded"
        "[evaluation]"),
     _m("U15", "a record is believed of a program with a callback",
-       "check.audit.kept:program_hash", '"callback" in', '"callbacks" in',
+       "check.audit.kept:hash_of_programs", '"callback" in', '"callbacks" in',
        "audited::of_a_program_with_a_callback_there_is_no_record[loss]"),
     _m("U16", "a record is written through a symbolic link",
        "check.audit.kept:_refuse_links", "each.is_symlink()", "False",

@@ -177,6 +177,8 @@ class Loop:
         folder = None if self._saving is None else self._saving.directory
         asked = {"audit": self._options.audit, "folder": folder}
         made = self._step.prepare(self.point.state, placed, **asked)
+        if self._saving is not None and (other := self._saving.compare_programs()):
+            self._progress.note(f"goes on as another experiment: {other}")
         if made.note:
             self._progress.note(made.note)
         self._log.aside_s += made.seconds

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import jax
@@ -91,6 +91,13 @@ def program_hash(traced: Traced, **options: Any) -> str | None:
     """
     # Of members, the step is traced in the update.
     jaxprs = [x.towers.jaxpr for x in traced.passes] or [traced.finish]
+    return hash_of_programs(jaxprs, options)
+
+
+def hash_of_programs(
+    jaxprs: Sequence[ClosedJaxpr], options: Mapping[str, Any]
+) -> str | None:
+    """A hash of programs, as of `program_hash`."""
     eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
     if any("callback" in eqn.primitive.name for eqn in eqns):
         return None

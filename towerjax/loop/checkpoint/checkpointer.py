@@ -16,6 +16,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.manager import open_manager, quiet_orbax
+from towerjax.loop.checkpoint.programs import ProgramsOfRun
 from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.files import absolute_path, checked_path, is_on_disk
 from towerjax.loop.stopping import Direction, Point, sign_of, value_of
@@ -266,6 +267,8 @@ class Saving:
         self._last = CheckpointRecord(-1, "", 0, (), ())
         self.is_resumed = False
         self.differs: list[str] = []  # where it goes on from other circumstances
+        self._from: CheckpointRecord | None = None  # what a resumed run goes on from
+        self._programs = ProgramsOfRun(step)
         costs = call_on_first_process(lambda: [*_costs(options).items()])
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
@@ -313,6 +316,18 @@ class Saving:
         self._step.placer.expect(saved.batch_rows)
         self.is_resumed = True
         self.differs = record.what_was_other(saved, self._step.strategy)
+        self._from = saved
+
+    def compare_programs(self) -> str:
+        """What of the step was other where the run goes on from, in words, once.
+
+        Only where nothing else was, on which a program depends, too.
+        """
+        saved = self._from
+        self._from = None
+        if saved is None or self.differs:
+            return ""
+        return self._programs.other_than(saved.programs)
 
     def _seek(self, saved: CheckpointRecord) -> None:
         used = saved.batches["used"]
@@ -382,6 +397,7 @@ class Saving:
             evaluation_due=point.is_evaluation_due,
             stopping={name: {**x} for name, x in point.watch.values.items()},
             versions=record.library_versions(),
+            programs=self._programs.hashes() or self._last.programs,
         )
         with self._explaining(number):
             if is_new:

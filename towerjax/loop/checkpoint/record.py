@@ -182,6 +182,8 @@ class CheckpointRecord:
       evaluation_due: Whether the run ended before an evaluation due after this step.
       stopping: Metric of early stopping -> step number -> its value after that step.
       versions: Library -> version.
+      programs: ``"towers"`` and ``"update"`` -> hashes of the programs that the run
+        had compiled, which tell whether a later run goes on with the same.
     """
 
     step: int
@@ -197,6 +199,7 @@ class CheckpointRecord:
         default_factory=dict
     )
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    programs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
@@ -232,13 +235,20 @@ def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
     """What was other where a checkpoint was saved, as its record knows it."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
-    if before == now:  # which may leave the number of towers to the devices
-        before = {"towers": saved.towers}
-        now = {"towers": strategy.num_towers}
+    if before == now:  # which may leave towers and devices to what is there
+        before = {"towers": saved.towers, "devices": _in_short(saved.devices)}
+        devices = _in_short(strategy.placement.devices)
+        now = {"towers": strategy.num_towers, "devices": devices}
     before = {**before, **saved.versions}
     now = {**now, **library_versions()}
     names = [x for x in {**before, **now} if before.get(x) != now.get(x)]
     return [f"{x} was {before.get(x)}, and is {now.get(x)}" for x in names]
+
+
+def _in_short(devices: Sequence[str]) -> str:
+    """How many devices these are, and of which platform."""
+    platforms = dict.fromkeys(name.partition(":")[0] for name in devices)
+    return f"{len(devices)} of {' and '.join(platforms)}"
 
 
 def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:

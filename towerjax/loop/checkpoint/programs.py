@@ -1,0 +1,51 @@
+"""Hashes of a run's programs, which tell whether a later run has the same."""
+
+from collections.abc import Mapping, Sequence
+
+from towerjax.check.audit.kept import hash_of_programs
+from towerjax.step.step import Step
+
+_WORDS = {
+    "towers": "the loss function or the shapes of its batches",
+    "update": "the optimizer, its numbers or another part of the update",
+}
+
+
+class ProgramsOfRun:
+    """The programs that a step has compiled, for the record of a checkpoint."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._known: tuple[int, dict[str, list[str]]] = 0, {}  # of so many programs
+
+    def hashes(self) -> dict[str, list[str]]:
+        """The hashes of what towers run, and of updates; empty where none is compiled.
+
+        What calls Python has none, since no program shows whether that has changed.
+        """
+        made = [x.traced for x in self._step.programs.made.values()]
+        if len(made) != self._known[0]:
+            programs = {
+                "towers": [[each.towers.jaxpr for each in x.passes] for x in made],
+                "update": [[x.finish] for x in made],
+            }
+            hashes = {
+                name: sorted({x for x in (hash_of_programs(p, {}) for p in each) if x})
+                for name, each in programs.items()
+            }
+            self._known = len(made), hashes
+        return self._known[1]
+
+    def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:
+        """What was other where a checkpoint was saved, in words; "" if nothing.
+
+        A run that had several programs is not compared: each batch may have its own.
+        """
+        now = self.hashes()
+        pairs = {x: ([*saved.get(x, ())], now.get(x, [])) for x in _WORDS}
+        differ = [
+            _WORDS[name]
+            for name, (before, after) in pairs.items()
+            if len(before) == len(after) == 1 and before != after
+        ]
+        return "; ".join(f"{words} was other there" for words in differ)
