@@ -387,39 +387,61 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     differs between devices.
     """
     name = eqn.primitive.name
-    params = eqn.params
-    x = operands[0]
     if name in IDENTITIES and len(operands) == len(eqn.outvars):
-        fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
-        if len(operands) == 1:
-            return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
-        leaves, treedef = jax.tree.flatten(fresh)
-        return treedef.unflatten(evaluate_eqn(eqn, leaves))
+        return _handed_on(eqn, operands)
     if len(operands) > 1:
         return None
-    dim = x.dim
-    size = lax.axis_size(DEVICE_AXIS)
+    shard = operands[0]
+    params = eqn.params
     if name == "is_finite":
-        return [x.of(evaluate_eqn(eqn, [x.part])[0])]
-    if name == "convert_element_type" and not x.exact:
+        return [shard.of(evaluate_eqn(eqn, [shard.part])[0])]
+    if name == "convert_element_type" and not shard.exact:
         new = params["new_dtype"]
-        return [x.cast(new)] if new.itemsize <= x.dtype.itemsize else None
-    is_flag = name == "reduce_and" and x.dtype == bool
-    if is_flag and len(params["axes"]) == x.source.ndim:
-        [flag] = evaluate_eqn(eqn, [x.part])
-        return [lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0]
-    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
-    move = lambda x: evaluate_eqn(eqn, [x])[0]  # noqa: E731
-    if name == "slice" and avals[0].shape[dim] == avals[1].shape[dim]:  # all of it
-        # fmt: skip
+        is_narrower = new.itemsize <= shard.dtype.itemsize
+        return [shard.cast(new)] if is_narrower else None
+    if name == "reduce_and" and shard.dtype == bool:
+        is_over_all_dims = len(params["axes"]) == shard.source.ndim
+        return [_all_devices_say(eqn, shard)] if is_over_all_dims else None
+    return _moved(eqn, shard)
+
+
+def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """The results of an equation that changes no value."""
+    fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
+    if len(operands) == 1:
+        return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
+    leaves, treedef = jax.tree.flatten(fresh)
+    return treedef.unflatten(evaluate_eqn(eqn, leaves))
+
+
+def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
+    """Whether each element is true, of each device's shard."""
+    [flag] = evaluate_eqn(eqn, [shard.part])
+    return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
+
+
+def _moved(eqn: JaxprEqn, shard: Shard) -> list[Any] | None:
+    """A shard whose elements are moved along other dims; None for another equation."""
+    name = eqn.primitive.name
+    params = eqn.params
+    dim = shard.dim
+
+    def move(x: jax.Array) -> jax.Array:
+        return evaluate_eqn(eqn, [x])[0]
+
+    if name == "slice":
+        size_before = eqn.invars[0].aval.shape[dim]  # type: ignore[attr-defined]
+        size_after = eqn.outvars[0].aval.shape[dim]  # type: ignore[attr-defined]
+        if size_before != size_after:
+            return None
         starts = params["start_indices"]
         limits = list(params["limit_indices"])
         strides = params["strides"]
-        limits[dim] //= size
-        return [x.moved(lambda x: lax.slice(x, starts, limits, strides), move)]
+        limits[dim] //= lax.axis_size(DEVICE_AXIS)
+        return [shard.moved(lambda x: lax.slice(x, starts, limits, strides), move)]
     if name == "squeeze":
         after = dim - sum(at < dim for at in params["dimensions"])
-        return [x.moved(move, move, after)]
-    if name == "transpose" and not x.exact:
-        return [x.moved(move, move, params["permutation"].index(dim))]
+        return [shard.moved(move, move, after)]
+    if name == "transpose" and not shard.exact:
+        return [shard.moved(move, move, params["permutation"].index(dim))]
     return None

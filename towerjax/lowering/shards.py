@@ -13,7 +13,6 @@ et al. (2023), https://arxiv.org/abs/2304.11277; that a traced program is rewrit
 place of a model that is wrapped, is ours.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -184,37 +183,43 @@ class _Body:
     ) -> list[Any]:
         """A scan that gathers the rows of its ``xs`` in each step."""
         params = eqn.params
-        (num_consts, carries) = loop_sizes(eqn)
+        num_consts, num_carried = loop_sizes(eqn)
+        first_xs = num_consts + num_carried
         consts = operands[:num_consts]
-        rest = operands[num_consts:]
         if not is_of_towers(eqn):
             consts = [whole(x) for x in consts]  # else each step would gather them
-        first = [whole(x) for x in rest[:carries]]
-        xs = [whole(x) if is_shard(x) and x.dim == 0 else x for x in rest[carries:]]
-        at = [i for i, x in enumerate(xs) if is_shard(x)]
-        sums = {i: dim - 1 for i, dim in inside.items()}
+        start = [whole(x) for x in operands[num_consts:first_xs]]
+        # A shard of the rows themselves is gathered here, any other row by row.
+        xs = [
+            whole(x) if is_shard(x) and x.dim == 0 else x for x in operands[first_xs:]
+        ]
+        sharded = [i for i, x in enumerate(xs) if is_shard(x)]
+        sums = {i: dim - 1 for i, dim in inside.items()}  # without the dim of the trips
         body = _Body(params["jaxpr"], alike=self._alike, sums=sums)
 
-        def of_rows(parts: list[Any], *given: list[Any]) -> list[Any]:
-            consts, carry, rows = map(list, given)
-            for i, x in zip(at, parts, strict=True):
-                rows[i] = x.row()
+        def run(
+            shards: list[Any], consts: list[Any], carry: list[Any], others: list[Any]
+        ) -> list[Any]:
+            rows = list(others)
+            for i, shard in zip(sharded, shards, strict=True):
+                rows[i] = shard.row()
             held = [x.fresh() if is_shard(x) else x for x in consts]
             out = body.run([*held, *carry, *rows])
             return [x.part if i in inside else whole(x) for i, x in enumerate(out)]
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            parts = [rows[i] for i in at]
-            others = [None if i in at else x for i, x in enumerate(rows)]
-            is_trained = any(x.is_trained for x in parts)
-            run = functools.partial(gathering_again, of_rows) if is_trained else of_rows
-            new = run(parts, consts, carry, others)
-            return new[:carries], new[carries:]
+            shards = [rows[i] for i in sharded]
+            others = [None if i in sharded else x for i, x in enumerate(rows)]
+            if any(x.is_trained for x in shards):
+                new = gathering_again(run, shards, consts, carry, others)
+            else:
+                new = run(shards, consts, carry, others)
+            return new[:num_carried], new[num_carried:]
 
         options = {x: params[x] for x in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(step, first, xs, **options)
-        out = enumerate([*carry, *ys])
-        return [Shard(x, inside[i]) if i in inside else x for i, x in out]
+        carry, ys = lax.scan(step, start, xs, **options)
+        results = enumerate([*carry, *ys])
+        return [Shard(x, inside[i]) if i in inside else x for i, x in results]
 
     def _loop_of_towers(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """A loop that gathers its constants in each round."""

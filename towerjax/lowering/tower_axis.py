@@ -265,32 +265,24 @@ class _Lowering:
     def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Gather all towers' operands, and compute the collective on each tower."""
         axes = self.axes
-        params = dict(eqn.params)
+        name = eqn.primitive.name
+        groups = eqn.params.get("axis_index_groups")
         tower = first_tower_of_device(axes)
         if LOCAL_AXIS in axes.names:
             tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)
-        if eqn.primitive.name == "axis_index":
+        if name == "axis_index":
             return [tower]
-        groups = params.get("axis_index_groups")
-        if eqn.primitive.name == "reduce_scatter" and groups is None:
-            x = operands[0]
-            dim = params["scatter_dimension"]
-            for name in axes.names:
-                x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-            return [x if params["tiled"] else x.squeeze(dim)]
+        if name == "reduce_scatter" and groups is None:
+            return [self._scatter_sum(eqn, operands[0])]
         rows = gather_over_towers(list(operands), axes)
+        if name == "ppermute":  # jax.vmap takes full permutations only
+            return _permute(rows, tower, eqn.params["perm"])
         size = axes.num_towers
-        if eqn.primitive.name == "ppermute":  # jax.vmap takes full permutations only
-            sources = np.full(size, -1)
-            for source, target in params["perm"]:
-                sources[target] = source
-            source = jnp.asarray(sources)[tower]
-            return [
-                jnp.where(source < 0, jnp.zeros_like(x[0]), x[source]) for x in rows
-            ]
+        params = dict(eqn.params)
         if groups is not None:
             if len({len(group) for group in groups}) > 1:
-                raise ValueError(_UNEVEN.format(name=eqn.primitive.name, groups=groups))
+                raise ValueError(_UNEVEN.format(name=name, groups=groups))
+            # From here on towers are counted within the group of this one.
             order = np.argsort(np.concatenate(groups))
             size = len(groups[0])
             group = jnp.asarray(order // size)[tower]
@@ -298,10 +290,31 @@ class _Lowering:
             tower = jnp.asarray(order % size)[tower]
             params["axis_index_groups"] = None
         collective = functools.partial(eqn.primitive.bind, **params)
-        is_one = eqn.primitive.name == "all_gather"  # the same for each of the group
         over = {"axis_name": axes.tower_axis, "axis_size": size}
-        out = jax.vmap(collective, out_axes=None if is_one else 0, **over)(*rows)
-        return [x if is_one else x[tower] for x in jax.tree.leaves(out)]
+        if name == "all_gather":  # the same for each of the group
+            out = jax.vmap(collective, out_axes=None, **over)(*rows)
+            return jax.tree.leaves(out)
+        out = jax.vmap(collective, **over)(*rows)
+        return [x[tower] for x in jax.tree.leaves(out)]
+
+    def _scatter_sum(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        """A tower's part of the sum over all towers."""
+        dim = eqn.params["scatter_dimension"]
+        for name in self.axes.names:
+            x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+        return x if eqn.params["tiled"] else x.squeeze(dim)
+
+
+def _permute(
+    rows: Sequence[jax.Array], tower: jax.Array, perm: Sequence[tuple[int, int]]
+) -> list[jax.Array]:
+    """What a tower gets of all towers' rows: zeros where nobody sends to it."""
+    size = len(rows[0])
+    sources = np.full(size, -1)
+    for source, target in perm:
+        sources[target] = source
+    source = jnp.asarray(sources)[tower]
+    return [jnp.where(source < 0, jnp.zeros_like(x[0]), x[source]) for x in rows]
 
 
 _HIDDEN_RULE = (
@@ -375,25 +388,30 @@ def over_local_towers(
         program, tree = tower_program(tower_fn, axes, programs, args, name)
         return _Lowering(axes).lower(program), tree
 
-    how = tower_fn, axes, programs, name
-    lowered_fn = tower_fn if is_lowered else functools.partial(run_lowered, *how)
-
+    if is_lowered:
+        lowered_fn = tower_fn
+    else:
+        lowered_fn = functools.partial(run_lowered, tower_fn, axes, programs, name)
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
         own = jax.tree.map(lambda x: x[0], per_tower)
         sums, kept = lowered_fn(first, own, *common)
         kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
-        return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
-    towers = first + jnp.arange(axes.num_local, dtype=jnp.int32), per_tower
+        if stack_sums:
+            sums = jax.tree.map(lambda x: x[None], sums)
+        return sums, kept
+    numbers = first + jnp.arange(axes.num_local, dtype=jnp.int32)
+    towers = (numbers, per_tower)
     if not axes.in_turn:
         sums, kept = _together(lower, towers, common)
-        return (sums if stack_sums else jax.tree.map(add_rows, sums)), kept
+        if not stack_sums:
+            sums = jax.tree.map(add_rows, sums)
+        return sums, kept
     if not stack_sums:
         return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
-    number = towers[0][0] if number is None else number
-    isolated = _isolate(lower, common)
-    return map_in_turn(isolated, towers, axes.num_local, number)
+    number = numbers[0] if number is None else number
+    return map_in_turn(_isolate(lower, common), towers, axes.num_local, number)
 
 
 def _together(

@@ -190,12 +190,19 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         left = [without_coordinate(x.along, over) for x in ins]
         pairs = zip(outs, left, strict=True)
         return [x._replace(along=a) if is_over_towers else x for x, a in pairs]
-    # Sums over groups of unequal size differ even when their operands are equal.
-    even = given is not None and len({len(group) for group in given}) == 1
-    is_same = name in REDUCTIONS and even
-    is_same |= name == "ppermute" and is_full(eqn, num_towers)
-    # all_to_all, reduce_scatter, ...: each tower gets another part of equal operands.
-    own = [Mark(ALL, name, site)] if is_over_towers and not is_same else []
     # A dependence on one coordinate becomes one on both.
-    mark = join(m._replace(along=ALL if m.along else NOTHING) for m in (*ins, *own))
-    return [made_at(mark, site)] * len(eqn.outvars)
+    marks = [m._replace(along=ALL if m.along else NOTHING) for m in ins]
+    if is_over_towers and not _keeps_equals(eqn, name, given, num_towers):
+        marks.append(Mark(ALL, name, site))
+    return [made_at(join(marks), site)] * len(eqn.outvars)
+
+
+def _keeps_equals(eqn: JaxprEqn, name: str, given: Any, num_towers: int) -> bool:
+    """Whether a collective makes equal results of equal operands.
+
+    ``all_to_all``, ``reduce_scatter`` and others do not: each tower gets another part.
+    """
+    if name in REDUCTIONS:
+        # Sums over groups of unequal size differ even when their operands are equal.
+        return given is not None and len({len(group) for group in given}) == 1
+    return name == "ppermute" and is_full(eqn, num_towers)

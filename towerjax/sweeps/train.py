@@ -251,9 +251,11 @@ def sweep(
         columns = {k: np.array([x[k] for x in todo], traced[k]) for k in traced}
         how = order if len(todo) > 1 else "alone"
         groups = [(columns, todo)]
-        if how != "together":
-            each = enumerate(todo)
-            groups = [({k: x[i] for k, x in columns.items()}, [own]) for i, own in each]
+        if how != "together":  # a group is one member
+            groups = []
+            for i, config in enumerate(todo):
+                numbers = {k: x[i] for k, x in columns.items()}
+                groups.append((numbers, [config]))
         with _explain_tracing(traced):
             members = Members(lambda numbers: build(**fixed, **numbers), groups[0][0])
         for numbers, configs in groups:

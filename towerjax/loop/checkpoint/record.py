@@ -123,25 +123,8 @@ def restore_leaves(
     leaves, treedef = jax.tree.flatten(state)
     pairs = list(zip(saved, leaves, strict=True))  # of the same model
     resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
-    if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
-        raise CheckpointError(
-            f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
-            f" {bad[0].shape[0]} towers that were saved have no one value to split"
-            " over another number of towers. Use as many towers, on any devices; a"
-            " variable of your own may have SUM, MEAN or ONLY_FIRST_TOWER."
-        )
-    shapes = []
-    for leaf, x in pairs:
-        numbers = key_data(x)
-        shape = numbers.shape
-        sharding = numbers.sharding
-        if leaf.shape != x.shape:
-            shape = (leaf.shape[0], *shape[1:])
-            sharding = placement.sharding(Layout.MIRRORED)
-        dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
-        like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        shapes.append(like if x.size else None)
-    wanted = treedef.unflatten(shapes)
+    _refuse_unsplittable(resized)
+    wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
     with explained("restored from", arrays), StandardCheckpointer() as files:
         read = files.restore(arrays, serialize_tree(wanted, keep_empty_nodes=True))
     read = deserialize_tree(read, wanted, keep_empty_nodes=True)
@@ -159,6 +142,33 @@ def restore_leaves(
     split = restore_on(placement, there, list(map(read_local, values)))
     split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
     return put_parts(TowerLocal, new, split)
+
+
+def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
+    """Raise if values of another number of towers cannot become those of these."""
+    if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
+        raise CheckpointError(
+            f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
+            f" {bad[0].shape[0]} towers that were saved have no one value to split"
+            " over another number of towers. Use as many towers, on any devices; a"
+            " variable of your own may have SUM, MEAN or ONLY_FIRST_TOWER."
+        )
+
+
+def _shape_to_read(
+    saved: Leaf, leaf: Any, placement: Placement
+) -> jax.ShapeDtypeStruct | None:
+    """How a saved leaf is read: as it lies in the state; None where it is empty."""
+    if not leaf.size:
+        return None
+    numbers = key_data(leaf)
+    shape = numbers.shape
+    sharding = numbers.sharding
+    if saved.shape != leaf.shape:  # of another number of towers
+        shape = (saved.shape[0], *shape[1:])
+        sharding = placement.sharding(Layout.MIRRORED)
+    dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 _LIBRARIES = "jax jaxlib flax optax orbax-checkpoint numpy keras tensorflow torch"

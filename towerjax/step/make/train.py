@@ -220,16 +220,22 @@ def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
     """
 
     def cast(x: Any, old: Any) -> Any:
-        kinds = (jnp.inexact, jnp.complexfloating)
-        is_of = [[jnp.issubdtype(v.dtype, kind) for kind in kinds] for v in (x, old)]
-        is_whole = jnp.issubdtype(old.dtype, jnp.integer)
-        wraps = is_whole and x.dtype.itemsize > old.dtype.itemsize < 4
-        return x if is_of[0] > is_of[1] or wraps else x.astype(old.dtype)
+        loses_kind = _kind_of_number(x.dtype) > _kind_of_number(old.dtype)
+        is_integer = jnp.issubdtype(old.dtype, jnp.integer)
+        is_short_integer = is_integer and old.dtype.itemsize < 4
+        may_wrap = is_short_integer and x.dtype.itemsize > old.dtype.itemsize
+        return x if loses_kind or may_wrap else x.astype(old.dtype)
 
     values = map_parts(Weighted | Sum, lambda x: x.value, merged)
     if jax.tree.structure(values) == jax.tree.structure(before):
         values = jax.tree.map(cast, values, before)
     return check_types(before, values, "state.extra", culprit)
+
+
+def _kind_of_number(dtype: Any) -> int:
+    """Booleans and integers are 0, floats 1, complex numbers 2."""
+    kinds = (jnp.inexact, jnp.complexfloating)
+    return sum(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _mean_gradient(grads: Weighted | Sum) -> PyTree:

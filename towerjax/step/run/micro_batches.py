@@ -1,7 +1,7 @@
 """Run the micro-batches of towers one after another, and merge what they return."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,42 +46,48 @@ def scan_micro_batches(
       A tree of `Returned`, as of one part.
     """
     first = jax.tree.map(lambda x: x[0], numbered)
-    closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*first, local)
+    program, shapes = jax.make_jaxpr(of_part, return_shape=True)(*first, local)
     treedef = jax.tree.structure(shapes)
-    run = jaxpr_as_fun(closed)
-    each = parts_of(Returned, shapes)
-    # The towers' variables: as they are given, and as they come back, if they do.
-    given = jax.tree.structure(local)
-    carried = [x.value for x in each if x.how is CARRIED]
-    before: Iterator[PyTree] = iter(())
-    if carried:
-        before = iter(jax.tree.structure(carried).unflatten(jax.tree.leaves(local)))
-    starts = []
-    for x in each:
-        value = next(before) if x.how is CARRIED else x.value
-        starts.append(x.how.start(value))
+    run = jaxpr_as_fun(program)
+    parts = parts_of(Returned, shapes)
+
+    def local_after(totals: list[PyTree]) -> PyTree:
+        """The towers' variables, as the micro-batches so far have left them."""
+        pairs = zip(totals, parts, strict=True)
+        carried = [total for total, part in pairs if part.how is CARRIED]
+        if not carried:
+            return local
+        return jax.tree.unflatten(jax.tree.structure(local), jax.tree.leaves(carried))
 
     def body(
-        so_far: list[PyTree], numbered: PyTree
+        totals: list[PyTree], numbered: PyTree
     ) -> tuple[list[PyTree], list[PyTree]]:
-        variables = [c for c, x in zip(so_far, each, strict=True) if x.how is CARRIED]
-        now = given.unflatten(jax.tree.leaves(variables)) if carried else local
-        out = run(*jax.tree.leaves((*numbered, now)))
+        out = run(*jax.tree.leaves((*numbered, local_after(totals))))
         new = parts_of(Returned, jax.tree.unflatten(treedef, out))
-        pairs = [x.how.add(c, x.value) for c, x in zip(so_far, new, strict=True)]
-        return [c for c, _ in pairs], [kept for _, kept in pairs]
+        pairs = [x.how.add(t, x.value) for t, x in zip(totals, new, strict=True)]
+        return [total for total, _ in pairs], [kept for _, kept in pairs]
 
-    def finish(part: Returned, so_far: PyTree, kept: PyTree) -> Returned:
+    def finish(part: Returned, total: PyTree, kept: PyTree) -> Returned:
         join = part.how.finish
         if of_several and jax.tree.leaves(kept):
             kept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), kept)  # [k, A, ...]
-            join = vmap_members(functools.partial(join, so_far))
+            join = vmap_members(functools.partial(join, total))
             return Returned(join(kept), part.how)
-        return Returned(join(so_far, kept), part.how)
+        return Returned(join(total, kept), part.how)
 
-    so_far, kept = scan_in_turn(body, starts, numbered)
-    done = [finish(*x) for x in zip(each, so_far, kept, strict=True)]
+    totals, kept = scan_in_turn(body, _starts(parts, local), numbered)
+    done = [finish(*x) for x in zip(parts, totals, kept, strict=True)]
     return put_parts(Returned, shapes, done)
+
+
+def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
+    """What the first micro-batch adds to; variables go on from ``local``."""
+    carried = [x.value for x in parts if x.how is CARRIED]
+    if carried:
+        structure = jax.tree.structure(carried)
+        carried = structure.unflatten(jax.tree.leaves(local))
+    before = iter(carried)
+    return [x.how.start(next(before) if x.how is CARRIED else x.value) for x in parts]
 
 
 def numbered_rows(

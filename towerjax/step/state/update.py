@@ -1,6 +1,6 @@
 """What of a state is trained, the optimizer's update, and what refused steps keep."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.jaxprs.equation import needed_eqns
@@ -247,45 +247,57 @@ def accept(
     """
     jaxpr = closed.jaxpr
     before = jax.tree.leaves(carry)
-    given = [*before, *jax.tree.leaves(others)]
-    walk = Interpreter(jaxpr, closed.consts, given)
-    verdict = jaxpr.outvars[0]
-    after = jaxpr.outvars[1 : 1 + len(before)]
-    is_known = isinstance(verdict, Literal) and bool(verdict.val)
-    first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
-    for eqn in jaxpr.eqns if is_known else first:
+    walk = Interpreter(jaxpr, closed.consts, [*before, *jax.tree.leaves(others)])
+    accepted, *results = jaxpr.outvars
+    after = results[: len(before)]
+    rest = results[len(before) :]
+    if isinstance(accepted, Literal) and bool(accepted.val):  # nothing can be refused
+        for eqn in jaxpr.eqns:
+            walk.evaluate(eqn)
+        leaves = [walk.read(x) for x in after]
+    else:
+        leaves = _evaluate_guarded(walk, jaxpr, after, before)
+    return (
+        jax.tree.unflatten(jax.tree.structure(carry), leaves),
+        jax.tree.unflatten(jax.tree.structure(out[2]), [walk.read(x) for x in rest]),
+    )
+
+
+def _evaluate_guarded(
+    walk: Interpreter, jaxpr: Jaxpr, after: Sequence[Any], before: Sequence[Any]
+) -> list[Any]:
+    """The new leaves of a carry; where the step is refused, those of before."""
+    deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], lambda eqn: bool(eqn.effects))
+    for eqn in deciding:
         walk.evaluate(eqn)
-    accepted = walk.read(verdict)
-    is_first = {id(eqn) for eqn in first}
-    later = [] if is_known else [x for x in jaxpr.eqns if id(x) not in is_first]
-    made = {var for eqn in later for var in eqn.outvars}
+    accepted = walk.read(jaxpr.outvars[0])
+    is_deciding = {id(eqn) for eqn in deciding}
+    updating = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_deciding]
+    made = {var for eqn in updating for var in eqn.outvars}
+    # The old leaf of each variable that is selected where it is made.
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
         # A scalar costs no copy, and later equations may divide by the new one.
         if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
-    left = dict(zip(jaxpr.invars, before, strict=False))
-    for eqn in later:
-        operands = guard_rows(eqn, walk.operands(eqn), left, accepted)
+    # The old leaf that a variable holds where the step is refused.
+    if_refused = dict(zip(jaxpr.invars, before, strict=False))
+    for eqn in updating:
+        operands = guard_rows(eqn, walk.operands(eqn), if_refused, accepted)
         walk.evaluate(eqn, operands)
         for var in eqn.outvars:
-            if var in olds and left.get(var) is not olds[var]:
+            if var in olds and if_refused.get(var) is not olds[var]:
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
-                left[var] = olds[var]
+                if_refused[var] = olds[var]
 
-    def kept(var: Any, old: Any) -> Any:
-        if is_known or not isinstance(var, Literal) and olds.get(var) is old:
+    def leaf(var: Any, old: Any) -> Any:
+        if not isinstance(var, Literal) and olds.get(var) is old:
             return walk.read(var)
-        # A constant, an unchanged input, a value that the verdict needs, or one that
-        # is two leaves.
+        # A constant, an unchanged input, a value that decides, or one that is two
+        # leaves: nothing has selected it yet.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
-    leaves = [kept(*pair) for pair in zip(after, before, strict=True)]
-    rest = [walk.read(var) for var in jaxpr.outvars[1 + len(before) :]]
-    return (
-        jax.tree.unflatten(jax.tree.structure(carry), leaves),
-        jax.tree.unflatten(jax.tree.structure(out[2]), rest),
-    )
+    return [leaf(*pair) for pair in zip(after, before, strict=True)]
 
 
 def check_like_params(grads: PyTree, params: PyTree) -> None:
