@@ -15,6 +15,12 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "examples": "examples.md"} | {
     f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS
 }
+# Where a page that is no more is found now.
+MOVED = {
+    "published_bugs": "public_code",
+    "foreign_programs": "public_code",
+    "public_programs": "public_code",
+}
 # What a search is for, most often.
 TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
 _EDIT = "https://github.com/towerjax/towerjax/edit/main/"
@@ -136,6 +142,20 @@ def on_files(files: Any, config: Any) -> Any:
         text = of_notebook(text) if place.endswith("ipynb") else text
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Lead from the address of a page that is no more to the one that has its text."""
+    for old, new in MOVED.items():
+        place = pathlib.Path(config.site_dir, old, "index.html")
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(redirection(f"../{new}/"))
+
+
+def redirection(to: str) -> str:
+    """A page that leads to another one."""
+    head = f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={to}">'
+    return f'<!doctype html>{head}<title>Moved</title><a href="{to}">It is here.</a>\n'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

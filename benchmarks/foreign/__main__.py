@@ -5,7 +5,7 @@ The sources are read from a folder that holds their repositories, at the commits
 "By hand" is what its step changes, as NumPy has it of one device and of four.
 
 Run: ``python -m benchmarks.foreign FOLDER [--only brax_ppo] [--page
-docs/foreign_programs.md]``. The packages that it needs are named on the page; those
+docs/public_code.md]``. The packages that it needs are named on the page; those
 which have nothing to do with a step, of data and logs, are empty if not installed.
 """
 

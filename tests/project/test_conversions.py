@@ -7,7 +7,7 @@ import pytest
 from checkout import ROOT
 
 conversions = importlib.import_module("benchmarks.conversions.__main__")
-PAGE = ROOT / "docs" / "public_programs.md"
+PAGE = ROOT / "docs" / "public_code.md"
 
 
 def test_a_diff_removes_and_adds_lines_of_the_pinned_file_alone():

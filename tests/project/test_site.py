@@ -146,6 +146,14 @@ def test_an_example_is_folded_below_what_names_it():
         assert site.with_examples(kept) == kept
 
 
+def test_a_page_that_is_no_more_leads_to_another(tmp_path):
+    site.on_post_build(types.SimpleNamespace(site_dir=tmp_path))
+    for old, new in site.MOVED.items():
+        assert f"{old}.md" not in PAGES and f"{new}.md" in PAGES
+        text = (tmp_path / old / "index.html").read_text()
+        assert f'content="0; url=../{new}/"' in text and f'href="../{new}/"' in text
+
+
 def test_a_gallery_has_every_example():
     text = site.gallery()
     for path in sorted((ROOT / "examples").glob("*.py")):
