@@ -1,4 +1,4 @@
-"""Some rows of a large array, as values and indices, not yet added up."""
+"""Rows of a large array as values and indices, before they are added up."""
 
 import dataclasses
 import sys
@@ -61,7 +61,7 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def poison_missing(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Clip the indices; the values become NaN or the like if an index names no row."""
+    """Clip the indices; values whose index is out of range become NaN or similar."""
     indices = widen_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()
     values = jnp.where(exist, values, poison_value(values.dtype))
@@ -69,7 +69,7 @@ def poison_missing(
 
 
 def widen_indices(indices: jax.Array) -> jax.Array:
-    """Indices in int32, or in int64 if they have 64 bits, which can count any rows."""
+    """Indices as int32, or as int64 if they have 64 bits."""
     indices = jnp.asarray(indices)
     wide = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     return indices.astype(wide)
@@ -126,7 +126,7 @@ class IndexedRows:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Check what is known: leaves may be tracers, or objects that are no arrays."""
+        """Check what is known; leaves may be tracers, or not be arrays."""
         shape: Any = self.dense_shape
         if not isinstance(shape, Iterable) or not tuple(shape):
             raise ValueError(
@@ -166,7 +166,7 @@ class IndexedRows:
         return jnp.where(exist, added, poison_value(array.dtype))
 
     def check_range(self, name: str = "IndexedRows") -> None:
-        """Raise unless each index names a row, where indices are known."""
+        """Raise unless each known index names a row."""
         if isinstance(self.indices, Tracer):
             return
         indices = np.asarray(self.indices)
@@ -277,7 +277,7 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
 
 
 def splits_entries(tree: PyTree) -> bool:
-    """Whether a leaf is sparse and has no dim over examples, but entries of all."""
+    """Whether a leaf is sparse, with entries of all examples and no dim over them."""
     leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
     return any(is_sparse(x) and not getattr(x, "n_batch", 0) for x in leaves)
 
@@ -304,7 +304,7 @@ def all_rows_of(dense: jax.Array) -> IndexedRows:
 
 
 def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRows:
-    """All these rows, as rows of one array of this shape."""
+    """All these ``IndexedRows`` joined, as rows of one array of this shape."""
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     return IndexedRows(values, indices, shape)
@@ -334,7 +334,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def as_dense(tree: PyTree) -> PyTree:
-    """The tree with an array for each ``IndexedRows``; an index that is none is NaN."""
+    """The tree with ``IndexedRows`` as arrays; an index out of range gives NaN."""
 
     def densify(x: Any) -> Any:
         return jnp.zeros(x.dense_shape, x.values.dtype) + x if is_rows(x) else x

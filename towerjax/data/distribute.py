@@ -55,7 +55,7 @@ class InputOptions:
 
 
 class _Pulled(NamedTuple):
-    """What this process's towers take of a round."""
+    """The part of a round that this process's towers take."""
 
     trees: list[PyTree]  # one for all towers, or one for each
     sizes: list[int]  # how many examples each has
@@ -104,7 +104,7 @@ class DistributedDataset:
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> Stream[PlacedBatch]:
-        """A pass, with a cursor where all processes read one source that has one."""
+        """One pass; it has a cursor if all processes read one source with a cursor."""
         self._passes += 1
         elements = open_source(self._source, *self._open_with)
         begin = functools.partial(self._begin, self._passes, elements)
@@ -157,7 +157,7 @@ class DistributedDataset:
             yield self._place(taken, rows, np.concatenate(counts)), after
 
     def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """What this process has of the next round; None at the end of the data."""
+        """This process's batch of the next round; None at the end of the data."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
         remainder = self._options.remainder
@@ -222,7 +222,7 @@ class DistributedDataset:
         return max(-(-n // shares) for n in sizes) * self._divisor
 
     def _build(self, taken: _Pulled, rows: int) -> PyTree:
-        """The round, leaves ``[towers * rows, ...]``."""
+        """The round's batch, with leaves ``[towers * rows, ...]``."""
         size = rows * self._towers // len(taken.trees)
         trees = [shard.resize(tree, size) for tree in taken.trees]
         if len(trees) > 1:

@@ -18,7 +18,7 @@ from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
-    """A function of a slice or of numbers, which takes these rows of the data."""
+    """A function that takes rows of the data, by a slice or by numbers."""
     rows, shared = without_shared(data)
     sparse, dense = SparseRows.put_aside(rows)
 
@@ -51,7 +51,7 @@ class Batches(Iterator[PyTree]):
     position: int = 0
 
     def __post_init__(self) -> None:
-        """Take the data apart."""
+        """Flatten the data, and check its leaves."""
         cast_ints(self)  # JSON cannot hold NumPy's integers
         self._take = rows_of(self.data)
         self._shuffled: tuple[int, np.ndarray] | None = None
@@ -101,7 +101,7 @@ class Batches(Iterator[PyTree]):
         return dataclasses.replace(self, position=position)
 
     def get_state(self) -> dict[str, Any]:
-        """The position and the cut, as JSON can hold them."""
+        """The position and how the data is cut, as JSON values."""
         fields = dataclasses.fields(self)[1:]  # without the data
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -168,7 +168,7 @@ def batches(
 
 
 def as_reusable(name: str, data: Any, why: str) -> Any:
-    """Data that can be iterated several times; raise for a one-pass iterator."""
+    """Data that can be iterated several times; a one-pass iterator is an error."""
     if isinstance(data, Batches):
         return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):

@@ -50,7 +50,7 @@ class PlacedBatch:
     micro_batches: int = 1  # between which the entries of sparse leaves are split
 
     def __post_init__(self) -> None:
-        """Count the examples once: loops read them at each step."""
+        """Count the examples once, because loops read the count at each step."""
         object.__setattr__(self, "num_examples", int(self.counts.sum()))
         object.__setattr__(self, "padded", bool((self.counts < self.rows).any()))
 
@@ -102,7 +102,7 @@ class PlacedBatch:
         return shard.with_shared(jax.tree.map(PerTower, rows), self.args[2])
 
     def unpadded(self) -> PerTower:
-        """`per_tower`; raise where there is padding, which it could not mark."""
+        """`per_tower` of a batch without padding; raise if it has padding."""
         if self.padded:
             raise ValueError(
                 f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
@@ -161,11 +161,11 @@ class Placer:
 
     @property
     def batch_rows(self) -> frozenset[int]:
-        """The sizes of batches so far to which smaller ones are padded."""
+        """The sizes of earlier batches, to which smaller batches are padded."""
         return frozenset(self.full_sizes.values())
 
     def expect(self, sizes: Iterable[int]) -> None:
-        """Pad as if batches of so many examples had been placed before."""
+        """Pad later batches as if batches of these sizes had been placed before."""
         new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
@@ -246,7 +246,7 @@ class Placer:
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """A `PlacedBatch`, with ``batch``'s fingerprint if first of its signature."""
+        """A `PlacedBatch`; the first of a signature has a fingerprint."""
         new = shard.batch_signature(args[0], args[2])
         signature = self._signatures.setdefault(new, new)
         fingerprint = None
@@ -261,7 +261,7 @@ class Placer:
         return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
-        """The batch's ``(rows, counts, shared)``, of the least earlier size."""
+        """``(rows, counts, shared)``, padded to the smallest earlier size that fits."""
         rows, held = shard.without_shared(batch)
         shared = self.place_shared(held, rows)
         sparse, dense = SparseRows.put_aside(rows)
@@ -283,7 +283,7 @@ class Placer:
         return sparse.put_back(dense, towers, parts, capacity), counts, shared
 
     def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Whole` leaves, on all devices; copies only where needed."""
+        """The values of `Whole` leaves on all devices, copied only where needed."""
         refuse_unheld(
             "batch", shard.with_shared(jax.tree.map(lambda _: None, rows), held)
         )
@@ -298,7 +298,7 @@ class Placer:
         return jax.tree.map(place_leaf, held)
 
     def _place_counts(self, counts: np.ndarray, layout: Layout) -> jax.Array:
-        """Counts on the devices, placed once each: few different ones occur."""
+        """Row counts on the devices; each different one is placed once."""
         key = layout, counts.tobytes()
         if key not in self._counts:
             if len(self._counts) > 64:

@@ -91,7 +91,7 @@ def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
 
 
 def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
-    """``B``, the number of examples; raise unless all leaves have as many rows."""
+    """The number of examples ``B``; raise unless all leaves have ``B`` rows."""
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
@@ -124,7 +124,7 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
-    """Raise where a leaf is sparse or `Whole`, for callers that take only arrays."""
+    """Raise if a leaf is sparse or `Whole`, for callers that take only arrays."""
 
     def is_shared(x: Any) -> bool:
         return isinstance(x, Whole) and x.value is not None
@@ -148,20 +148,20 @@ def may_wrap(batch: PyTree) -> bool:
 
 
 def refuse_wrapping(batch: PyTree) -> None:
-    """Raise where an integer would wrap round when it is placed on the devices."""
+    """Raise if an integer would overflow when it is placed on the devices."""
     if may_wrap(batch):  # to name all leaves is slow
         refuse_unheld("batch", batch)
 
 
 class Shares(NamedTuple):
-    """Who shares the rows of a batch evenly."""
+    """The towers and micro-batches that share the rows of a batch evenly."""
 
     towers: int
     micro_batches: int
     devices: int  # of a tower, along ``rows=``
 
     def __str__(self) -> str:
-        """Such as ``"4 towers of 3 micro-batches"``."""
+        """A text such as ``"4 towers of 3 micro-batches"``."""
         parts = [f"{self.towers} tower{'s' * (self.towers > 1)}"]
         parts += [f"of {self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"on {self.devices} devices along rows="] * (self.devices > 1)
@@ -176,7 +176,7 @@ def fit_batch(
     full_size: int = 0,
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
-    """The batch, with rows that are shared evenly, and how many are examples."""
+    """The batch, with rows that are shared evenly, and its number of examples."""
     size = count_examples(batch)
     shares = math.prod(shared_by)
     if size < shares and remainder == "drop" and may_drop_all:
@@ -201,7 +201,7 @@ def fit_batch(
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:
-    """The batch, cut to so many rows, or with its last row repeated up to them."""
+    """The batch cut to ``rows`` rows, or filled up to them with its last row."""
 
     def resize_leaf(x: Any) -> Any:
         missing = rows - x.shape[0]
@@ -217,7 +217,7 @@ def resize(batch: PyTree, rows: int) -> PyTree:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """``x[start:stop]``, which would send its bounds to a device that has ``x``."""
+    """``x[start:stop]``, without sending the bounds to the device of ``x``."""
     is_jax = isinstance(x, jax.Array)
     return lax.slice_in_dim(x, start, stop) if is_jax else x[start:stop]
 
@@ -247,7 +247,7 @@ def explain_change(expected: Signature, got: Signature) -> str:
 
 
 def refuse_unlike(signatures: Sequence[Signature]) -> None:
-    """Raise where batches that are to be stacked have unlike signatures."""
+    """Raise if batches that are to be stacked have different signatures."""
     for other in (x for x in signatures if x != signatures[0]):
         raise ValueError(
             "A call of several steps takes batches of one kind, but one changed:\n"
@@ -278,7 +278,7 @@ def row_weights(
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """A batch's leaves, its tree, and a key (or None) of all else that is read."""
+    """A batch's leaves, its tree, and a key (or None) for all else that is read."""
     try:
         leaves, treedef = jax.tree.flatten(batch)
     except ValueError:

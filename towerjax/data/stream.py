@@ -1,4 +1,4 @@
-"""From a source to the steps: batches placed in advance, with a position."""
+"""Batches from a source to the steps: placed in advance, with a position."""
 
 import collections
 import dataclasses
@@ -71,7 +71,7 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
 
 
 def check_source(source: Any) -> bool:
-    """Whether the source makes each process's own part; raise if it is no source."""
+    """Whether each process makes its own part; raise if this is not a source."""
     check_batches("The data set", source, or_function=True)
     if not is_function(source):
         return False
@@ -84,7 +84,7 @@ def check_source(source: Any) -> bool:
 
 
 def open_source(source: Any, *context: InputContext) -> Any:
-    """An iterator through the source; a function is given the context, if any."""
+    """An iterator over the source; a source that is a function gets the context."""
     if is_function(source):
         source = source(*context)
         check_batches("What the function of the data set returned", source)
@@ -93,7 +93,7 @@ def open_source(source: Any, *context: InputContext) -> Any:
 
 
 def is_function(source: Any) -> bool:
-    """Whether the source is to be called, since it cannot be iterated."""
+    """Whether the source must be called because it cannot be iterated."""
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
@@ -117,7 +117,7 @@ def _from_tensor(leaf: Any) -> Any:
 
 
 class Position(NamedTuple):
-    """Where a run is in its batches."""
+    """The position of a run in its batches."""
 
     used: int  # how many steps have used, those of earlier runs included
     cursor: Any = None  # what the batches' own ``get_state`` says; None: they have none
@@ -140,30 +140,30 @@ class WithCursor(Protocol):
 
 
 class _Told:
-    """Goes through batches by numbers, and back by their ``get_state``."""
+    """Reads batches by number, and goes back with their ``get_state``."""
 
     def __init__(self, elements: WithCursor) -> None:
         self._elements = elements
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
-        """The batch after the one before, placed."""
+        """The next batch, placed."""
         return place(next(self._elements))
 
     def position(self, number: int) -> Position:
-        """The position after the batch of that number, which was taken last."""
+        """The position after the batch of this number, which was taken last."""
         return Position(number, self._elements.get_state())
 
     def forget(self, number: int) -> None:
-        """Steps have used the batches up to that one."""
+        """Forget the batches up to this number: steps have used them."""
 
     def go_back(self, to: Position) -> WithCursor | None:
-        """Take the batch after that position next; the batches, if they hold it."""
+        """Go back, so that the batch after this position comes next."""
         self._elements.set_state(to.cursor)
         return self._elements
 
 
 class _Kept:
-    """The same for other batches: keeps those that were taken and are not used."""
+    """Reads batches that have no ``get_state``: keeps those taken and not yet used."""
 
     def __init__(self, elements: Iterator[PyTree]) -> None:
         self._elements = elements
@@ -191,7 +191,7 @@ class _Kept:
 
 
 class Source(Iterator[PyTree]):
-    """The batches of a run, which go back to the last used one.
+    """The batches of a run; it can go back to the last used batch.
 
     Attributes:
       has_cursor: Whether the batches tell their position themselves, so that another
@@ -224,7 +224,7 @@ class Source(Iterator[PyTree]):
         return batch
 
     def __length_hint__(self) -> int:
-        """How many batches are left, where that is known."""
+        """How many batches are left, if known."""
         return NotImplemented if self._all is None else self._all - self.used_before
 
     def go_to(self, position: Position) -> None:
@@ -247,7 +247,7 @@ class Source(Iterator[PyTree]):
     def stream(
         self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
-        """At most so many batches, placed; its state is the `Position` after each."""
+        """At most ``most`` placed batches, each with the `Position` after it."""
         first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
@@ -268,12 +268,12 @@ class Source(Iterator[PyTree]):
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
-        """The unused batches, when no thread takes from them any more."""
+        """The unused batches, once no thread takes from them."""
         batches = self._cursor.go_back(self.last)
         return self if batches is None else batches
 
     def settle(self) -> None:
-        """Set the batches back, if some were taken in vain; close what was opened."""
+        """Return batches that were taken and not used, and close what was opened."""
         if self._taken > self.last.used:
             self._cursor.go_back(self.last)
         if self._opened:
@@ -286,7 +286,7 @@ class Source(Iterator[PyTree]):
 
 
 def has_cursor(iterator: Any) -> bool:
-    """Whether an iterator tells its position, and can be set to one."""
+    """Whether an iterator has ``get_state`` and ``set_state``."""
     if isinstance(iterator, Stream):
         return iterator.get_state() is not None
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
@@ -306,7 +306,7 @@ def prefetch(
 
 
 class _Feed:
-    """What a thread and the stream of its elements share."""
+    """State that a thread shares with the stream of its elements."""
 
     def __init__(self, depth: int) -> None:
         # (element, position after it, failure)
@@ -354,7 +354,7 @@ class Stream(Iterator[Placed]):
             self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
-        """The next element, which is not kept: it would stay on the devices."""
+        """The next element; it is not kept, because it would stay on the devices."""
         if self._failure is not None:
             raise ValueError(
                 f"This pass through the data ended with {self._failure}, and cannot"

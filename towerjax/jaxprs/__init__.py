@@ -1,1 +1,1 @@
-"""What we know of JAX's programs: equations, an interpreter, tags."""
+"""Reading JAX programs: equations, an interpreter, tags."""

@@ -92,7 +92,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def is_hidden(eqn: JaxprEqn) -> bool:
-    """Whether a function in its params says what it does, even beside jaxprs."""
+    """Whether an equation hides what it does in a function among its params."""
     if eqn.primitive in PLAIN or eqn.primitive.name in _TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
@@ -101,7 +101,7 @@ def is_hidden(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_high(primitive: Primitive) -> bool:
-    """Whether a hijax class says what it does."""
+    """Whether a hijax class defines what an equation does."""
     has_class = type(primitive).to_lojax is not Primitive.to_lojax
     return has_class or primitive.name.startswith("call_hi_primitive")
 
@@ -196,14 +196,14 @@ def names_in(spec: PartitionSpec) -> set[str]:
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
-    """The meshes, of an axis at least, among the params of an equation."""
+    """The meshes with at least one axis among the params of an equation."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
     kinds = Mesh, jax.sharding.AbstractMesh
     return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
 
 
 def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
-    """Whether its results may differ between towers although its operands do not.
+    """Whether results may differ between towers although the operands are the same.
 
     True for side effects, for foreign code, and for an unknown primitive with the
     towers' axis among its params.
@@ -227,7 +227,7 @@ def groups(eqn: JaxprEqn, size: int) -> Any:
 
 
 def is_full(eqn: JaxprEqn, size: int) -> bool:
-    """Whether a ppermute sends a value to every tower; the others would get zeros."""
+    """Whether a ppermute sends a value to every tower; the others get zeros."""
     return len({target for _, target in eqn.params["perm"]}) == size
 
 
@@ -239,7 +239,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """The same with their constants, where they have any."""
+    """The inner jaxprs of `sub_jaxprs`, with their constants."""
     params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         params = {"solve": params["jaxprs"].solve}
@@ -266,7 +266,7 @@ def all_sites(
     plain: bool = False,
     outer: "Site | None" = None,
 ) -> list["Site"]:
-    """The equations with those around them, of inner jaxprs where ``enter`` says so.
+    """Each equation with those around it; ``enter`` says which inner jaxprs are read.
 
     Those that are `PLAIN` only where ``plain`` says so.
     """
@@ -280,7 +280,7 @@ def all_sites(
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
-    """The jaxpr without its constants; since JAX 0.12 they are of one class."""
+    """The jaxpr of a closed jaxpr; since JAX 0.12 both are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -311,7 +311,7 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 
 
 def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
-    """For each output the given input that calls and scans forward to it, or None."""
+    """For each output, the input that calls and scans pass on unchanged, or None."""
     forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
         inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []

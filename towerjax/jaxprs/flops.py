@@ -24,7 +24,7 @@ from towerjax.jaxprs.equation import (
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations on numbers, of a program that runs once.
+    """The arithmetic of one run of a program, in FLOPs.
 
     Attributes:
       products: Of dot products and convolutions: a multiplication and an addition for
@@ -50,7 +50,7 @@ class Flops:
         )
 
     def times(self, count: int) -> "Flops":
-        """Those of a program that runs ``count`` times."""
+        """The FLOPs of a program that runs ``count`` times."""
         return dataclasses.replace(
             self,
             products=self.products * count,
@@ -60,7 +60,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All that is computed, recomputation included."""
+        """All FLOPs, recomputation included."""
         return self.products + self.elementwise + self.recomputed
 
 
@@ -141,7 +141,7 @@ def _of_site(site: Site, used: Sequence[bool], is_again: bool) -> Flops:
 def _of_inner(
     site: Site, inner: list[Jaxpr], used: Sequence[bool], is_again: bool
 ) -> Flops:
-    """The arithmetic of an equation's programs, by how often each runs."""
+    """The arithmetic of an equation's inner programs, times how often each runs."""
     eqn, _ = site
     name = eqn.primitive.name
     trips = _trips(eqn)
@@ -159,7 +159,7 @@ def _of_inner(
 
 
 def _trips(eqn: JaxprEqn) -> int | None:
-    """How often the programs of an equation run; None where that is not known."""
+    """How often the inner programs of an equation run; None if unknown."""
     name = eqn.primitive.name
     params = eqn.params
     if name == "while":
@@ -203,7 +203,7 @@ def _of_ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_conv(eqn: JaxprEqn) -> int:
-    """Two for each number of the kernel that meets one of the image, and no padding."""
+    """Two FLOPs for each number of the kernel that meets the image, without padding."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     image, kernel = (x.aval.shape for x in eqn.invars[:2])

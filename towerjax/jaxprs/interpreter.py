@@ -65,7 +65,7 @@ def eqn_context(eqn: Any) -> Iterator[None]:
 def as_call(
     eqn: JaxprEqn, fn: Callable[..., Any], axes: Sequence[tuple[str, int]] = ()
 ) -> JaxprEqn:
-    """A call of ``fn``, in which ``axes`` are bound, in place of an equation."""
+    """Results of ``fn`` as one call, with ``axes`` bound, in place of an equation."""
     avals: list[Any] = [v.aval for v in eqn.invars]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     closed = jax.make_jaxpr(fn, axis_env=[*axes])(*shapes)
@@ -77,7 +77,7 @@ def as_call(
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
-    """An equation with ``change(jaxpr)`` for each jaxpr in its params; or itself."""
+    """An equation with ``change(jaxpr)`` in place of each jaxpr in its params."""
     if eqn.primitive in PLAIN:
         return eqn
     params = {key: _changed(value, change) for key, value in eqn.params.items()}

@@ -2,7 +2,7 @@
 
 
 class Tag(str):
-    """A name that is known by its object: no text that a program writes equals it."""
+    """A name compared by identity, so that no text of a user's program equals it."""
 
     __slots__ = ()
 

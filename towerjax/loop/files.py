@@ -36,7 +36,7 @@ def checked_path(name: str, value: Any, what: str) -> epath.Path:
 
 
 def absolute_path(value: Any) -> epath.Path:
-    """The absolute path of what was checked before; an address stays as it is."""
+    """The absolute path of a checked path; an address stays as it is."""
     path = epath.Path(value)
     is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
     return epath.Path(os.path.abspath(value)) if is_plain else path
@@ -48,7 +48,7 @@ def is_on_disk(path: epath.Path) -> bool:
 
 
 class StoredFile:
-    """A file where files are replaced as wholes, as object stores do: none can grow.
+    """A file in a store that only replaces whole files, such as an object store.
 
     What is written is kept in memory, and stored every so many seconds, or more rarely
     where storing takes long; `flush` and `close` store all.
@@ -99,7 +99,7 @@ def opened_after(
 def read_lines(
     path: epath.Path, first: str, owner: str
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line's object, whose first field is ``first``, and its size."""
+    """Yield each complete line's object, with first field ``first``, and its size."""
     head = f'{{"{first}": '.encode()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -115,7 +115,7 @@ def read_lines(
 
 
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
-    """Write an object to an unbuffered file by one call, which no kill can tear."""
+    """Write an object to an unbuffered file in one call, so that no kill splits it."""
     rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
     while rest:
         rest = rest[file.write(rest) :]

@@ -141,7 +141,7 @@ class History:
         return by_rich([self._table(20)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping for each step: its number, metrics, what was evaluated after it."""
+        """One mapping per step: number, metrics, and the evaluation after it."""
         by_step: dict[int, dict[str, Any]] = {}
         for place, number in enumerate(self.steps.tolist()):
             by_step[number] = {name: x[place] for name, x in self.metrics.items()}

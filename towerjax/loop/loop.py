@@ -44,7 +44,7 @@ class Call:
 
 
 class Loop:
-    """A run under way: where it is, the calls in flight, the log of finished ones."""
+    """A run in progress: position, calls in flight, log of finished calls."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Loop:
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
-        """Put a step into the history and the files; the step that it refused."""
+        """Record the oldest step in history and files; return it if it was refused."""
         call = self._in_flight[0]
         metrics, verdict = jax.device_get((call.metrics, call.verdict))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars

@@ -26,7 +26,7 @@ from towerjax.types.options import (
 
 @dataclasses.dataclass(frozen=True)
 class WithState:
-    """A hook of `run` that is given the state, every so many steps.
+    """A hook of `run` that gets the state every ``every`` steps.
 
     It is called as ``function(step number, state, metrics)``, on every process, after
     each step whose number is a multiple of ``every``. `run` first waits for the

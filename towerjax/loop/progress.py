@@ -28,7 +28,7 @@ def _print(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Display:
-    """Where the progress of a run is shown; by default nowhere."""
+    """Base of displays of a run's progress; this one shows nothing."""
 
     seconds_between: float = float("inf")  # the least time between two shown texts
     # Replaces the shown text and bar: ``(done, total, text)``.
@@ -38,7 +38,7 @@ class Display:
 
 
 def _terminal_bar() -> Display:
-    """A rich bar on stderr; what else is printed to the terminal appears above it."""
+    """A rich bar on stderr; other output to the terminal appears above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -99,7 +99,7 @@ def in_notebook() -> bool:
 
 
 def check_progress(progress: Any) -> None:
-    """Raise unless it is what ``progress`` of `run` may be."""
+    """Raise unless the value is valid for ``progress`` of `run`."""
     if not isinstance(progress, Sequence) or isinstance(progress, str):
         check_choice("progress", progress, (None, True, False))
     elif not progress or not all(isinstance(name, str) for name in progress):

@@ -24,7 +24,7 @@ Direction: TypeAlias = Literal["min", "max"]
 @doors
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stop a run once its evaluations no longer improve, or are good enough.
+    """Stop a run when its evaluations no longer improve, or are good enough.
 
     An evaluation is an improvement when its value is less than the best before it
     minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
@@ -84,7 +84,7 @@ def sign_of(mode: Direction) -> int:
 
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
-    """The rules of early stopping, of which any one ends a run."""
+    """The rules of early stopping; any one of them ends a run."""
     given = () if early_stopping is None else early_stopping
     rules = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
@@ -94,7 +94,7 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
-    """Why a run of these evaluations is to end, in words; None if it is not."""
+    """In words, why a run with these evaluations ends; None if it continues."""
     sign = sign_of(rule.mode)
     goal = rule.goal
 
@@ -144,7 +144,7 @@ class Watch:
         self.go_on({x: {number: value_of(values, what, x)} for x in metrics})
 
     def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:
-        """Add evaluations, such as those of the run that is gone on with."""
+        """Add evaluations, such as those of the run that is continued."""
         for metric, known in self.values.items():
             known |= evaluated.get(metric, {})
         reasons = (reason_to_stop(x, self.values[x.metric]) for x in self._rules)
@@ -153,7 +153,7 @@ class Watch:
 
 @dataclasses.dataclass
 class Point:
-    """Where a run is: it changes while signals are held back, all at once."""
+    """The position of a run; it changes at once, while signals are held back."""
 
     state: TrainState
     watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))

@@ -1,4 +1,4 @@
-"""How much a run does in a second: steps, examples, arithmetic, what metrics count."""
+"""The rates of a run: steps, examples, FLOPs and counted metrics per second."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ _STEPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What was done, in so many seconds."""
+    """The work that was done, and the seconds that it took."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -36,7 +36,7 @@ class Done:
 
 
 class Throughput:
-    """Adds up what the steps of a run do.
+    """Adds up the work of a run's steps.
 
     Attributes:
       done: What was done so far, without the time of the steps under way.
@@ -72,7 +72,7 @@ class Throughput:
         return self.rates(self.done.since(self._last[0]))
 
     def rates(self, done: Done) -> dict[str, float]:
-        """What was done a second, by name; ``mfu`` is of the devices' peak."""
+        """Work per second, by name; ``mfu`` is the share of the devices' peak."""
         per_second = 1 / max(done.seconds, 1e-9)
         rates = {
             "steps_per_second": done.steps * per_second,
@@ -88,7 +88,7 @@ class Throughput:
 
 
 def flops_in_words(rates: Mapping[str, float], is_least: bool) -> str:
-    """FLOP/s, and which part of the peak these are; "" where none were counted."""
+    """FLOP/s and their share of the peak, in words; "" if none were counted."""
     if "flops_per_second" not in rates:
         return ""
     text = "at least " * is_least + f"{in_flops(rates['flops_per_second'])}/s"

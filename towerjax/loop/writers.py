@@ -226,7 +226,7 @@ class JsonLines:
         return Opened(write, file.close)
 
     def _kept(self, path: epath.Path, start: int) -> tuple[int | None, int | None]:
-        """How many bytes to keep; where a last line of them evaluates ``start``."""
+        """How many bytes to keep, and whether their last line evaluates ``start``."""
         if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
             return None, None  # a pipe or a device has no earlier lines
         kept = last = 0

@@ -1,1 +1,1 @@
-"""One program for these devices: what is proved is what is lowered."""
+"""Lowering a proved program to one program for these devices."""

@@ -45,7 +45,7 @@ def dependents(
 def rounds_shared_values(
     program: ClosedJaxpr, own: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
-    """Whether values that no tower has of its own are rounded to fewer bits.
+    """Whether values that all towers share are rounded to fewer bits.
 
     ``own`` are those inputs that each tower has of its own, ``trained`` those of which
     a gradient is taken; ``axis`` is that of all towers.

@@ -20,7 +20,7 @@ from towerjax.types import PyTree
 
 
 def gather(part: jax.Array, dim: int) -> jax.Array:
-    """The whole value, of which each device has a part along ``dim``."""
+    """The whole value, gathered from the devices' shards along ``dim``."""
     return lax.all_gather(part, DEVICE_AXIS, axis=dim, tiled=True)
 
 
@@ -32,7 +32,7 @@ def scatter(x: jax.Array, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gather_cast(part: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
-    """The whole value, which is cast before it is sent.
+    """The whole value, cast before it is sent.
 
     Its gradient is added over devices in the bits of ``part``, and scattered; or with
     ``sink``, an array of the whole shape, it is that of ``sink``, and of this device.

@@ -1,4 +1,4 @@
-"""Run the towers of a device one after another, each as it runs on any other device."""
+"""Run the towers of a device one after another, as on any other device."""
 
 from collections.abc import Callable
 from typing import Any

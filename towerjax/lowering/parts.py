@@ -1,4 +1,4 @@
-"""Values that devices hold in parts, and equations that need no more than a part."""
+"""Sharded values, and equations that need only a device's shard."""
 
 import dataclasses
 import functools
@@ -381,7 +381,7 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of an equation that needs no more than each part; else None.
+    """The results of an equation that needs only each shard, else None.
 
     Of parts alone: a result of parts and of a tower's own values is no part, since it
     differs between devices.

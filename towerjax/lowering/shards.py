@@ -1,4 +1,4 @@
-"""Run a program on parts of its parameters: gathered where it uses them.
+"""Run a program on sharded parameters, gathered where it uses them.
 
 The program is traced with whole parameters and proved. Evaluated here, a parameter
 stays in its part, a `Shard`, until an equation really needs it: a cast to fewer bits is

@@ -202,7 +202,7 @@ class _Lowering:
         return closed.jaxpr, closed.consts
 
     def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
-        """The program of a function, of whose results each tower has its own.
+        """The program of a function with per-tower results.
 
         A derivative rule of the user's is written for a tower's own cotangent. That of
         a result that a device's towers share is the sum of theirs already, and a sum
@@ -308,7 +308,7 @@ class _Lowering:
 def _permute(
     rows: Sequence[jax.Array], tower: jax.Array, perm: Sequence[tuple[int, int]]
 ) -> list[jax.Array]:
-    """What a tower gets of all towers' rows: zeros where nobody sends to it."""
+    """The rows that a tower gets from all towers; zeros if none sends to it."""
     size = len(rows[0])
     sources = np.full(size, -1)
     for source, target in perm:

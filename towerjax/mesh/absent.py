@@ -56,7 +56,7 @@ _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """Devices that are not here, for which XLA compiles nevertheless.
+    """Devices that this machine lacks, for which XLA compiles.
 
     A strategy of them proves and compiles steps from shapes: ``step.check``,
     ``step.report``. Nothing runs on them. The compiler comes with
@@ -84,7 +84,7 @@ class Absent:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check what can be known without a compiler."""
+        """Check the arguments as far as is possible without a compiler."""
         check_text("target", self.target, "a name, such as 'H100' or 'v5e:2x4'")
         if self.platform == "tpu" and (self.number, self.hosts) == (None, None):
             return
@@ -104,7 +104,7 @@ class Absent:
             )
 
     def __len__(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         if match := _TPU.fullmatch(self.target):
             return math.prod(int(size) for size in match[1].split("x"))
         return self.number or 0
@@ -121,7 +121,7 @@ class Absent:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts have the GPUs; 1 for TPUs, whose hosts the compiler knows."""
+        """The number of hosts of GPUs; 1 for TPUs, whose hosts the compiler knows."""
         return self.hosts or -(-(self.number or 1) // 8)
 
     @property
@@ -153,7 +153,7 @@ class Absent:
         return _TARGET.format(major=major, figures=figures, name=self.target.upper())
 
     def jax_devices(self) -> tuple[Any, ...]:
-        """The devices as the compiler knows them; raise where it is not installed."""
+        """The compiler's devices; raise if the compiler is not installed."""
         jax.devices()  # first, so that the default devices are the present ones
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         devices = tuple(make(self))

@@ -108,7 +108,7 @@ def owners_of(names: Sequence[str]) -> set[int]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Have JAX make so many devices of the CPU, unless it is in use already."""
+    """Make JAX have this many CPU devices, unless it is in use already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
 
@@ -177,7 +177,7 @@ _LOCK = threading.RLock()
 
 
 def _waits_for(x: Any) -> bool:
-    """Wait for a result; False where that cannot be, since it is donated."""
+    """Wait for a result; False if it was donated."""
     try:
         x.block_until_ready()
     except (RuntimeError, ValueError):  # for who made the call: it is in its results
@@ -186,7 +186,7 @@ def _waits_for(x: Any) -> bool:
 
 
 def _has_run(x: Any) -> bool | None:
-    """Whether a result is computed; None where it cannot be asked, since donated."""
+    """Whether a result is computed; None if it was donated."""
     try:
         return None if x.is_deleted() else x.is_ready()
     except RuntimeError:  # another thread donates it right now

@@ -15,7 +15,7 @@ class Terminated(SystemExit):
 
 
 class InterruptGuard:
-    """``with guard:`` in what it calls holds Ctrl-C back to its end; SIGTERM too.
+    """Inside of `call`, ``with guard:`` delays Ctrl-C and SIGTERM to its end.
 
     A step donates the buffers of the state it is given. An interrupt between the
     call and the assignment of its result would lose both states. SIGTERM is handled
@@ -38,7 +38,7 @@ class InterruptGuard:
         body: Callable[[], Result],
         attach: Callable[[BaseException], None] = lambda _: None,
     ) -> Result:
-        """What ``body`` returns; ``attach`` is given what ends it, signals included.
+        """The result of ``body``; ``attach`` gets the error or signal that ends it.
 
         From then on Ctrl-C is dropped: it would end ``attach``. Signals are handled in
         the main thread only.
@@ -154,7 +154,7 @@ class InterruptGuard:
 
 
 def uninterrupted(body: Callable[[], Result]) -> Result:
-    """What ``body`` returns, which Ctrl-C does not end."""
+    """The result of ``body``, which Ctrl-C does not interrupt."""
     guard = InterruptGuard()
 
     def held() -> Result:

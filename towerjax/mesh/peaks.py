@@ -43,7 +43,7 @@ def peak_flops_of(kind: str) -> float | None:
 
 
 def peak_flops_of_all(placement: Placement, given: float | None) -> float | None:
-    """FLOP/s of all devices of a strategy, of which one has ``given``, if it is."""
+    """FLOP/s of all devices of a strategy; ``given`` is that of one device, or None."""
     absent = placement.absent
     if given is None and absent is not None:
         given = peak_flops_of(absent.kind)

@@ -52,7 +52,7 @@ def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
 
 
 def whole_on(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that each device of a mesh has whole."""
+    """The sharding of an array that is replicated over a mesh."""
     return NamedSharding(mesh, WHOLE)
 
 
@@ -106,12 +106,12 @@ class Placement:
 
     @functools.cached_property
     def devices_each(self) -> int:
-        """How many devices a tower is of."""
+        """The number of devices of a tower."""
         return math.prod(size for _, size in self.within)
 
     @functools.cached_property
     def row_parts(self) -> int:
-        """Over how many devices of a tower its rows are split."""
+        """The number of devices over which a tower's rows are split."""
         return dict(self.within).get(self.rows or "", 1)
 
     @functools.cached_property
@@ -163,7 +163,7 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The axes of the same towers, each alone on a device that need not exist."""
+        """The axes of the same towers, one on each device; no device need exist."""
         if self.num_towers == self.num_devices > 1:
             return self.axes
         spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
@@ -171,7 +171,7 @@ class Placement:
 
     @property
     def shares_devices(self) -> bool:
-        """Do several towers run on a device at once, under ``vmap``?"""
+        """Whether several towers run on a device at once, under ``vmap``."""
         return self.num_towers > self.num_devices and self.tower_loop == "vmap"
 
     @functools.cached_property
@@ -216,7 +216,7 @@ class Placement:
         return (*axes.values(),), (*axes,), (AxisType.Auto,) * len(axes)
 
     def require_present(self) -> None:
-        """Raise where nothing can be placed: devices are absent, or a mesh is set."""
+        """Raise if nothing can be placed: devices are absent, or a mesh is set."""
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not here, so that nothing can be placed or run on"
@@ -298,7 +298,7 @@ class Placement:
 
 
 def _check_owners(devices: tuple[Device, ...], each: int) -> None:
-    """Raise unless this process owns all devices, or all own as many, in order."""
+    """Raise unless one process owns all devices, or each equally many, in order."""
     owners = [device.process_index for device in devices]
     groups = [owners[i : i + each] for i in range(0, len(owners), each)]
     if torn := [group for group in groups if len({*group}) > 1]:

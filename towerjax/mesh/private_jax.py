@@ -58,7 +58,7 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 
 def is_literal_zero(x: Any) -> bool:
-    """Is ``x``, now being traced, the number 0, as the tangent of a constant is?"""
+    """Whether ``x`` is a traced literal 0, as the tangent of a constant is."""
     literal = getattr(x, "val", None)
     return isinstance(literal, Literal) and not np.any(literal.val)
 
@@ -69,7 +69,7 @@ def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
 
 
 def is_tracing() -> bool:
-    """Does JAX trace a function now?"""
+    """Whether JAX is tracing a function."""
     return not trace_state_clean()
 
 
@@ -95,7 +95,7 @@ def coordinator_client() -> Any:
 
 
 def detects_cluster(method: str | None) -> bool:
-    """Does JAX find that it was started as one of several, by a method or by any?"""
+    """Whether JAX detects that it was started as one of several processes."""
     if os.environ.get("JAX_COORDINATOR_ADDRESS") and method != "deactivate":
         return True
     return any(  # 0.10 to 0.12
@@ -111,7 +111,7 @@ def read_arguments(compiled: Any) -> list[int]:
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:
-    """Compiler options for a program of a few runs: XLA takes longer than it gains.
+    """Compiler options for a program of few runs, for which optimizing does not pay.
 
     ``level`` is that of optimization: at 1 convolutions run ten times as fast as at 0,
     and a loss with its gradient takes half as long again to compile.

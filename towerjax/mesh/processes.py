@@ -29,7 +29,7 @@ def print_line(text: str) -> None:
 
 @contextlib.contextmanager
 def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Call a function in a thread if the block takes longer than so many seconds."""
+    """Call a function in a thread if the block takes longer than ``seconds``."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -40,7 +40,7 @@ def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
 
 
 def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
-    """Print to stderr if the other processes have not come here after a while."""
+    """Print to stderr if the other processes do not arrive within some time."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
     text = (
@@ -73,7 +73,7 @@ def require_same(what: str, text: str, advice: str) -> None:
 
 
 def _check_devices() -> None:
-    """Raise unless all processes have as many devices, as ``multihost_utils`` needs."""
+    """Raise unless all processes have equally many devices, as JAX needs."""
     owners = [device.process_index for device in jax.devices()]
     counts = [owners.count(process) for process in range(jax.process_count())]
     if len(set(counts)) > 1:
@@ -105,7 +105,7 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values by the coordinator, which waits for no step."""
+    """An all-gather of small values by the coordinator, without waiting for a step."""
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
         self._name = name

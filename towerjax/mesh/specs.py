@@ -18,7 +18,7 @@ Keys: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
-    """`PartitionSpec`s of parameters, by the way to them or by a function."""
+    """`PartitionSpec`s of parameters, by their path in the tree or by a function."""
 
     # Of a leaf, or of all leaves below.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
@@ -34,7 +34,7 @@ class Specs:
 
     @classmethod
     def of(cls, given: Any) -> "Specs | None":
-        """From a tree of specs, its upper part, or a function; None of None."""
+        """Specs from a tree of them, its upper part, or a function; None from None."""
         if given is None or isinstance(given, Specs):
             return given
         if callable(given):
@@ -59,7 +59,7 @@ class Specs:
     def table(
         self, params: PyTree, sizes: Mapping[str, int]
     ) -> dict[Keys, tuple[tuple[int, ...], PartitionSpec]]:
-        """The shape and the spec of each parameter; ``sizes`` are of a tower's axes."""
+        """The shape and the spec of each parameter; ``sizes`` has a tower's axes."""
         flat = jax.tree_util.tree_leaves_with_path(params)
         names = [name for name, _ in readable_leaves("", params)]
         table = {}
@@ -98,7 +98,7 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """For each leaf the spec of a parameter of its shape whose way ends its own."""
+    """For each leaf, the spec of the parameter with its shape and end of path."""
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         keys = _keys(path)

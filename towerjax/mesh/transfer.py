@@ -1,4 +1,4 @@
-"""Put the leaves of pytrees where a placement says, and read them again."""
+"""Place the leaves of pytrees on devices, and read them back."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _LARGE = 2**20
 
 
 def refuse_leaked(root: str, tree: PyTree) -> None:
-    """Raise for what a function under a trace, which has ended, has put aside."""
+    """Raise for a tracer that outlived its trace."""
     named = named_leaves(root, tree)
     leaked = [name for name, x in named if isinstance(x, Tracer)]
     if leaked and not is_tracing():
@@ -47,7 +47,7 @@ def refuse_leaked(root: str, tree: PyTree) -> None:
 
 
 def refuse_traced(root: str, tree: PyTree) -> None:
-    """Raise if a step, which places and donates, is given what has no value."""
+    """Raise if a step, which places and donates, is given a tracer."""
     refuse_leaked(root, tree)
     if has_tracers(tree):
         raise ValueError(
@@ -60,7 +60,7 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """A copy, which may be donated, of process 0's values, which all call."""
+    """A copy of process 0's values, which may be donated; all processes call this."""
     refuse_unheld("value", tree)
     if is_traced(tree):
         return jax.tree.map(jnp.asarray, tree)
@@ -79,7 +79,7 @@ def place(
 def place_own(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """As `place`, but each process places its own values, and a thread may call it."""
+    """Place each process's own values; a thread may call this."""
     placement.require_present()
     shardings = placement.shardings(layouts, tree, params)
     if placement.num_processes == 1:
@@ -88,7 +88,7 @@ def place_own(
 
 
 def copy_to_host(leaf: Any) -> Any:
-    """A NumPy array of its own, of a dtype that devices hold; a key stays a key."""
+    """A new NumPy array, of a dtype that devices hold; a key stays a key."""
     if is_key(leaf):  # a key's own copy() would compile a program
         data = key_data(leaf)
         if _is_global(data):  # which no device of this process alone could be given
@@ -106,12 +106,12 @@ def _is_global(leaf: Any) -> bool:
 
 
 def is_split(leaf: Any) -> bool:
-    """Whether parts of an array lie on other processes, so that none can read it."""
+    """Whether shards lie on other processes, so that none can read the whole."""
     return _is_global(leaf) and not leaf.is_fully_replicated
 
 
 def readable(leaf: Any) -> Any:
-    """The leaf, mirrored if it is split; every process calls this, and may read it."""
+    """The leaf, replicated if it was split, so that each process can read it."""
     if not is_split(leaf):
         return leaf
     mirrored = whole_on(leaf.sharding.mesh)
@@ -123,7 +123,7 @@ _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
 
 
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array, of which this process places the shards of its own devices."""
+    """A global array; this process places the shards of its own devices."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -135,7 +135,7 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def has_sharding(x: Any, sharding: NamedSharding) -> bool:
-    """Is ``x`` a JAX array of that sharding?"""
+    """Whether ``x`` is a JAX array with this sharding."""
     is_array = isinstance(x, jax.Array)
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
@@ -172,7 +172,7 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """A function that makes arrays like ``x`` a program's arguments; None: they are."""
+    """A function that makes arrays like ``x`` arguments; None if none is needed."""
     # A program of one device places a copy of few rows in less time than `put`.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
@@ -202,7 +202,7 @@ def wait_on_cpus(out: PyTree) -> PyTree:
 
 
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
-    """The tree, mirrored, so that the host of each process can read it."""
+    """The tree, replicated, so that the host of each process can read it."""
     if placement.num_processes == 1:
         return tree
     mirrored = placement.sharding(Layout.MIRRORED)

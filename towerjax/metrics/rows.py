@@ -21,7 +21,7 @@ Weight: TypeAlias = ArrayLike | None  # of their leading dims
 
 
 def library_of(*arrays: Any) -> Any:
-    """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps its precision."""
+    """``jax.numpy`` for an array of JAX, else ``numpy``, which keeps 64 bits."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
@@ -45,7 +45,7 @@ def ratio(total: Any, weight: Any) -> Any:
 
 
 def quotient(total: Any, weight: Any) -> Any:
-    """`ratio`, of arrays that were checked."""
+    """`ratio` of arrays that are already checked."""
     library = library_of(total, weight)
     empty = weight == 0
     with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
@@ -63,7 +63,7 @@ def as_array(x: Any) -> Any:
 
 
 def as_floats(x: Any) -> jax.Array:
-    """`floats_of` what a mean is taken of; raise unless it is an array of numbers."""
+    """The floats that a mean is taken of; raise unless they are an array of numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"A mean is of one array, not {a_type(x)}. The mean of each leaf's"
@@ -74,13 +74,13 @@ def as_floats(x: Any) -> jax.Array:
 
 
 def floats_of(x: Any) -> jax.Array:
-    """An array to be summed, float32 or wider; wide integers do not wrap round."""
+    """An array to be summed, as float32 or wider; wide integers do not overflow."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Where integers have one sign, and both as unsigned numbers, which wrap alike."""
+    """Where two integers have the same sign, and both as unsigned numbers."""
     library = np if is_known(first) and is_known(second) else jnp
     a, b = (library.asarray(native(x)) for x in (first, second))
     unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
@@ -172,7 +172,7 @@ class Pairs:
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
-        """Raise for a known value that is not valid; any other marks the weights."""
+        """Raise for a known invalid value; a traced one makes its weight NaN."""
         if is_known(x) and is_known(self._given):
             x = np.asarray(x)
             counts = np.asarray(self._given) != 0
@@ -184,12 +184,12 @@ class Pairs:
         self.mark(valid)
 
     def mark(self, valid: Any) -> None:
-        """Make the weights of elements that are not valid NaN, unless they are 0."""
+        """Make the weights of invalid elements NaN, unless they are 0."""
         is_bad = (self.weights != 0) & ~jnp.asarray(valid)
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:
-        """Labels or predictions as booleans; they are booleans, 0 or 1."""
+        """Labels or predictions as booleans; given are booleans, 0 or 1."""
         x = getattr(self, what)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
@@ -213,7 +213,7 @@ class Pairs:
         return both
 
     def are_equal(self) -> jax.Array:
-        """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
+        """Where ids are equal as numbers, whatever their dtypes; raise on overflow."""
         ids = self.ids()
         for what, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:
@@ -225,7 +225,7 @@ class Pairs:
         return jnp.asarray(have_one_sign & (a == b))
 
     def distances(self) -> jax.Array:
-        """``|label - prediction|``, in float32 or wider; exact of integers."""
+        """``|label - prediction|``, in float32 or wider; exact for integers."""
         pair = self.labels, self.predictions
         x, y = map(as_floats, pair)
         dtype = promote_dtypes(x.dtype, y.dtype)

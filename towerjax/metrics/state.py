@@ -56,7 +56,7 @@ class Adapted:
 
     @classmethod
     def of(cls, metric: Any, numbers: Sequence[Any]) -> "Adapted":
-        """A metric whose leaves are these numbers where they are not None."""
+        """A metric with these leaves; a leaf that is None keeps its number."""
         leaves, treedef = jax.tree.flatten(metric)
         pairs = zip(leaves, numbers, strict=True)
         arrays = [leaf if number is None else None for leaf, number in pairs]
@@ -126,7 +126,7 @@ def from_clu(metric: Any) -> Any:
 
 
 def adapt(metric: Any) -> Adapted:
-    """Another library's state, of which numbers that no merge changes stay numbers."""
+    """Another library's state; numbers that no merge changes stay Python numbers."""
     leaves = jax.tree.leaves(metric)
     numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
@@ -185,7 +185,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check_metric(name: str, x: Any) -> Any:
-    """A tower's state, checked; its leaves strongly typed and wide enough to add."""
+    """A tower's state, checked; its leaves have a dtype that is wide enough to add."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
         return Means(tuple(terms), drop_weak_type(x.penalty))
@@ -229,7 +229,7 @@ def has_value(x: Any) -> bool:
 
 
 def explain_misuse(x: Any) -> str:
-    """For an error: what ``x`` is, which is no metric state, and what to write."""
+    """For an error: what ``x`` is instead of a metric state, and what to write."""
     if isinstance(x, type):
         return f"the class {x.__name__}, and no object made from the tower's rows"
     if is_collection(x):
@@ -246,7 +246,7 @@ def explain_misuse(x: Any) -> str:
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
-    """The error of a function that got no metric state."""
+    """The error of a function that did not get a metric state."""
     text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
     if isinstance(x, Mapping):
         call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
@@ -334,7 +334,7 @@ def compute(state: Any) -> Any:
 
 
 def merge_stacked(rows: Any) -> Any:
-    """Merge stacked states, which are not additive, one after another in order."""
+    """Merge stacked states that are not additive, one after another."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
@@ -359,7 +359,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
 
 
 def add_batch(total: Any, metric: Any) -> Any:
-    """Merge a batch's metric into the total, on the host; an array replaces it."""
+    """Merge a batch's metric into the total, on the host; a bare array replaces it."""
     if isinstance(metric, Means):
         before = [None] * len(metric.terms) if total is None else total.terms
         return Means(tuple(map(add_batch, before, metric.terms)), metric.penalty)

@@ -76,7 +76,7 @@ def percentage_below(
 
 
 def _is_below(values: Any, threshold: Any) -> Any:
-    """Whether each value is below the threshold, which is not cast to its dtype."""
+    """Whether each value is below the threshold, which keeps its own precision."""
     values = widen(values)
     if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
         return values < threshold
@@ -265,7 +265,7 @@ def recall(
 
 
 def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
-    """The mean of ``part / whole``, over the classes whose whole is not 0 or all."""
+    """The mean of ``part / whole`` over the classes whose ``whole`` is not 0."""
     shares = quotient(part, whole)
     if absent == "zero":
         return shares.mean()
@@ -273,7 +273,7 @@ def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
 
 
 def _mean_iou(matrix: Any) -> Any:
-    """Of weights ``[label, prediction]``."""
+    """The mean IoU of a matrix of weights ``[label, prediction]``."""
     both = rows.library_of(matrix).diagonal(matrix)
     either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
     return _mean_over_classes(both, either, "left out")

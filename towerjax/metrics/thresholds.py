@@ -31,7 +31,7 @@ def _rates(yes: Any, no: Any, rate: str) -> Any:
 
 
 def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) -> Any:
-    """The rate where another, ``given``, is nearest to ``wanted``."""
+    """The rate at the threshold where the rate ``given`` is nearest to ``wanted``."""
     distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
     # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
@@ -48,7 +48,7 @@ def _area_under_roc(yes: Any, no: Any) -> Any:
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """The area, where counts, not precision, are linear between two thresholds."""
+    """The area, with counts (not precision) linear between two thresholds."""
     # The integral of true / above over true, along the line between two thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
@@ -157,7 +157,7 @@ def auc(
 def _at_nearest(
     pairs: Pairs, rate: str, given: str, wanted: float, num_thresholds: int
 ) -> Tally:
-    """The histograms whose value is a rate where the one given is as wanted."""
+    """Histograms whose value is one rate at a wanted value of another rate."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
             f"{pairs.name} got {given}={wanted!r}; it lies between 0 and 1."

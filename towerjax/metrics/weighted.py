@@ -1,4 +1,4 @@
-"""Metric states: Weighted, Means, a sum of several, and Additive, for one's own."""
+"""Metric states: Weighted, Means (a sum of several), and Additive for your own."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from towerjax.types.version import page
 
 
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
-    """Raise where a weight could be meant for the leading dims or for the last ones."""
+    """Raise if a weight could belong to the leading dims or to the last ones."""
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
@@ -51,7 +51,7 @@ class _LossTerm:
         return self * (1 / factor)
 
     def _refuse(self, *_: Any) -> Any:
-        """Raise: a function of a mean is no mean."""
+        """Raise, because a function of a mean is not a mean."""
         raise ValueError(
             "A function of a mean is not a mean. After the merge write mean.value; for"
             " a loss take the mean in an earlier pass of tj.build_step, as in"
@@ -214,7 +214,7 @@ class Weighted(_LossTerm):
 def mean_of(
     values: PyTree, weights: jax.Array, axis: int | None, dtype: Any
 ) -> Weighted:
-    """`Weighted.mean`, of floats and weights that were checked."""
+    """`Weighted.mean` of floats and weights that are already checked."""
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         # By lax: each function of jnp is traced by itself, in a step's first call.
@@ -355,7 +355,7 @@ class Additive:
         jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
     def merge(self, other: Any) -> Any:
-        """Both states added, leaf by leaf; neither is changed.
+        """The sum of both states, leaf by leaf; neither is changed.
 
         A ``ValueError`` if ``other`` is of another class, shapes or static fields.
         """

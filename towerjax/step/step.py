@@ -84,7 +84,7 @@ class Step(Generic[_Result]):
 
     @property
     def audit_report(self) -> "AuditReport | None":
-        """What an audit of the step, or of the same program, has found."""
+        """The report of an audit of the step or of the same program."""
         return self.checked.report
 
     @property
@@ -159,7 +159,7 @@ class Step(Generic[_Result]):
 
     @property
     def trained(self) -> "Step[_Result]":
-        """The step, if it trains; raises for one that reads."""
+        """The step if it trains; a step that evaluates or predicts raises."""
         if isinstance(self.policy, Read):
             raise ValueError(
                 "step= is one that evaluates or predicts: it has no state of its own,"
@@ -340,7 +340,7 @@ class Step(Generic[_Result]):
         return prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
-        """The compiled program for such a batch; compiles it if need be.
+        """The compiled program for a batch of this signature, compiled if needed.
 
         Args:
           state: The state; for absent devices its shapes, or those of parameters.
@@ -356,7 +356,7 @@ class Step(Generic[_Result]):
     def report(
         self, state: PyTree, batch: PyTree, *, timed_calls: int = 0
     ) -> "StepReport":
-        """What the compiler made of the step for such a batch.
+        """A report of the compiled step for a batch of this signature.
 
         Args:
           state: The state; it is kept. For absent devices shapes: of parameters, or

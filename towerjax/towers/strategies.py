@@ -133,7 +133,7 @@ class Mirrored(StrategyMethods):
 
     @property
     def _each(self) -> int:
-        """How many devices a tower is of."""
+        """The number of devices of a tower."""
         return math.prod(dict(self.within).values())
 
     @functools.cached_property

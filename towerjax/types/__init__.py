@@ -1,4 +1,4 @@
-"""The nouns: Sum, Rows, Whole, PerTower, TowerOutput, Reduction and Layout."""
+"""Types of values: Sum, Rows, Whole, PerTower, TowerOutput, Reduction and Layout."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ class Sum:
     value: Any
 
     def merge(self, other: "Sum") -> "Sum":
-        """Both added, leaf by leaf."""
+        """The sum of both, leaf by leaf."""
         return Sum(jax.tree.map(operator.add, self.value, other.value))
 
     def compute(self) -> Any:
@@ -79,7 +79,7 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A row for each row of the batch.
+    """One result row for each row of the batch.
 
     Attributes:
       value: An array or a pytree of arrays ``[b, ...]``, of a tower's rows; after the
@@ -253,7 +253,7 @@ def sorted_keys(root: str, tree: PyTree) -> Iterator[None]:
 
 
 def refuse_unsortable(root: str, tree: PyTree) -> None:
-    """Raise where a dict has keys that JAX cannot sort."""
+    """Raise if a dict has keys that JAX cannot sort."""
     named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_unsortable)
     for path, x in named:
         if _is_unsortable(x):
@@ -265,7 +265,7 @@ def refuse_unsortable(root: str, tree: PyTree) -> None:
 
 
 def _is_unsortable(x: Any) -> bool:
-    """Whether it is a dict with keys of several types."""
+    """Whether ``x`` is a dict with keys of several types."""
     try:
         sorted(x if isinstance(x, dict) else ())
     except TypeError:

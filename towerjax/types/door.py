@@ -1,4 +1,4 @@
-"""A public door: an error that leaves it shows the user's lines, and not ours."""
+"""The API boundary: an error that leaves it shows the user's lines, and not ours."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 
 
 def door(fn: _F) -> _F:
-    """The function; its errors leave out frames by ``jax_traceback_filtering``."""
+    """The function, with tracebacks cut as ``jax_traceback_filtering`` says."""
     explain = missing.explain
     tidy = _tidy
 
@@ -42,7 +42,7 @@ def door(fn: _F) -> _F:
 
 
 def doors(cls: _C) -> _C:
-    """The class, each of whose own public methods is a `door`."""
+    """The class, with each of its own public methods made a `door`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:
@@ -51,7 +51,7 @@ def doors(cls: _C) -> _C:
 
 
 def _tidy(error: BaseException | None) -> None:
-    """Drop frames from an error's traceback, and from those of what it came from."""
+    """Drop frames from the traceback of an error, and from those of its causes."""
     config: Any = jax.config  # whose options are not in the stub
     seen: set[int] = set()
     while error and config.jax_traceback_filtering != "off" and id(error) not in seen:
@@ -63,7 +63,7 @@ def _tidy(error: BaseException | None) -> None:
 def _of_others(
     trace: types.TracebackType | None, below_ours: bool = False
 ) -> types.TracebackType | None:
-    """The traceback without frames of towerjax, JAX and what they call of Python."""
+    """The traceback without frames of towerjax, JAX, and Python code that they call."""
     if trace is None:
         return None
     file = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Check which leaves devices can hold; refuse the others by name, with a remedy."""
+"""Check that devices can hold each leaf; an error names the others, with a remedy."""
 
 import collections
 import dataclasses
@@ -25,13 +25,13 @@ _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def is_deleted(x: Any) -> bool:
-    """Whether it is an array whose buffers were donated."""
+    """Whether ``x`` is an array whose buffers were donated."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     return is_array and x.is_deleted()
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
-    """Whether elements have less than a byte, which programs and arrays pack apart."""
+    """Whether elements have less than a byte, so that they are packed."""
     info = jnp.finfo if kind is jnp.inexact else jnp.iinfo
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
@@ -131,7 +131,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
 
 def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
-    """Why a leaf is no array with a row for each example, and what to write instead."""
+    """Why a leaf is not an array with one row per example, and what to write."""
     if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
         return problem_of(leaf, shapes=shapes) or scalar
@@ -145,7 +145,7 @@ def _advice_on(dtype: Any) -> str | None:
 
 
 def overflow_of(leaf: Any) -> Any:
-    """An element that would wrap round on the devices, as 2**40 in 32 bits; or None."""
+    """An element that would overflow on devices, such as 2**40 in 32 bits, or None."""
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)
@@ -174,7 +174,7 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
 
 
 def together(named: Iterable[tuple[str, str]]) -> list[str]:
-    """``"name is problem"`` of each; once for those of one list, or one problem."""
+    """One ``"name is problem"`` per leaf; leaves of one list or problem share it."""
     lists = collections.defaultdict(list)
     for name, problem in named:
         lists[re.sub(r"\[\d+\]$", "[]", name)].append((name, problem))
@@ -189,7 +189,7 @@ def together(named: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def refuse_no_numbers(name: str, x: Any) -> None:
-    """Raise where what is given is no array, and no other library's array either."""
+    """Raise if a leaf is not an array, of JAX, NumPy or another library."""
     ours = np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
     is_ours = not is_array or isinstance(x, ours)
@@ -219,19 +219,19 @@ def shown(x: Any) -> str:
 
 
 def few(items: Iterable[Any]) -> list[str]:
-    """The texts of what was found: eight at most, and how many more."""
+    """The first eight texts, and how many more there are."""
     texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
 
 
 def listed(items: Iterable[Any]) -> str:
-    """`few` texts as one."""
+    """The texts of `few`, joined to one."""
     return "; ".join(few(items))
 
 
 def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """Whether ``x`` is of a kind, which a class itself says without a call of ours."""
+    """Whether ``x`` is an instance of ``kind``, without calling code of its class."""
     return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
 
 
@@ -248,13 +248,13 @@ def parts_of(kind: Any, tree: PyTree) -> list[Any]:
 
 
 def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
-    """The tree with others, in tree order, in place of its nodes of class ``kind``."""
+    """The tree with its nodes of class ``kind`` replaced, in tree order."""
     left = iter(new)
     return map_parts(kind, lambda _: next(left), tree)
 
 
 def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """A text for each leaf, by its name, that is not described as is expected."""
+    """One message per leaf whose description differs from the expected one, by name."""
     if given == expected:
         return []
     names = sorted({*given, *expected})
@@ -274,7 +274,7 @@ def differences(
     expected: PyTree,
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """What is `unlike` of the leaves; where all are right, of the container."""
+    """The leaves that differ; if none does, the first container that does."""
     texts = unlike(
         {name: describe(x) for name, x in named_leaves(root, given)},
         {name: describe(x) for name, x in named_leaves(root, expected)},
@@ -295,7 +295,7 @@ def check_like(
     advice: str,
     describe: Callable[[Any], str] = kind_of,
 ) -> None:
-    """Raise unless a tree has the leaves and containers that are expected."""
+    """Raise unless a tree has the expected leaves and containers."""
     if wrong := differences(root, given, expected, describe):
         raise ValueError(f"{what}: {listed(wrong)}. {advice}")
 

@@ -1,4 +1,4 @@
-"""Say what to write where there is no such name, or where JAX says only what failed."""
+"""Add what to write to errors about missing names, and to JAX's errors."""
 
 import contextlib
 import difflib
@@ -74,7 +74,7 @@ _TEXTS = {
 
 
 def says(error: BaseException, pattern: str) -> re.Match[str] | None:
-    """What a pattern finds in an error of JAX, of Python or of another library.
+    """The groups that a pattern finds in an error of JAX, Python or another library.
 
     Nothing in one of ours, which has its remedy where it is raised.
     """
@@ -92,7 +92,7 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
 
 
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
-    """Add what to do, where an error of a call says only what failed."""
+    """Add advice to the error of a call that says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
     text = str(error)
     line = (frames[-1].line or "") if frames else ""
@@ -109,7 +109,7 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
-    """Which arguments a function has, where it was called with others."""
+    """The arguments of a function that was called with wrong ones."""
     called, _, rest = text.partition("() ")
     if called != fn.__qualname__:
         return ""
@@ -141,7 +141,7 @@ def _example_of(fn: Callable[..., Any]) -> str:
 
 
 def _of_value(error: Exception) -> str:
-    """What a user's line looks into, where there is no such key, or nothing at all."""
+    """The keys that exist, for a user's line that asks for a missing one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = traceback.extract_tb(error.__traceback__)
     for frame, at in zip(frames[::-1], places[::-1], strict=True):
@@ -176,7 +176,7 @@ def noted(note: str | None) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that adds a note: of the name, else of all, else of `_NAMES`.
+    """A ``__getattr__`` that notes what to write for a missing name.
 
     Hide it from types.
     """
@@ -213,7 +213,7 @@ _OF_NO_STEP = (
 
 
 class Named(dict[str, Any]):
-    """Metrics by their names; says which there are where one is not."""
+    """Metrics by name; the error for a missing name lists the others."""
 
     def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
         super().__init__(metrics)

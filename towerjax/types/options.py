@@ -20,7 +20,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def refuse_option(name: str, value: Any, what: str) -> NoReturn:
-    """Raise, for an option that is not what it must be."""
+    """Raise the error for an option with a wrong value."""
     raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
@@ -72,7 +72,7 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
-    """What a list or the like holds, as a tuple; raise for anything else, and text."""
+    """The items of a list or similar, as a tuple; raise for text and anything else."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         example = example or f"[{value!r:.200}]"
         refuse_option(name, value, f"a list: write {name}={example}")
@@ -110,7 +110,7 @@ def check_flag(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def opening(name: str, path: Any) -> Iterator[None]:
-    """Say which option's file or folder cannot be opened or made, and why."""
+    """Name the option whose file or folder cannot be opened or made, and the reason."""
     try:
         yield
     except (OSError, ImportError) as error:
@@ -134,7 +134,7 @@ def require(module: str, what: str, install: str) -> Any:
 
 
 def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> None:
-    """Raise unless a value is a function of this form, and not a class."""
+    """Raise unless a value is a function with this form; a class is refused."""
     if not callable(value) or isinstance(value, type):
         raise ValueError(f"{name}={value!r:.200} is not a function; write def {form}.")
     if takes:
@@ -142,13 +142,13 @@ def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> N
 
 
 def check_callable(name: str, value: Any, form: str) -> None:
-    """Raise unless a value is a function of any form, or a class such as float."""
+    """Raise unless a value can be called, as a function or a class such as float."""
     if not isinstance(value, type):
         check_function(name, value, form, takes=False)
 
 
 def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a function takes these arguments, or those that the form names."""
+    """Raise unless a function can be called with these arguments."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # compiled functions may have no signature
@@ -168,7 +168,7 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
 def _misnamed(
     signature: inspect.Signature, given: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """What is wrong with a name of what is given by name, and what to write."""
+    """What is wrong with a keyword argument's name, and what to write."""
     known = signature.parameters
     for name in given:
         near = difflib.get_close_matches(name, known, 1)

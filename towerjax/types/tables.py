@@ -69,7 +69,7 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
 
 def drawn(*values: Any) -> dict[str, str]:
-    """What rich makes of its renderables, for ``_repr_mimebundle_``."""
+    """The texts that rich renders, for ``_repr_mimebundle_``."""
     from rich.console import Console
 
     console = Console(
@@ -82,7 +82,7 @@ def drawn(*values: Any) -> dict[str, str]:
 
 
 def picture(panels: int = 1) -> Any:
-    """A figure of so many panels side by side, that notebooks show, and the panels.
+    """A figure for notebooks with ``panels`` panels side by side, and these.
 
     Raises ``ValueError`` where Matplotlib is not installed.
     """
@@ -136,7 +136,7 @@ def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 class Shown:
-    """Base of classes whose ``tables()`` say how they are shown."""
+    """Base of classes that are shown as their ``tables()``."""
 
     def tables(self) -> tuple[Table, ...]:
         """The tables that are shown."""

@@ -1,4 +1,4 @@
-"""Warn of a line of the user's program."""
+"""Warnings that name a line of the user's program."""
 
 import sys
 import warnings
@@ -8,7 +8,7 @@ _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the line that called towerjax, however many calls lie between."""
+    """Warn, and name the user's line that called towerjax."""
     level = 2
     frame = sys._getframe(1)
     while frame.f_back:

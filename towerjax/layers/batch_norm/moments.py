@@ -31,7 +31,7 @@ _NOT_TAKEN = ("axis_name", "axis_index_groups", "force_float32_reductions")
 
 
 def check_options(layer: Any) -> None:
-    """Raise unless the layer's options are those that a batch norm of towers has."""
+    """Raise unless a batch norm over towers has the layer's options."""
     for name in _NOT_TAKEN:
         if getattr(layer, name, None) not in (None, True):
             raise TypeError(f"TowerBatchNorm takes no {name}.")

@@ -1,4 +1,4 @@
-"""Lookups whose gradient is of the rows looked up, and updates of only these rows."""
+"""Lookups with a gradient of only the rows looked up, and updates of these rows."""
 
 from towerjax.collectives.lookups import take as take
 from towerjax.collectives.sparse_rows import IndexedRows as IndexedRows

@@ -1,1 +1,1 @@
-"""Checkpoints of a training, each of which is whole or not there."""
+"""Checkpoints of a training; each is complete or does not exist."""

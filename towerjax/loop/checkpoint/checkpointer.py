@@ -197,7 +197,7 @@ class Checkpointer:
             raise
 
     def _is_passed(self, chosen: int, number: int | None) -> bool:
-        """Whether it was deleted since; or, if the newest is meant, is not that now."""
+        """Whether the checkpoint was deleted, or should be the newest and is not."""
         steps = self.steps
         return chosen not in steps or number is None and chosen != steps[-1]
 
@@ -296,7 +296,7 @@ class Saving:
         record.encode_cursor(self._source.last.cursor)
 
     def resume(self, point: Point) -> None:
-        """Set it to the newest checkpoint if that is later."""
+        """Restore the newest checkpoint if it is later than the state."""
         start = point.number
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
@@ -319,7 +319,7 @@ class Saving:
         self._from = saved
 
     def compare_programs(self) -> str:
-        """What of the step was other where the run goes on from, in words, once.
+        """In words, once: how the step differs from the one that saved the checkpoint.
 
         Only where nothing else was, on which a program depends, too.
         """
@@ -410,7 +410,7 @@ class Saving:
                 self._replace_record(self.options.path / str(number))
 
     def _finish(self) -> None:
-        """Wait until it is committed, and delete those that it takes the place of."""
+        """Wait until the checkpoint is committed, and delete those that it replaces."""
         self._files.wait_until_finished()
         if jax.process_index() == 0:
             folder.empty_deleted(self.options.path)

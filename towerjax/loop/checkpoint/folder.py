@@ -1,4 +1,4 @@
-"""The folder of a run: who has it, which checkpoints it holds, and whether whole ones.
+"""The folder of a run: who uses it, and which complete checkpoints it has.
 
 Orbax writes, commits and deletes checkpoints. It reads a flipped bit of a large array
 as another number, so a table in each has the checksums of its files.
@@ -77,7 +77,7 @@ def saved_steps(directory: epath.Path) -> tuple[int, ...]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """The folders of checkpoints that are being written, or were when it was killed."""
+    """Folders of checkpoints that are being written, or were when a run was killed."""
     if is_on_disk(directory):
         return _those(directory, _UNFINISHED)
     return [path for path in _those(directory, _NUMBER) if not _is_committed(path)]
@@ -205,7 +205,7 @@ def owner(directory: epath.Path) -> str:
 
 
 def seal(folder: epath.Path, record: dict[str, Any]) -> None:
-    """Write the table of a checkpoint, of which all else is there."""
+    """Write the table of a checkpoint, as its last file."""
     # With it a manager refuses to restore on any but the same devices.
     (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
     names = [x for x in _below(folder) if x.split("/")[-1] not in _NOT_READ]
@@ -214,7 +214,7 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
 
 
 def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
-    """Write a table, or replace it as a whole."""
+    """Write a table, or replace it in one operation."""
     text = json.dumps({**table, "crc32": _of_table(table)}, indent=1, allow_nan=False)
     being_made = folder / f"{TABLE}.tmp" if is_on_disk(folder) else folder / TABLE
     being_made.write_text(text)
@@ -223,7 +223,7 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
-    """The table of a checkpoint; raise unless it is what was written."""
+    """The table of a checkpoint; raise if it was changed."""
     table = {}
     kept = None
     with explained("read from", folder):
@@ -278,7 +278,7 @@ def _is_file(path: epath.Path) -> bool:
 
 
 def _no_files(folder: epath.Path) -> list[str]:
-    """Of each that is neither a file nor a folder: that it is no file."""
+    """A line for each path that is neither a file nor a folder."""
     if not is_on_disk(folder):  # where each look would be a request, and all are files
         return []
     return [f"{x} is no file" for x in _below(folder) if not _is_file(folder / x)]

@@ -37,7 +37,7 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Leave out what Orbax logs of failures, which are raised."""
+    """Silence Orbax's logs of failures, because these are raised."""
 
     def is_others(line: logging.LogRecord) -> bool:
         return "/orbax/" not in line.pathname

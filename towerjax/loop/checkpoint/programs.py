@@ -19,7 +19,7 @@ class ProgramsOfRun:
         self._known: tuple[int, dict[str, list[str]]] = 0, {}  # of so many programs
 
     def hashes(self) -> dict[str, list[str]]:
-        """The hashes of what towers run, and of updates; empty where none is compiled.
+        """Hashes of the towers' programs and of updates; empty if none is compiled.
 
         What calls Python has none, since no program shows whether that has changed.
         """
@@ -37,7 +37,7 @@ class ProgramsOfRun:
         return self._known[1]
 
     def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:
-        """What was other where a checkpoint was saved, in words; "" if nothing.
+        """In words, what differed when a checkpoint was saved; "" if nothing did.
 
         A run that had several programs is not compared: each batch may have its own.
         """

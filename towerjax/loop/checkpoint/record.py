@@ -83,7 +83,7 @@ def arrays_of(state: PyTree) -> PyTree:
 
 
 def check_names(state: PyTree) -> None:
-    """Raise where Orbax, which joins the keys of a leaf, would take two as one."""
+    """Raise if Orbax, which joins the keys of a leaf, would confuse two leaves."""
     known: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
         own = leaf_name("state", path)
@@ -96,7 +96,7 @@ def check_names(state: PyTree) -> None:
 
 
 def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -> None:
-    """Raise unless the saved leaves are those of the state, for any towers."""
+    """Raise unless the saved leaves fit the state, for any number of towers."""
     there, here = (
         {leaf.name: leaf.description for leaf in x} for x in (saved, leaves_of(state))
     )
@@ -145,7 +145,7 @@ def restore_leaves(
 
 
 def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
-    """Raise if values of another number of towers cannot become those of these."""
+    """Raise if values saved for other towers cannot be converted to these towers."""
     if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
         raise CheckpointError(
             f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
@@ -158,7 +158,7 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
 def _shape_to_read(
     saved: Leaf, leaf: Any, placement: Placement
 ) -> jax.ShapeDtypeStruct | None:
-    """How a saved leaf is read: as it lies in the state; None where it is empty."""
+    """The shape and sharding to read a saved leaf with; None if it is empty."""
     if not leaf.size:
         return None
     numbers = key_data(leaf)
@@ -242,7 +242,7 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """What was other where a checkpoint was saved, as its record knows it."""
+    """What differed when a checkpoint was saved, by its record."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
     if before == now:  # which may leave towers and devices to what is there
@@ -256,7 +256,7 @@ def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
 
 
 def _in_short(devices: Sequence[str]) -> str:
-    """How many devices these are, and of which platform."""
+    """The number of these devices, and their platform."""
     platforms = dict.fromkeys(name.partition(":")[0] for name in devices)
     return f"{len(devices)} of {' and '.join(platforms)}"
 

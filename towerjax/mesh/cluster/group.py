@@ -89,7 +89,7 @@ class _Worker:
     def __init__(
         self, index: int, command: Sequence[str], environ: Mapping[str, str], group: int
     ) -> None:
-        """Start it in the group, with a pipe for its heartbeat."""
+        """Start the process in the group, with a pipe for its heartbeat."""
         read_end, write_end = os.pipe()
         self.popen = popen = subprocess.Popen(
             list(command),
@@ -115,7 +115,7 @@ class _Worker:
             self.readers[-1].start()
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Count its steps and date its signs of life, to its end."""
+        """Count the process's steps and date its signs of life, until it ends."""
         with pipe:
             for word in pipe:
                 self.last_sign = time.monotonic()
@@ -142,7 +142,7 @@ def run_group(
     timeouts: Timeouts,
     arrived: list[int],
 ) -> End:
-    """Run the command with each environment, as one job that gets arrived signals."""
+    """Run the command with each environment, as one job; signals are passed on."""
     workers: list[_Worker] = []
     with _process_group() as group:
         try:

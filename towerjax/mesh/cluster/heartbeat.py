@@ -18,7 +18,7 @@ def pipe_name(pipe: int) -> str:
 
 
 def notify_launcher(word: bytes) -> bool:
-    """Send a word to the launcher; False if no launcher reads from this process."""
+    """Send a word to the launcher; False if no launcher listens to this process."""
     name = os.environ.get(VARIABLE)
     if name is None:
         return False

@@ -27,7 +27,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a process may listen at that port; JAX's would share it, or abort."""
+    """Whether a process can listen at this port, which JAX would share, or abort on."""
     check_whole("port", port, 1, 65535)
     with socket.socket() as probe:
         # A port of a job that has just ended is free.

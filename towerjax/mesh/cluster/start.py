@@ -178,7 +178,7 @@ def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
 
 
 def _join_detected(options: dict[str, Any]) -> bool:
-    """Join what JAX detects; False if that is none."""
+    """Join the job that JAX detects; False if it detects none."""
     method = spec.detection(os.environ)
     # JAX would try a way of which it says that it does not function here.
     finds_none = not detects_cluster(method)

@@ -45,7 +45,7 @@ def build_step(
     audit: bool | None = None,
     specs: Any = None,
 ) -> TrainStep:
-    """A step of your own: towers compute, what they return is merged, one update.
+    """A step of your own: towers compute, their results are merged, one update.
 
     A leaf's type says how it is merged: ``Weighted`` and other metric states over
     micro-batches and towers, divided once; ``Sum`` is added; ``Rows`` become the rows

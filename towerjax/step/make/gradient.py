@@ -103,7 +103,7 @@ _OF_SEVERAL_MEANS = (
 def as_loss(
     returned: Any, loss_reduction: Reduction | None, tower: Tower | None
 ) -> TowerOutput:
-    """What a loss function returned, its loss in a type that towers merge."""
+    """The output of a loss function, with its loss in a type that towers merge."""
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
@@ -112,7 +112,7 @@ def as_loss(
 
 
 def _refuse_without_gradient(params: PyTree) -> None:
-    """Raise by name for leaves that have no gradient, such as counters and keys."""
+    """Raise for leaves without a gradient, such as counters and keys, by name."""
     dtypes = [
         (name, jnp.result_type(leaf)) for name, leaf in named_leaves("params", params)
     ]

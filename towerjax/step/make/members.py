@@ -65,7 +65,7 @@ class Members:
         self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))
 
     def _begin_one(self, numbers: Numbers) -> TrainState:
-        """A member's first state; its step is kept, for how it was built."""
+        """A member's first state; its step is kept to know how it was built."""
         made = self._build(numbers)
         if not isinstance(made, tuple) or len(made) != 2:
             kind = a_type(made)

@@ -45,7 +45,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """What one tower returns, without the gradient of its loss."""
+        """The output of one tower, without the gradient of its loss."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)

@@ -100,7 +100,7 @@ class Training:
         return LossPass(self.loss_fn, **how)
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
-        """What one tower returns, with its own gradient."""
+        """The output of one tower, with its own gradient."""
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
             params = with_trained(trained, state.params)

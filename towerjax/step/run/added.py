@@ -1,4 +1,4 @@
-"""What a device's towers have added up, and the sums of it over all towers."""
+"""Sums of a device's towers, and their sums over all towers."""
 
 import dataclasses
 import functools

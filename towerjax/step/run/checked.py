@@ -1,4 +1,4 @@
-"""What is known of a step from proofs and audits."""
+"""The results of a step's proofs and audits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What proof and audit have found of a step so far."""
+    """The results of proof and audit for a step so far."""
 
     unproved: Mapping[str, str] | None = None  # leaf -> why it is not proved
     report: Any = None  # an `AuditReport`, of it or of the same program

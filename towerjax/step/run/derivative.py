@@ -31,7 +31,7 @@ class Tables(Protocol):
     """Tables of which rows have a gradient; `Lookups` are these."""
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """What is added to the rows of each lookup."""
+        """Zeros to add to the rows of each lookup, for a derivative by them."""
         ...
 
     def gradients(
@@ -47,7 +47,7 @@ class Tables(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """What of a loss is differentiated, and what its terms are divided by."""
+    """The sums of a loss that are differentiated, and their divisors."""
 
     sums: list[jax.Array]  # () each
     # One for each sum; none where the loss is a total, which nothing divides.
@@ -98,7 +98,7 @@ class LossSums:
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
     def with_gradients(self, grads: list[PyTree]) -> PyTree:
-        """The gradients of the sums, of a lone one as it is merged."""
+        """The gradients of the sums; a single sum is merged as it is."""
         if self.is_of_several:
             return grads
         [grad] = grads
@@ -250,7 +250,7 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """The value; raises a ``ValueError`` where its derivative is taken.
+    """The value; taking its derivative raises a ``ValueError``.
 
     ``by`` are values by which that derivative is taken. So the rule below runs in this
     derivative, and in none by other values.

@@ -1,4 +1,4 @@
-"""A step before it is traced: passes of towers, then a function of what they merge."""
+"""A step before it is traced: passes of towers, then one function of the results."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +100,7 @@ class Passes:
         return iter(self.each)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """What a pass is given of what those before it have merged."""
+        """The merged results of earlier passes that a pass gets."""
         return merged[-1]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
@@ -108,13 +108,13 @@ class Passes:
         return merged
 
     def why_not_proved(self) -> str:
-        """Why no proof of equality can read how towers are merged; "" if one can."""
+        """Why the proof of equality cannot read how towers are merged; "" if it can."""
         return ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Engine:
-    """Passes of towers, then once a function of what they merged."""
+    """Passes of towers, then one function of their merged results."""
 
     passes: Passes
     finish: Finish  # what the step returns, of what the passes give

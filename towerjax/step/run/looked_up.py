@@ -1,4 +1,4 @@
-"""Rows that a loss looks up in a table, of which alone the table has a gradient.
+"""Rows that a loss looks up in a table: only these have a gradient.
 
 `tj.sparse.take` is one equation of the loss's program. Zeros are added to the rows that
 it gives, and the gradient of these zeros is that of the rows.
@@ -32,7 +32,7 @@ from towerjax.types.leaves import listed, parts_of, put_parts
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookups:
-    """The lookups of a program, of which rows have a gradient.
+    """The lookups of a program whose rows have a gradient.
 
     Attributes:
       program: That of a loss, of one tower.
@@ -76,7 +76,7 @@ class Lookups:
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """What is added to the rows of each lookup."""
+        """Zeros to add to the rows of each lookup, for a derivative by them."""
         lead = () if self.towers is None else (self.towers,)
         avals: list[Any] = [eqn.outvars[0].aval for eqn in self.eqns]
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)

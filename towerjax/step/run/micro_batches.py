@@ -1,4 +1,4 @@
-"""Run the micro-batches of towers one after another, and merge what they return."""
+"""Run the micro-batches of towers one after another, and merge their results."""
 
 import functools
 from collections.abc import Callable, Sequence

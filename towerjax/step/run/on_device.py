@@ -1,4 +1,4 @@
-"""What a device runs of a pass: its towers, their micro-batches, one derivative.
+"""A device's share of a pass: its towers, their micro-batches, one derivative.
 
 One tower's program of one micro-batch is traced once. Where the towers of a device run
 together, their losses are added and differentiated. Where each tower's own gradient is

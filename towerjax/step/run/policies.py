@@ -1,4 +1,4 @@
-"""What a step takes as its state, and what a call returns: of a training, or read."""
+"""The state that a step takes and the results of a call, in training or reading."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ from towerjax.types.leaves import refuse_unheld
 
 @dataclasses.dataclass(frozen=True)
 class StatePolicy:
-    """Which states a step takes, and what its calls return: here of a training."""
+    """The states that a step takes, and the results of its calls, for training."""
 
     strategy: Strategy
     # By its name a field of the first state, made from parameters.
@@ -93,7 +93,7 @@ class StatePolicy:
         return engine, state
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """What a call returns of a program's results: ``(state, metrics)``."""
+        """The result of a call from those of its program: ``(state, metrics)``."""
         metrics = out.metrics
         if own := {
             name: x.value for name, x in metrics.items() if isinstance(x, TowersOwn)
@@ -115,7 +115,7 @@ class Read(StatePolicy):
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """What is read of a state or of bare parameters."""
+        """The part of a state, or of bare parameters, that is read."""
         if isinstance(given, TrainState):
             check_not_donated(given)
         else:
@@ -124,7 +124,7 @@ class Read(StatePolicy):
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """What is read of a state or of bare parameters, on the devices."""
+        """The part of a state, or of bare parameters, that is read, on the devices."""
         refuse_traced("state", given)
         if not isinstance(given, TrainState):
             _check_read(given)

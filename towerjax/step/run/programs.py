@@ -91,7 +91,7 @@ class Programs:
         return next(reversed(self.made.values()), None)
 
     def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
-        """The program for such a batch, if it is made."""
+        """The program for a batch of this signature, if it exists."""
         return self.made.get((batch.signature, kind))
 
     def program(
@@ -101,7 +101,7 @@ class Programs:
         kind: Hashable = None,
         before_first: Callable[[Traced], None] | None = None,
     ) -> Program:
-        """The program for such a batch, compiled if it is the first of its kind.
+        """The program for a batch of this signature, compiled at first use.
 
         What is to be compiled is first given to ``before_first``, which may refuse it.
         """

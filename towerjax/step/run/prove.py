@@ -1,4 +1,4 @@
-"""Prove a traced step: what it declares the same on every tower is the same."""
+"""Prove that a traced step is the same on every tower where it says so."""
 
 import dataclasses
 import functools
@@ -85,7 +85,7 @@ def join_proofs(proofs: Sequence[Proof]) -> Proof:
 
 
 def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
-    """Prove what a pass declares mirrored."""
+    """Prove that a pass's mirrored values are the same on all towers."""
     placement = pass_.strategy.placement
     inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]

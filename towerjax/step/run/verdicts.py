@@ -36,7 +36,7 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Lineage:
-    """The verdict on the calls of which one made the next one's state."""
+    """The step flags of calls, each of which made the state of the next."""
 
     at: Any  # the number of steps of the last one's state, the array itself
     verdict: Any  # an array, whose stub has no is_ready

@@ -1,1 +1,1 @@
-"""What a step keeps, and what becomes of it."""
+"""The state of a step, its checks, and its next state."""

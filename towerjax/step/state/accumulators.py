@@ -1,4 +1,4 @@
-"""How what towers return becomes one value: decided once, from a leaf's type.
+"""How the towers' results become one value, by the type of each leaf.
 
 The same four functions are used over a tower's micro-batches and over all towers.
 """
@@ -37,7 +37,7 @@ from towerjax.types.leaves import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowersOwn:
-    """A value of which each tower has its own, ``[T, ...]``; what else is MIRRORED."""
+    """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
 
     value: PyTree
 
@@ -180,7 +180,7 @@ def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """What was returned, as it was returned."""
+    """The values as they were returned."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 

@@ -37,7 +37,7 @@ def place_others(
     *,
     own: bool = False,
 ) -> PyTree:
-    """The tree, with the leaves placed that lie elsewhere; itself if there are none.
+    """The tree with leaves that lie elsewhere placed; the same tree if none does.
 
     With ``own`` a leaf that JAX has put there by default is copied, too. ``params``:
     as for `Placement.shardings`.
@@ -114,7 +114,7 @@ def is_usable(state: Any) -> bool:
 
 
 def check_is_state(state: Any, make: str = "step.init(params).") -> None:
-    """Raise unless it is a ``TrainState``; ``make`` says how one is made."""
+    """Raise unless the value is a ``TrainState``; ``make`` says how to make one."""
     if not isinstance(state, TrainState):
         refuse_result(state)
         raise ValueError(

@@ -23,7 +23,7 @@ from towerjax.types.leaves import key_data, listed, shown
 
 @dataclasses.dataclass(frozen=True)
 class Differing:
-    """A device whose copy of a leaf is not that of most devices."""
+    """A device whose copy of a leaf differs from that of most devices."""
 
     device: str  # "cpu:5"
     leaf: str  # "params/Dense_2/kernel"
@@ -154,7 +154,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def outliers(prints: np.ndarray) -> np.ndarray:
-    """``[D, L]`` bool: whether a device's copy of a leaf is unlike that of most."""
+    """``[D, L]`` bool: whether a device's copy of a leaf differs from that of most."""
     wrong = np.zeros(prints.shape, bool)
     for leaf in np.flatnonzero((prints != prints[:1]).any(axis=0)):
         _, first, group, sizes = np.unique(

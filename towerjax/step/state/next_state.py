@@ -1,4 +1,4 @@
-"""From what passes merged: the next state, its metrics, and whether it is accepted."""
+"""The next state and metrics from merged values, and whether they are accepted."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ NONE = -1
 
 
 class Outcome(NamedTuple):
-    """What a training step returns; or the layouts of this."""
+    """The result of a training step, or the layouts of the result."""
 
     donated: PyTree  # the donated fields of the next state, by their names
     now: PyTree  # its other fields, those that changed
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 class Called(NamedTuple):
-    """What a training step's program returns; or the layouts of this."""
+    """The result of a training step's program, or the layouts of the result."""
 
     donated: PyTree
     now: PyTree
@@ -56,7 +56,7 @@ OtherLosses: TypeAlias = Callable[[list[PyTree]], Sequence[Weighted]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NextState:
-    """What a training step does once its towers have run: one update, and its guard."""
+    """The part of a training step after its towers: one update, and its guard."""
 
     update_fn: Update  # whose ``merged`` is a list, of all passes
     on_nonfinite: OnNonfinite

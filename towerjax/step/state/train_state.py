@@ -72,7 +72,7 @@ class TrainState:
         return f"TrainState({', '.join(fields)})"
 
     def __str__(self) -> str:
-        """One line: how much it holds."""
+        """One line: the size of the state."""
         return f"TrainState(step={self.step}: {self._table().note})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

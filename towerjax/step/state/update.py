@@ -1,4 +1,4 @@
-"""What of a state is trained, the optimizer's update, and what refused steps keep."""
+"""Trained leaves of a state, the optimizer's update, and refused steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -102,7 +102,7 @@ def _refuse_statistics(params: PyTree, advice: str) -> None:
 
 
 def check_trainable(trainable: Any) -> None:
-    """Raise unless it is a function, or a tree of bool."""
+    """Raise unless the value is a function or a tree of bool."""
     leaves = jax.tree.leaves(trainable)
     if not callable(trainable) and not all(isinstance(x, bool) for x in leaves):
         raise ValueError(
@@ -266,7 +266,7 @@ def accept(
 def _evaluate_guarded(
     walk: Interpreter, jaxpr: Jaxpr, after: Sequence[Any], before: Sequence[Any]
 ) -> list[Any]:
-    """The new leaves of a carry; where the step is refused, those of before."""
+    """The new leaves of a carry, or the old ones if the step is refused."""
     deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], lambda eqn: bool(eqn.effects))
     for eqn in deciding:
         walk.evaluate(eqn)
