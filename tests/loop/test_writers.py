@@ -143,6 +143,27 @@ def test_what_is_written_is_the_history(step, evaluate, tmp_path, made, read):
 
 
 @pytest.mark.slow
+def test_the_reader_of_tensorboard_reads_the_history(step, evaluate, tmp_path):
+    """Its own: steps that a later run does again are there once."""
+    package = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(package)
+    board = tj.TensorBoard(tmp_path)
+    options = {"evaluate": evaluate, "eval_batches": data(2), "eval_every": 2}
+    at_two, _ = run(step, data(2), board, **options)
+    run(step, data(5, 2), board, state=at_two, **options)
+    _, history = run(step, data(4, 2), board, state=at_two, **options)
+    found = reader.EventAccumulator(str(tmp_path)).Reload()
+    tags = found.Tags()["scalars"]
+    assert {"train/loss", "eval/gap", "rate/steps_per_second"} <= {*tags}
+    losses = {x.step: np.float32(x.value) for x in found.Scalars("train/loss")}
+    assert [*losses] == [1, 2, 3, 4]
+    assert [losses[n] for n in (3, 4)] == history.metrics["loss"].tolist()
+    evaluated = {x.step: np.float32(x.value) for x in found.Scalars("eval/gap")}
+    assert evaluated[4] == np.float32(dict(history.evaluations)[4]["gap"])
+    assert all(x.value > 0 for x in found.Scalars("rate/examples_per_second"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [b'{"ki', b'{"kind": "train", "step": 6, "ti'])
 @both
 def test_steps_that_are_done_again_are_there_once(
