@@ -9,11 +9,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-from towerjax.types import PyTree
 
 Made = tuple[Callable[..., Any], Sequence[Any]]
 Devices = list[Any]  # of ``jax.Device``, which type checkers take for a variable
@@ -64,24 +59,6 @@ def _within(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _within(constant)
-
-
-def copies(tree: PyTree, devices: Devices) -> PyTree:
-    """A copy for each device, as `flax.jax_utils.replicate` makes them."""
-    number = len(devices)
-    return placed(jax.tree.map(lambda x: jnp.stack([x] * number), tree), devices, "i")
-
-
-def parts(tree: PyTree, devices: Devices) -> PyTree:
-    """The rows of each device, ``[devices, rows, ...]``."""
-    number = len(devices)
-    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), tree)
-
-
-def placed(tree: PyTree, devices: Devices, *spec: str) -> PyTree:
-    """Copies on the devices, or what their axis splits."""
-    mesh = Mesh(devices, spec or ("i",))
-    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.foreign.adapt import Devices, Made, copies, inner, normal, parts
+from benchmarks.foreign.adapt import Devices, Made, inner, normal
+from towerjax.testing import copies, parts
 
 
 def brax_ppo(devices: Devices, **options: Any) -> Made:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.foreign.adapt import Devices, Made, copies, inner, normal, parts, placed
+from benchmarks.foreign.adapt import Devices, Made, inner, normal
+from towerjax.testing import copies, parts, placed
 
 
 def images(size: int = 8) -> tuple[jax.Array, jax.Array]:

@@ -32,11 +32,11 @@ _TIMES = (
 )
 _OVER = "its share on one device: a mean of what is to be added up."
 _FACTORS = {
-    2: "{of}^2 times as much as with 1.",
-    1: "{of} times as much as with 1: a sum of what is a mean, or no division.",
-    -1: "1/{of} of what it is with 1: divided once too often, or a mean of what is to"
-    " be added up.",
-    -2: "1/{of}^2 of what it is with 1.",
+    2: "in proportion to {of}^2.",
+    1: "in proportion to {of}: a sum of what is a mean, or no division.",
+    -1: "in proportion to 1/{of}: divided once too often, or a mean of what is to be"
+    " added up.",
+    -2: "in proportion to 1/{of}^2.",
 }
 _ONE_CALL = (
     "one call was compared, since no argument comes back as a result, and nothing was"
@@ -116,7 +116,7 @@ def compare_runs(
             ]
             gave = first.calls[call]
             findings.sort(key=lambda x: gave[x.leaf].is_key)
-            reasons = _reasons(findings, reads, of, at_first, first.has_arguments)
+            reasons = _reasons(findings, reads, of, first.has_arguments)
             raise SplitError(findings, reasons) from None
     if not reports:
         raise NotAudited(
@@ -234,15 +234,14 @@ def _reasons(
     findings: Sequence[Finding],
     reads: Mapping[int, Reading],
     of: str,
-    first: int,
     has_arguments: bool,
 ) -> Iterator[str]:
     """What the numbers say, and the lines that are the cause, or near it."""
     texts = {1: _TIMES, -1: _OVER}
     if of != DEVICES:
         texts = {power: text.format(of=of) for power, text in _FACTORS.items()}
-    for power, text in texts.items() if first == 1 else ():
-        expected = [(x, x.towers**power * x.one_tower) for x in findings]
+    for power, text in texts.items():
+        expected = [(x, (x.towers / x.first) ** power * x.one_tower) for x in findings]
         if names := [x.leaf for x, y in expected if np.isclose(x.value, y, 1e-4, 0)]:
             yield f"{listed(names)}: {text}"
     if not has_arguments:

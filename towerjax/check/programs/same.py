@@ -76,7 +76,7 @@ def same_on_devices(
       ProgramDied: A process of ``make()`` ended without a result; with its last lines.
 
     Example:
-      >>> import numpy as np
+      >>> import jax, numpy as np
       >>> def make(devices):
       ...     mesh = jax.sharding.Mesh(devices, "i")
       ...     mean = lambda x: jax.lax.pmean(x.mean(), "i")

@@ -1,0 +1,83 @@
+"""Arguments for a number of devices: copies, parts, and arrays that lie on them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from towerjax.mesh.devices import Device
+from towerjax.types import PyTree
+from towerjax.types.door import door
+
+
+@door
+def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
+    """A copy for each device, as a program of `jax.pmap` is given its state.
+
+    Args:
+      tree: Arrays of any shapes.
+      devices: ``D`` devices.
+
+    Returns:
+      Arrays ``[D, ...]``, a copy on each device, as of `flax.jax_utils.replicate`.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> copies({"w": np.ones(3)}, jax.devices()[:1])["w"].shape
+      (1, 3)
+    """
+    number = len(devices)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * number), tree)
+    return placed(stacked, devices, "i")
+
+
+@door
+def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
+    """The rows of each device, as a program of `jax.pmap` is given its batch.
+
+    Args:
+      tree: Arrays ``[B, ...]``, of which ``D`` divides ``B``.
+      devices: ``D`` devices.
+
+    Returns:
+      Arrays ``[D, B / D, ...]``.
+
+    Raises:
+      ValueError: An array has not such rows.
+
+    Example:
+      >>> import numpy as np
+      >>> parts(np.arange(6), jax.devices()[:1]).tolist()
+      [[0, 1, 2, 3, 4, 5]]
+    """
+    number = len(devices)
+    for x in jax.tree.leaves(tree):
+        if not np.ndim(x) or len(x) % number:
+            raise ValueError(
+                f"An array of shape {np.shape(x)} has no rows that {number} devices can"
+                " share evenly. Give a batch size that all numbers of devices divide."
+            )
+    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), tree)
+
+
+@door
+def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
+    """Arrays on devices: replicated, or split over an axis of them.
+
+    Args:
+      tree: Arrays of any shapes.
+      devices: ``D`` devices.
+      *spec: The name of the axis that splits the first dimension; none is replicated.
+
+    Returns:
+      The arrays, which `jax.jit` computes with on all these devices.
+
+    Example:
+      >>> import numpy as np
+      >>> len(placed(np.ones(3), jax.devices()[:1]).sharding.device_set)
+      1
+    """
+    mesh = Mesh([*devices], spec or ("i",))
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
