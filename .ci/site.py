@@ -23,6 +23,23 @@ MOVED = {
 }
 # What a search is for, most often.
 TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
+# Words that people type, and the pages that are meant; titles have the others.
+WORDS = {
+    "benchmarks/absent.md": ["TPU"],
+    "check.md": ["check", "CI"],
+    "checkpoints.md": ["resume"],
+    "how_to/averages.md": ["EMA"],
+    "how_to/serving.md": ["export", "inference"],
+    "how_to/sweeps.md": ["seed"],
+    "how_to/text.md": ["transformer", "GPT"],
+    "limits.md": ["TPU"],
+    "notebooks/05_language_model.md": ["transformer"],
+    "reports.md": ["MFU"],
+    "same_bits.md": ["seed"],
+    "several_processes.md": ["multi node", "multi host", "TPU"],
+    "train_and_evaluate.md": ["MFU", "resume"],
+}
+_REPOSITORY = "https://github.com/towerjax/towerjax"
 _EDIT = "https://github.com/towerjax/towerjax/edit/main/"
 _FILES = "https://github.com/towerjax/towerjax/blob/main/docs/"
 _PICTURES = "https://raw.githubusercontent.com/towerjax/towerjax/main/docs/"
@@ -127,9 +144,14 @@ def _block(language: str, text: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Take the navigation from the index."""
+    """Take the navigation from the index, and link the repository.
+
+    Not by ``repo_url``, of which a page would ask GitHub for figures when it is read.
+    """
     index = pathlib.Path(config.docs_dir, "README.md").read_text()
     config.nav = navigation(index)
+    icon = {"icon": "fontawesome/brands/github", "name": "The repository"}
+    config.extra["social"] = [icon | {"link": _REPOSITORY}]
     return config
 
 
@@ -170,4 +192,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return home((ROOT / "README.md").read_text())
     if uri.startswith(TASKS):
         page.meta["search"] = {"boost": 3}
+    if uri in WORDS:
+        page.meta["tags"] = WORDS[uri]
     return for_the_site(markdown)

@@ -25,6 +25,8 @@ MEASURE = """async () => {
   const code = document.querySelectorAll("article .highlight:not(.language-text) code");
   return {
     over: document.documentElement.scrollWidth - window.innerWidth,
+    tables: [...document.querySelectorAll(".md-typeset__scrollwrap")]
+      .filter(x => x.scrollWidth > x.clientWidth).length,
     cut: [...code].filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText),
   };
 }"""
@@ -61,6 +63,15 @@ SOUGHT = {
     "validation": "train_and_evaluate/",
     "tqdm": "train_and_evaluate/",
     "several hosts": "several_processes/",
+    "multi node": "several_processes/",
+    "resume": "checkpoints/",
+    "export": "how_to/serving/",
+    "check": "check/",
+    "seed": "same_bits/",
+    "transformer": "how_to/text/",
+    "tpu": "limits/",
+    "mfu": "train_and_evaluate/",
+    "ema": "how_to/averages/",
 }
 
 
@@ -147,6 +158,10 @@ def test_no_page_is_wider_than_the_window(seen):
 def test_code_fits_beside_the_sidebars(seen):
     cut = {url: each[1280]["cut"] for url, each in seen.items() if each[1280]["cut"]}
     assert not cut
+
+
+def test_the_table_of_overhead_is_not_cut(seen, address):
+    assert seen[f"{address}benchmarks/overhead/"][1280]["tables"] == 0
 
 
 def test_links_and_pictures_lead_somewhere(seen, address):

@@ -169,6 +169,25 @@ def test_a_page_has_a_link_to_edit_it():
     assert page.edit_url.endswith("/edit/main/docs/how_to/text.md")
 
 
+def test_words_that_are_sought_are_those_of_pages():
+    pages = {*PAGES, *site.OUTSIDE.values()}
+    assert {*site.WORDS} <= pages
+    page = types.SimpleNamespace(is_homepage=False, meta={})
+    page.file = types.SimpleNamespace(src_uri="how_to/averages.md")
+    site.on_page_markdown("x", page)
+    assert page.meta["tags"] == ["EMA"]
+    words = " ".join(x.lower() for each in site.WORDS.values() for x in each)
+    assert {"check", "ema", "export", "mfu", "multi", "node", "resume", "seed"} <= {
+        *words.split()
+    }
+
+
+def test_the_site_links_its_repository():
+    config = types.SimpleNamespace(docs_dir=DOCS, extra={})
+    [link] = site.on_config(config).extra["social"]
+    assert link["link"] == "https://github.com/towerjax/towerjax"
+
+
 def test_a_notebook_is_a_page():
     def cell(kind, text, *outputs):
         return {"cell_type": kind, "source": [text], "outputs": list(outputs)}

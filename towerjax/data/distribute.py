@@ -185,45 +185,36 @@ class DistributedDataset:
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
-        taken = itertools.islice(elements, self._towers)
-        taken = [jax.tree.map(_own_copy, x) for x in taken]
-        bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
-        for i in np.flatnonzero(bare):
-            taken[i] = jax.tree.map(
-                lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None],
-                taken[i],
-            )
-        for tree in taken:
-            shard.refuse_other_than_rows(tree)
-            shard.refuse_wrapping(tree)
-        sizes = [shard.count_examples(tree) for tree in taken]
-        kinds = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), taken
-        )
-        for tower, kind in enumerate(kinds):
-            what = f"Tower {tower}'s element of a step is not like tower 0's"
-            check_like(
-                "element", kind, kinds[0], what, "They may differ in dim 0 only."
-            )
+        first = itertools.islice(elements, self._towers)
+        taken = [jax.tree.map(_own_copy, x) for x in first]
+        is_bare = [_has_scalars(x) for x in taken]
+        for tower, bare in enumerate(is_bare):
+            if bare:
+                taken[tower] = jax.tree.map(_as_one_row, taken[tower])
+        for element in taken:
+            shard.refuse_other_than_rows(element)
+            shard.refuse_wrapping(element)
+        _refuse_unlike_elements(taken)
+        sizes = [shard.count_examples(x) for x in taken]
         missing = self._towers - len(taken)
         remainder = self._options.remainder
         if not taken or (missing and remainder == "drop"):
             return None
-        if remainder != "pad" and (missing or len(set(sizes)) > 1):
-            if remainder == "drop" and not any(True for _ in elements):
-                return None  # at the end of the data
+        if remainder == "pad":
+            padding = [taken[-1]] * missing
+            return _Pulled(taken + padding, sizes + [0] * missing, all(is_bare))
+        if missing or len(set(sizes)) > 1:
+            if remainder == "drop" and _is_at_end(elements):
+                return None
             raise ValueError(
                 f"{self._towers} towers take an element each, but got {len(taken)} of"
                 f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
                 " 'drop' for the end."
             )
-        if remainder != "pad":
-            each = self._placer.shared_by._replace(towers=1)
-            fitted = [shard.fit_batch(x, each, remainder) for x in taken]
-            taken, sizes = map(list, zip(*fitted, strict=True))
-        taken = taken + [taken[-1]] * missing
-        sizes = sizes + [0] * missing
-        return _Pulled(taken, sizes, all(bare))
+        each = self._placer.shared_by._replace(towers=1)
+        fitted = [shard.fit_batch(x, each, remainder) for x in taken]
+        rows = [x for x, _ in fitted]
+        return _Pulled(rows, [size for _, size in fitted], all(is_bare))
 
     def _rows_for(self, sizes: list[int]) -> int:
         """The rows that each tower needs."""
@@ -304,3 +295,31 @@ class DistributedDataset:
 def _own_copy(leaf: Any) -> Any:
     """A copy of a NumPy array, whose memory a loader may overwrite."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _has_scalars(element: PyTree) -> bool:
+    """Whether a leaf is one number, and the element so one row."""
+    return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
+
+
+def _as_one_row(leaf: Any) -> Any:
+    """The leaf with a dim of one row before its own."""
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return array[None]
+
+
+def _refuse_unlike_elements(taken: list[PyTree]) -> None:
+    """Raise where the towers' elements differ in more than their rows."""
+
+    def without_rows(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+
+    kinds = [jax.tree.map(without_rows, x) for x in taken]
+    for tower, kind in enumerate(kinds):
+        what = f"Tower {tower}'s element of a step is not like tower 0's"
+        check_like("element", kind, kinds[0], what, "They may differ in dim 0 only.")
+
+
+def _is_at_end(elements: Iterator[PyTree]) -> bool:
+    """Whether there is no further element; takes one."""
+    return not any(True for _ in elements)

@@ -102,10 +102,14 @@ def step_of(draw):
 
 
 def uphill(params, grads):
-    """As SAM goes, before it looks where down is."""
+    """As SAM goes, before it looks where down is.
+
+    A gradient that is 0 except for rounding, as that of one row less the mean of all,
+    has no direction.
+    """
     to_dense = lambda x: x.to_dense() if is_table(x) else x  # noqa: E731
     grads = jax.tree.map(to_dense, grads, is_leaf=is_table)
-    scale = 0.1 / optax.tree.norm(grads)
+    scale = 0.1 / jnp.maximum(optax.tree.norm(grads), 1e-3)
     return jax.tree.map(lambda p, g: p + scale * g, params, grads)
 
 

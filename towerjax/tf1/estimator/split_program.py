@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.tree_util import PyTreeDef
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.jaxprs.equation import needed_eqns, user_line
@@ -56,7 +57,6 @@ class SplitProgram:
         axis: str,
     ) -> None:
         self._closed = closed
-        eqns = closed.jaxpr.eqns
         given = closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         own = given[num_mirrored:]
@@ -66,32 +66,53 @@ class SplitProgram:
         self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
         self._kinds: dict[int, Primitive] = {}  # of the meets of a pass, all of one
         self._sources: dict[Var, Any] = {}  # of the parameters of losses
-        for eqn in eqns:
-            number = self._pass_of(eqn.invars)
-            kind = eqn.primitive
-            if kind in (MEET, DIFFERENTIATE):
-                while self._kinds.setdefault(number, kind) is not kind:
-                    number += 1
-                self._meets.append((eqn, number))
-                number += 1
-            else:
-                self._eqns.append(eqn)
-            if kind is PARAMETERS:
-                self._refuse_own(eqn)
-                self._sources.update(zip(eqn.outvars, eqn.invars, strict=True))
-            self._known.update(dict.fromkeys(eqn.outvars, number))
-        tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
-        leaves, self._treedef = jax.tree.flatten(tree, is_leaf=_is_one)
-        results = [(x, jax.tree.leaves(x)) for x in leaves]
-        # Trees of variables, each with its pass; None: the update computes it.
-        self._results = [
-            (x, self._pass_of(y) if _is_one(x) or self._is_own(y) else None)
-            for x, y in results
-        ]
-        shown = [eqn.invars for eqn in self._eqns if eqn.effects]
-        passes = [at or 0 for _, at in [*self._meets, *self._results]]
-        passes += [self._pass_of(x) for x in shown if self._is_own(x)]
-        self.num_passes = max(passes, default=0) + 1
+        for eqn in closed.jaxpr.eqns:
+            self._place(eqn)
+        self._results, self._treedef = self._placed_results(tree)
+        self.num_passes = self._count_passes()
+
+    def _place(self, eqn: JaxprEqn) -> None:
+        """Note an equation, and the first pass to know its values."""
+        number = self._pass_of(eqn.invars)
+        kind = eqn.primitive
+        if kind in (MEET, DIFFERENTIATE):
+            while self._kinds.setdefault(number, kind) is not kind:
+                number += 1  # this pass ends with meets of the other kind
+            self._meets.append((eqn, number))
+            known_in = number + 1
+        else:
+            self._eqns.append(eqn)
+            known_in = number
+        if kind is PARAMETERS:
+            self._refuse_own(eqn)
+            self._sources.update(zip(eqn.outvars, eqn.invars, strict=True))
+        self._known.update(dict.fromkeys(eqn.outvars, known_in))
+
+    def _placed_results(
+        self, tree: PyTree
+    ) -> tuple[list[tuple[PyTree, int | None]], PyTreeDef]:
+        """The results as trees of variables, and their structure.
+
+        Each has the pass that returns it; None where the update computes it.
+        """
+        outvars = self._closed.jaxpr.outvars
+        of_vars = jax.tree.unflatten(jax.tree.structure(tree), outvars)
+        results, treedef = jax.tree.flatten(of_vars, is_leaf=_is_one)
+        placed: list[tuple[PyTree, int | None]] = []
+        for result in results:
+            arrays = jax.tree.leaves(result)
+            is_of_towers = _is_one(result) or self._is_own(arrays)
+            placed.append((result, self._pass_of(arrays) if is_of_towers else None))
+        return placed, treedef
+
+    def _count_passes(self) -> int:
+        """How many passes there are: one more than the last that does something."""
+        numbers = [number for _, number in self._meets]
+        numbers += [number for _, number in self._results if number is not None]
+        for eqn in self._eqns:
+            if eqn.effects and self._is_own(eqn.invars):  # it prints a tower's values
+                numbers.append(self._pass_of(eqn.invars))
+        return max(numbers, default=0) + 1
 
     def trained(self, number: int) -> Callable[..., PyTree] | None:
         """``(state, merged) -> parameters``, by which a pass differentiates, if any."""
