@@ -36,7 +36,7 @@ PROGRAM = re.compile(
 )
 # Of each name of TensorFlow's on two pages, by section: the tests that show it.
 NAMES = json.loads((ROOT / "tests" / "names_of_tensorflow.json").read_text())
-TEST = re.compile(r"(tests/\w+\.py)(?:::(\w+)(?:\[(.*?)\])?)?")
+TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+)(?:\[(.*?)\])?)?")
 
 
 def programs():
