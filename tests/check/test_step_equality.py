@@ -540,3 +540,25 @@ def test_the_passes_of_a_model_function_are_proved(is_right):
     found = says_of(fn.train_step(params=loss), state, batch)
     says = "proved" if is_right else "unknown"
     assert found["loss"].says == found["gradient['w']"].says == says
+
+
+BARE = {
+    tj.Reduction.SUM: (lambda losses: losses.mean(), "a sum over a tower's rows"),
+    tj.Reduction.MEAN: (
+        lambda losses: losses.sum(),
+        "a mean over a tower's rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BARE)
+def test_a_refused_bare_loss_is_told_by_what_was_said_of_it(how):
+    of, wanted = BARE[how]
+
+    def loss_fn(params, batch, tower):
+        return of(errors(params, batch))
+
+    step = train(loss_fn, loss_reduction=how)
+    text = f"loss_reduction=tj.{how} .* return {wanted}, or tj.Weighted.mean"
+    with pytest.raises(tj.ReplicationError, match=text):
+        step.check(step.init(PARAMS, rng=jax.random.key(0)), BATCH)

@@ -1573,6 +1573,10 @@ LAID = (
     _m("E202", "padding is what is chosen for examples",
        f"{_EQUAL}choices:_of_padding", "pair.constant(1)", "pair.constant(2)",
        _split("padding_that_is_chosen")),
+    _m("E203", "a refused bare loss is told as any",
+       "check.equality.of_step:_with_reduction", "if how is None or", "if True or",
+       "step_equality::a_refused_bare_loss_is_told_by_what_was_said_of_it"
+       "[Reduction.SUM]"),
     _m("E186", "devices may scatter a tower's rows",
        f"{_WITHIN}met_within", "or {before, after} & along", "",
        f"{_OF_DEVICES}[rows that are scattered]"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.audit.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.check.equality.told import WHOLE_STEP, StepEquality
 from towerjax.check.equality.traced_passes import (
     NOT_OF_A_SYMBOL,
@@ -31,6 +31,7 @@ from towerjax.proof.equal.one_tower import (
 )
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.next_state import NextState
+from towerjax.types import Reduction
 
 
 def equality_of(step: StepToProve) -> StepEquality:
@@ -121,6 +122,7 @@ def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equal
             equalities = _asked(each, each.outputs, step)
             read = "" if number < len(traced) else _read_in_parts(step)
             equalities = _with_sums(equalities, each, step, read)
+            equalities = [_with_reduction(x, each) for x in equalities]
         prefix = f"pass {number}: " if len(traced) > 1 else ""
         found += [dataclasses.replace(x, leaf=prefix + x.leaf) for x in equalities]
         if number < len(traced) and any(x.says != "proved" for x in equalities):
@@ -135,6 +137,25 @@ def _asked(
 ) -> list[Equality]:
     given = each.programs, each.inputs, outputs
     return equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+
+
+_BARE = {
+    Reduction.SUM: "adds up what towers return: return a sum over a tower's rows",
+    Reduction.MEAN: "averages what towers return: return a mean over a tower's rows",
+}
+_OR_A_MEAN = (
+    ", or tj.Weighted.mean(losses, tower.weight), which needs no loss_reduction."
+)
+
+
+def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
+    """A refusal of a bare loss, with what its user said that it is."""
+    how = each.loss_reduction
+    is_loss = equality.leaf.startswith(("loss", GRADIENT))
+    if how is None or not is_loss or equality.says != "refuted":
+        return equality
+    advice = f"loss_reduction=tj.{how} {_BARE[how]}{_OR_A_MEAN}"
+    return dataclasses.replace(equality, advice=advice)
 
 
 _READ_IN_PARTS = (

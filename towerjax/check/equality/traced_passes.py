@@ -89,6 +89,7 @@ class PassToProve:
     axes: list[str]
     in_parts: bool  # whether a tower has several micro-batches
     is_alike: bool  # whether such leaves are returned for each number of towers
+    loss_reduction: Reduction | None = None  # what a bare loss means
 
 
 class _Split(NamedTuple):
@@ -136,12 +137,12 @@ def traced_passes(
         columns.append([*_trace_passes(alike, step, split, rows, in_parts)])
     found = []
     for each in zip(*columns, strict=True):
-        programs, inputs, outputs, axes = zip(*each, strict=True)
+        programs, inputs, outputs, axes, bare = zip(*each, strict=True)
         if not any(outputs):
             continue  # it merges nothing
         is_alike = all(x == outputs[0] for x in outputs)
         given = [*programs], inputs[0], outputs[0], axes[0]
-        found.append(PassToProve(*given, several > 1, is_alike))
+        found.append(PassToProve(*given, several > 1, is_alike, bare[0]))
     return found
 
 
@@ -167,8 +168,12 @@ def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int
 
 def _trace_passes(
     passes: Passes, step: StepToProve, split: _Split, rows: Any, in_parts: bool
-) -> Iterator[tuple[TowerProgram, list[Given], list[MergedLeaf], list[str]]]:
-    """What a `PassToProve` has of one split, of each pass, one after another."""
+) -> Iterator[tuple[Any, ...]]:
+    """What a `PassToProve` has of one split, of each pass, one after another.
+
+    It is a program, its inputs, its outputs, the names of the axes, and what a bare
+    loss means.
+    """
     number = split.towers
 
     def of_all(x: Any) -> jax.ShapeDtypeStruct:
@@ -204,7 +209,7 @@ def _trace_passes(
         outputs = _leaves_of_tower(tree, variables)
         if pass_.merges_sums:
             outputs = _gradients_as_means(outputs, pass_.loss)
-        yield program, inputs, outputs, axes
+        yield program, inputs, outputs, axes, pass_.loss_reduction
         merged.append(_as_given_later(tree, split))
         kinds.append(_kinds_given_later(tree))
 

@@ -133,6 +133,7 @@ def _pass_of(
     if isinstance(tower_fn, LossPass):
         fn = tower_fn.tower
         fields["trained"] = tower_fn.trained
+        fields["loss_reduction"] = tower_fn.loss_reduction
     else:
         fn = refusing_tangents(tower_fn)
     return training_pass(fn, strategy, options, **fields)

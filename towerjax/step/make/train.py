@@ -260,6 +260,7 @@ def _train_step(
     if fns.tower == training.tower:  # else towers return gradients of their own
         tower_fn = of_loss.tower
         fields["trained"] = of_loss.trained
+    fields["loss_reduction"] = training.loss_reduction
     passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
     update = of_last(fns.update)
     by_tower = fns.refuses_by_tower

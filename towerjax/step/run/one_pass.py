@@ -18,7 +18,7 @@ from towerjax.step.state.accumulators import is_own, parts_of_tower, values_of
 from towerjax.step.state.faults import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.types import Layout, PyTree, Reduction
 
 Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 """What a step adds up: the sums, and rows of tables."""
@@ -109,6 +109,7 @@ class Pass:
     # Whether gradients are merged as sums, which an update divides by a loss's weight.
     merges_sums: bool = False
     differentiates: bool = True  # False: the loss of such a pass alone
+    loss_reduction: Reduction | None = None  # as a user says it, for errors
 
     # By its name, a prefix tree of layouts for each argument, a global value: merged
     # is a tuple, of the result of the pass before, if any.
