@@ -84,7 +84,7 @@ def test_the_length_is_how_many_are_left(options):
     cut = batches(np.arange(10), 4, **options)
     left = [len(cut), *(len(cut) for _ in cut)]
     assert left == list(range(len(left)))[::-1] and left[0] in (3, 6)
-    with pytest.raises(TypeError, match="never end, so they have no len"):
+    with pytest.raises(TypeError, match="never end, so they have no length"):
         len(batches(np.arange(10), 4, epochs=None))
 
 

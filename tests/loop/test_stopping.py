@@ -265,7 +265,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize("metric, text", [
-    ("loss", r"has no such metric, but \['column', 'complex', 'told', 'tree'\]."),
+    ("loss", r"has no such metric; it has \['column', 'complex', 'told', 'tree'\]."),
     ("column", r"its value is an ndarray\(1,\), not one real number"),
     ("tree", "its value is a dict, not one real number"),
     ("complex", "its value is a complex, not one real number"),

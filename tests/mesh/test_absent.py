@@ -77,7 +77,7 @@ def test_absent_devices_are_plain_values():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (("h300", 8), "target='h300', .* is no device that is known here: 'a100'"),
+    (("h300", 8), "target='h300', .* is not a known device. Write one of 'a100'"),
     (("h200",), "number=None must be a whole number >= 1"),
     (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
     (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
@@ -391,7 +391,7 @@ def test_commands_refuse_devices_that_they_do_not_know(shell):
     name = "of_user:make_step"
     for made, on, message in [
         (name, "h200", "says not how many; write --on h200:8"),
-        (name, "h300:8", "is no device that is known here"),
+        (name, "h300:8", "is not a known device"),
         (name, "h200:x", "says not how many; write --on h200:8"),
         ("of_user:sgd", "h200:8", "cannot be called as sgd(strategy)"),
     ]:

@@ -145,7 +145,7 @@ def test_what_a_process_started_ends_with_it(code, capfd):
 @pytest.mark.parametrize("given", [(["tr\0ue"], {}), (["true"], {"N": "a\0"})])
 def test_a_null_byte_is_refused(given):
     command, env = given
-    with pytest.raises(ValueError, match="holds a null byte"):
+    with pytest.raises(ValueError, match="contains a null byte"):
         launch(command, processes=1, env=env)
 
 
@@ -167,7 +167,7 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
     ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be a number of seconds >= 0"),
     ({"step_timeout_s": -1}, "step_timeout_s=-1 must be a number of seconds >= 0"),
     ({"towers": 0}, "towers=0 must be a whole number >= 1"),
-    ({"towers": 5, "processes": 2}, "towers=5 cannot be shared out to 2 processes."),
+    ({"towers": 5, "processes": 2}, "towers=5 cannot be divided among 2 processes."),
     ({"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
         "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'"),
     ({"env": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}},

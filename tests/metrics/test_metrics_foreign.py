@@ -287,5 +287,5 @@ def test_an_adapted_metric_gives_back_its_own_class():
     value = float(metric.compute())
     assert float(merge_parts(state, state).compute()) == value
     assert float(tj.metrics.merge(state, state).compute()) == value
-    with pytest.raises(ValueError, match="no pytree with merge and compute"):
+    with pytest.raises(ValueError, match="not a pytree with merge and compute"):
         tj.metrics.from_clu(metrax.AUCPR)

@@ -1218,7 +1218,7 @@ WITHIN = (
        "parallel_cases::by_hand_it_is_refused[#7452, 2]"),
     _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
        "if x not in used", "if False",
-       f"{_WIDE}what_wide_towers_cannot_be_is_refused[entries of no parameter: w3]"),
+       f"{_WIDE}what_wide_towers_cannot_be_is_refused[entries for no parameter: w3]"),
     _m("L07", "a state that is split otherwise is taken",
        "step.state.checks:check_made_for", "(strategy), state, state.params",
        "(strategy), state", f"{_WIDE}specs_by_a_function_of_the_name"),
@@ -1306,7 +1306,7 @@ EQUAL = (
        _split("draws_of_a_shared_key")),
     _m("E28", "a tower may draw one number for all its rows", f"{_MEETING}_draw_of",
        "if not has_rows:\n            raise NotOfOneKindError("
-       '"a draw of a tower that is not one for each row")',
+       '"a draw of a tower that is not one per row")',
        "if not has_rows:\n            return copy()", _split("one_draw_of_a_tower")),
     _m("E29", "padding never counts", f"{_EQUAL}walk:Walk.has_padding",
        "self.sizes.padded and PADDING not in zeros", "False",

@@ -64,7 +64,7 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
         )
     if not takes_first(reduction) and any(map(is_key, jax.tree.leaves(value))):
         raise ValueError(
-            f"{reduction!r} of a random key, which is no number. Use"
+            f"{reduction!r} of a random key, which is not a number. Use"
             " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
         )
 

@@ -231,7 +231,8 @@ def _check_rows(rows: IndexedRows) -> None:
     shape = np.shape(rows.indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
-            f"IndexedRows.indices are {indices.dtype}; they say which rows: integers."
+            f"IndexedRows.indices are {indices.dtype}; give integers, the numbers"
+            " of the rows."
         )
     if isinstance(rows.values, _HAS_SHAPE):
         if rows.values.dtype == np.bool_:

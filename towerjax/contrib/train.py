@@ -185,7 +185,8 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
     structure = jax.tree.structure(whole)
     if len(leaves) != structure.num_leaves:
         raise ValueError(
-            "The average in state.opt_state has not the structure of state.params."
+            "The average in state.opt_state does not have the structure of"
+            " state.params."
         )
     return jax.tree.unflatten(structure, leaves)
 

@@ -79,7 +79,7 @@ class Batches(Iterator[PyTree]):
         """How many batches are left."""
         if self.epochs is None:  # list and tqdm catch a TypeError, go without a length
             raise TypeError(
-                "tj.batches(..., epochs=None) never end, so they have no len."
+                "tj.batches(..., epochs=None) never end, so they have no length."
             )
         return self.epochs * self.batches_per_epoch - self.position
 
@@ -114,7 +114,8 @@ class Batches(Iterator[PyTree]):
         ]
         if others:
             raise ValueError(
-                f"The position is one among other batches: {', '.join(others)}. Cut the"
+                "The saved position belongs to other batches:"
+                f" {', '.join(others)}. Cut the"
                 " data as before, or say tj.Checkpointer(batches='anew')."
             )
         self.position = self.at(state["position"]).position

@@ -250,7 +250,7 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
     """Raise if batches that are to be stacked have different signatures."""
     for other in (x for x in signatures if x != signatures[0]):
         raise ValueError(
-            "A call of several steps takes batches of one kind, but one changed:\n"
+            "A call of several steps takes batches of one signature, but one differs:\n"
             f"{explain_change(signatures[0], other)}\nMake all batches alike, or say"
             " iterations=1."
         )

@@ -180,7 +180,7 @@ def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
     what = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)
-        raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
+        raise ValueError(f"{what}: the evaluation has no such metric; it has {names}.")
     value = values[metric]
     if not is_one_real(value):
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"

@@ -105,7 +105,8 @@ def _count_in(metrics: Mapping[str, Any], name: str) -> float:
     value = metrics[name]
     if not is_one_real(value):
         raise ValueError(
-            f"per_second={name!r}: this metric is no single number, and so no count."
+            f"per_second={name!r}: this metric is not a single number, so it"
+            " cannot be a count."
             " Return its tj.Sum."
         )
     return float(value)

@@ -90,7 +90,7 @@ class Absent:
             return
         if self.target not in _GPUS and "gpu_device_info" not in self.target:
             raise ValueError(
-                f"{self!r} is no device that is known here:"
+                f"{self!r} is not a known device. Write one of"
                 f" {', '.join(map(repr, _GPUS))} and their number, a TPU topology such"
                 " as 'v5e:2x4' without a number, or XLA's text of a GPU, which has"
                 " gpu_device_info { ... }."

@@ -78,7 +78,7 @@ def host_device() -> Device:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
-        raise ValueError(f"A CPU is asked for, but {_WITHOUT_CPU}") from error
+        raise ValueError(f"A CPU was requested, but {_WITHOUT_CPU}") from error
 
 
 def first_of_each_process(gpus: int) -> tuple[str, ...]:

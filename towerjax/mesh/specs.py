@@ -75,7 +75,7 @@ class Specs:
                 fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
                 if not fits:
                     raise ValueError(
-                        f"specs= has no entry of {leaf_name('params', path)}. Write"
+                        f"specs= has no entry for {leaf_name('params', path)}. Write"
                         " jax.sharding.PartitionSpec() for what each device of a tower"
                         " holds whole."
                     )
@@ -85,7 +85,7 @@ class Specs:
             table[keys] = shape, spec
         if names := ["/".join(x) for x, _ in self.by_keys if x not in used]:
             raise ValueError(
-                f"specs= has entries of no parameter: {listed(names)}. Give a tree"
+                f"specs= has entries for no parameter: {listed(names)}. Give a tree"
                 " like params, or its upper part."
             )
         return table
@@ -133,7 +133,7 @@ def check_split(
             " split over the towers is tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
-        raise ValueError(f"{told}, which has more entries than the array has dims.")
+        raise ValueError(f"{told}, with more entries than the array has dims.")
     for i, entry in enumerate(spec):
         count = math.prod(sizes[axis] for axis in axes_of(entry))
         if shape[i] % count:

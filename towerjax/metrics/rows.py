@@ -66,7 +66,7 @@ def as_floats(x: Any) -> jax.Array:
     """The floats that a mean is taken of; raise unless they are an array of numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
-            f"A mean is of one array, not {a_type(x)}. The mean of each leaf's"
+            f"A mean takes one array, not {a_type(x)}. The mean of each leaf's"
             " rows is tj.Weighted.mean(tree, weight, axis=0)."
         )
     refuse_no_numbers("What a mean is taken of", x)

@@ -119,7 +119,8 @@ def from_clu(metric: Any) -> Any:
         return metric
     if not looks_like_state(metric) or jax.tree_util.all_leaves([metric]):
         raise ValueError(
-            f"from_clu got {metric!r}, which is no pytree with merge and compute. Pass"
+            f"from_clu got {metric!r}, which is not a pytree with merge and"
+            " compute. Pass"
             " what from_model_output(...) returns."
         )
     return adapt(metric)

@@ -68,9 +68,7 @@ def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (edges[1:] > edges[:-1]).all()
     if not rising or np.isnan(edges).any():
-        raise ValueError(
-            f"{name} got thresholds={thresholds!r}; give numbers that rise."
-        )
+        raise ValueError(f"{name} got thresholds={thresholds!r}; give rising numbers.")
     return tuple(edges.tolist())
 
 
@@ -160,7 +158,7 @@ def _at_nearest(
     """Histograms whose value is one rate at a wanted value of another rate."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
-            f"{pairs.name} got {given}={wanted!r}; it lies between 0 and 1."
+            f"{pairs.name} got {given}={wanted!r}; it must be between 0 and 1."
         )
     return _curves(pairs, num_thresholds, _rate_at_nearest, rate, given, float(wanted))
 

@@ -151,7 +151,7 @@ class Weighted(_LossTerm):
         shapes = [x.shape for x in leaves]
         if axis == 0 and (len({x[:1] for x in shapes} - {()}) != 1 or () in shapes):
             raise ValueError(
-                f"With axis=0 leaves must be [b, ...], one b, got {shapes}."
+                f"With axis=0 leaves must be [b, ...] with the same b, got {shapes}."
             )
         shape = shapes[0][:1] if axis == 0 else shapes[0]
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype

@@ -184,7 +184,7 @@ def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
     bare = [f"{name}, made at {x.line}" for name, x in pairs if name and x is not None]
     if bare:
         raise ReplicationError(
-            "Micro-batches are worked off one after another, and a bare value is the"
+            "Micro-batches run one after another, and a bare value is the"
             f" same in each, but these depend on their rows: {listed(bare)}. Return"
             " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; what a loss"
             " needs of all rows comes from an earlier pass of tj.build_step; what moves"

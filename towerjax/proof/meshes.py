@@ -90,7 +90,9 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
     ``jaxpr`` is the step's, on so many devices; what towers run is left out.
     """
     if on > 1 and _closes_over_ref(jaxpr):
-        raise ValueError(f"The update closes over a Ref, of one device alone. {_KEEP}")
+        raise ValueError(
+            f"The update closes over a Ref, which belongs to one device. {_KEEP}"
+        )
     for site in all_sites(jaxpr, enter=lambda eqn: not _is_of_towers(eqn)):
         eqn = site[0]
         names = {*named_axes(eqn)}
@@ -98,7 +100,7 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
             names |= {x for inner in all_sites(hidden) for x in named_axes(inner[0])}
         if axis in names:
             raise ReplicationError(
-                f"The update communicates: {eqn.primitive} at"
+                f"The update must not communicate: {eqn.primitive} at"
                 f" {user_line(site) or 'a line of a library'} names the axis {axis!r}."
                 " It runs once, of what the towers add up to: leave the collective out."
             )

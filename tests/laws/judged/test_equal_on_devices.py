@@ -358,7 +358,7 @@ UNKNOWN = {
             lambda w, x: lax.psum((x if len(devices) < 2 else 2 * x).sum(), "i"),
             *(W, X),
         ),
-        "the program is another one",
+        "the program differs",
     ),
     "a mesh of all devices": (
         lambda devices: mapped(
@@ -680,7 +680,7 @@ def of_a_python_number(devices):
     (of_object, r"it changes fn.self.total in place"),
     (of_a_list, r"the structure of args in place"),
     (of_one_array_twice, r"it changes args\[0\]\['w'\] in place"),
-    (of_a_ref, r"it is given a Ref"),
+    (of_a_ref, r"it takes a Ref"),
     (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a number of Python"),
 ], ids=["changed of an object", "a list", "twice", "a Ref", "a number of Python"],
 )  # fmt: skip

@@ -298,9 +298,9 @@ def test_what_towers_cannot_run_is_refused(name):
 
 
 @pytest.mark.parametrize(("update", "strategy", "text"), [
-    (lambda g: SUMMING.bind(g, code=print), {}, "update communicates: towerjax_te"),
-    (held, {}, "update communicates: axis_index at"),
-    (index_map, {}, "update communicates"),
+    (lambda g: SUMMING.bind(g, code=print), {}, "must not communicate: towerjax_te"),
+    (held, {}, "update must not communicate: axis_index at"),
+    (index_map, {}, "update must not communicate"),
     (lambda g: g + ref()[...], {}, "update closes over a Ref"),
     (by_specs, SHARED, "update runs on the devices of the step, 1, but"),
 ])  # fmt: skip

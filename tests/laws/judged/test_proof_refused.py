@@ -275,4 +275,4 @@ def test_an_optimizer_that_communicates_is_refused():
 
     optimizer = optax.chain(optax.stateless(add_up), optax.sgd(0.1))
     text = refusal(output, optimizer=optimizer)
-    assert "The update communicates" in text and "towerjax_tower" in text
+    assert "The update must not communicate" in text and "towerjax_tower" in text

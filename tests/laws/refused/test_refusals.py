@@ -94,7 +94,7 @@ COPIES = r"variable 'v' has shape \(2,\), but dim 0 .* the 3 towers.*restored_va
 ADDED = (r"^strategy.assign_{0} of tower-local variable 'v': shall each copy change\? "
     r"Write strategy.update\(v, lambda x: x {1} value\). Or what they read as\? "
     r"strategy.assign\(v, strategy.read_var\(v\) {1} value\)\.$")
-NO_NUMBER = "of a random key, which is no number. Use Reduction.ONLY_FIRST"
+NO_NUMBER = "of a random key, which is not a number. Use Reduction.ONLY_FIRST"
 ONLY_SOME = "Only some towers reach"
 IN_TURN = (r"{} needs all towers at once, but tower_loop='scan' runs the towers.*Use "
     r"tower_loop='vmap', or return the value as.*rows comes from an earlier pass of "
@@ -419,7 +419,7 @@ VERBS = {
             lambda bad=bad: rows(indices=(1, bad), array=jnp.array).to_dense(),
             lambda bad=bad: rows(indices=(1, bad), array=jnp.array).add_to(TABLE))],
         *[(call, re.escape(text)) for *x, text in [
-            (PAIRS, (0.0, 1.0), SHAPE, "indices are float64; they say which row"),
+            (PAIRS, (0.0, 1.0), SHAPE, "are float64; give integers, the number"),
             (np.ones((2, 3)), (0, 0), SHAPE, "got values of shape (2, 3) and indices of"
                 " shape (2,). Give values [r, 2]"),
             (np.ones((3, 2)), (0, 0), SHAPE, "values of shape (3, 2)"),

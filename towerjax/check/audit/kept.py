@@ -165,7 +165,9 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
     """The report of fields as JSON has them; raise unless each is of its type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
-        raise ValueError(f"A report has {[*kinds]}, and not {[*fields]}.")
+        raise ValueError(
+            f"A report must have the fields {[*kinds]}, but has {[*fields]}."
+        )
     values = dict[str, Any]()
     for name, kind in kinds.items():
         value = fields[name]

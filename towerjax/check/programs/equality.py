@@ -110,21 +110,22 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
-            "arguments or results are others for another number of devices"
+            "arguments or results differ between numbers of devices"
         )
     for each in (first, second):
         jaxpr = each.traced.jaxpr.jaxpr
         if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
-            raise ProgramsDifferError("it is given a Ref, which it may write")
+            raise ProgramsDifferError("it takes a Ref, which it may write")
         if each.unseen:
             raise ProgramsDifferError(
-                f"it changes {listed(each.unseen)} in place, which is not followed"
+                f"it changes {listed(each.unseen)} in place, which the proof"
+                " does not follow"
             )
         numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
         if numbers:
             raise ProgramsDifferError(
                 f"{listed(numbers)} comes back as a result, and is a number of Python,"
-                " of which this one alone is seen: give an array"
+                " and only this value of it is seen: give an array"
             )
         for told in each.splits_draws:
             raise ProgramsDifferError(told)

@@ -116,7 +116,9 @@ def launch(
         )
     texts = [*map(os.fspath, parts), *(env or {}).values()]
     if null := [x for x in texts if "\0" in str(x)]:
-        raise ValueError(f"{null[0]!r} holds a null byte, which no argument may.")
+        raise ValueError(
+            f"{null[0]!r} contains a null byte, which an argument must not."
+        )
     check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
@@ -126,7 +128,7 @@ def launch(
     check_whole("towers", towers, or_none=True)
     if towers is not None and towers % processes:
         raise ValueError(
-            f"{towers=} cannot be shared out to {processes} processes. Start a number"
+            f"{towers=} cannot be divided among {processes} processes. Start a number"
             " of them that divides it."
         )
     if port is not None and not spec.is_free(port):

@@ -112,7 +112,7 @@ def parse_spec(
     if task and (task_type, task_id) != (None, None):
         raise ValueError(
             f"{how}: 'task' says {task!r}, and task_type={task_type!r} and"
-            f" task_id={task_id!r} say it again. Name the task once."
+            f" task_id={task_id!r} name it again. Name the task once."
         )
     mine: Any = (task.get("type"), task.get("index")) if task else (task_type, task_id)
     places = [(job, i) for job in _JOBS for i in range(len(jobs.get(job, ())))]

@@ -86,7 +86,7 @@ def initialize(
         ):
             raise RuntimeError(
                 f"tj.cluster.initialize() has run already and gave {running}; this call"
-                f" means {named}. A process is one of one cluster: call it once."
+                f" means {named}. A process joins one cluster: call it once."
             )
         return running
     heartbeat.start()

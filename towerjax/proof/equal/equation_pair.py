@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
         if is_of_all and not is_number and not self.padded:
             return ""  # the rows of all towers, equally many
-        raise ProgramsDifferError("a size differs that is no number of rows")
+        raise ProgramsDifferError("a size differs that is not a number of rows")
 
 
 def _times(size: Any, rows: Any) -> Fraction | None:
@@ -223,5 +223,5 @@ def size_before(shape: Sequence[Any], axis: int) -> int:
     """How many elements of the dims before an axis there are."""
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
-        raise ProgramsDifferError("a size differs that is no number of rows")
+        raise ProgramsDifferError("a size differs that is not a number of rows")
     return math.prod(map(int, sizes))

@@ -245,7 +245,7 @@ def _scanned(pair: EquationPair) -> list[Known]:
     if pair.sizes.times(*lengths) is not None:
         return _over_own_rows(pair, lengths, programs)
     if lengths[0] != lengths[1]:
-        raise NotOfOneKindError("a loop with another number of trips")
+        raise NotOfOneKindError("a loop whose number of trips depends on the towers")
     if any(axis == 0 for axis in pair.rows_in[start:]):
         raise NotOfOneKindError("a loop over the tower's rows")
     xs = ins[start:]

@@ -172,7 +172,7 @@ def _keys_of_key(pair: EquationPair) -> Known:
     if key.kind is Kind.KEY:
         return key
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
-        raise NotOfOneKindError("the same keys for the rows of all towers")
+        raise NotOfOneKindError("all towers use the same keys for their rows")
     return function_of([key], "a key")
 
 
@@ -185,8 +185,8 @@ def _draw_of(pair: EquationPair) -> Known:
         if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
             raise NotOfOneKindError("a draw by values of a tower")
         if not has_rows:
-            raise NotOfOneKindError("a draw of a tower that is not one for each row")
+            raise NotOfOneKindError("a draw of a tower that is not one per row")
         return rows()
     if has_rows and pair.rows_in[0] is None:
-        raise NotOfOneKindError("the same draws for the rows of all towers")
+        raise NotOfOneKindError("all towers draw the same numbers for their rows")
     return function_of(pair.ins, "a draw")

@@ -40,7 +40,7 @@ def _counted_up(pair: EquationPair) -> Known:
     """Along rows the numbers of the tower's rows, else a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
     if is_along and np.dtype(pair.params["dtype"]).itemsize < 4:
-        raise NotOfOneKindError("numbers of rows in a dtype that is too short for them")
+        raise NotOfOneKindError("numbers of rows in a dtype that cannot hold them")
     return Known(Kind.NUMBERS) if is_along else copy()
 
 
@@ -245,7 +245,7 @@ def _put_together(pair: EquationPair) -> Known:
         if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
             return _columns(pair, axis)
         if axis == pair.rows_out[0]:
-            raise NotOfOneKindError("a dim of rows that is made of others")
+            raise NotOfOneKindError("a dim of rows made from other dims")
         return joined(ins, "beside")
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("the tower's rows are joined with others")

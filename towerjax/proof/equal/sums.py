@@ -312,7 +312,7 @@ def _window(pair: EquationPair) -> Known:
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
-        raise NotOfOneKindError("a window of the tower's rows")
+        raise NotOfOneKindError("a window over the tower's rows")
     x = pair.ins[0]
     if pair.name == "reduce_window_sum" and x.kind in LINEAR:
         return x

@@ -136,7 +136,7 @@ class Walk:
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
-                raise ProgramsDifferError("the programs close over other arrays")
+                raise ProgramsDifferError("the programs close over different arrays")
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], outer)
@@ -155,7 +155,7 @@ class Walk:
         b = open_jaxpr(second)
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
-            raise ProgramsDifferError("the programs have other inputs or results")
+            raise ProgramsDifferError("the programs have different inputs or results")
         given = [*zip(a.constvars, b.constvars, strict=True)]
         given += zip(a.invars, b.invars, strict=True)
         env = {x: value for (x, _), value in zip(given, ins, strict=True)}
@@ -165,7 +165,7 @@ class Walk:
             if isinstance(x, Literal) and isinstance(y, Literal):
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
-                raise ProgramsDifferError("the programs compute of other values")
+                raise ProgramsDifferError("the programs read different values")
             return env[x]
 
         for one, two in _eqn_pairs(a, b):
@@ -378,10 +378,10 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
             line = user_line((one, None))
             at = f", at {line}" if line else ""
             raise ProgramsDifferError(
-                f"the program is another one for another number of towers{at}"
+                f"the program differs between numbers of towers{at}"
             )
     if len(a.eqns) != len(b.eqns):
-        raise ProgramsDifferError("the program is another one for other towers")
+        raise ProgramsDifferError("the program differs between numbers of towers")
     return pairs
 
 

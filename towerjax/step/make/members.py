@@ -49,7 +49,8 @@ class Members:
         options = self._built.options
         if self._together and strategy.placement.specs is not None:
             raise ValueError(
-                "Members that train together are stacked, and specs=... are of one."
+                "Members that train together are stacked, but specs=..."
+                " describe one member."
                 " Say tj.sweep(..., order='in_turn'), or leave specs out."
             )
         self._layout = state_layout(strategy)

@@ -184,7 +184,8 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
         if error.name is not None:  # Python's, of a name that is not defined
             raise
         raise ReplicationError(
-            f"The update communicates: {error}. It runs once, of what the towers add up"
+            f"The update must not communicate: {error}. It runs once, of what the"
+            " towers add up"
             " to: leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
