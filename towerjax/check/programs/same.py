@@ -35,7 +35,7 @@ from towerjax.types.options import check_function, check_wholes
 
 @door
 def same_on_devices(
-    make: Callable[[list[Device]], tuple[Callable[..., Any], Sequence[Any]]],
+    make: Callable[..., Any],
     devices: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,
@@ -101,7 +101,7 @@ def same_on_devices(
 
 @door
 def same_for(
-    make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]]],
+    make: Callable[[Any], tuple[Callable[..., Any], Sequence[Any]]],
     *,
     rtol: float | None = None,
     **numbers: Sequence[int],
@@ -179,9 +179,10 @@ def _compare_made(
     # What a trace leaves behind would disturb a run.
     traced = others if of == DEVICES else (first, *others)
     reads = {number: read_program(programs[number]) for number in traced}
-    for number, run in runs.items() if refuse is not None else ():
-        of_meshes = reads[number].devices if number in reads else frozenset()
-        refuse(number, run.devices | of_meshes)
+    if refuse is not None:
+        for number, run in runs.items():
+            of_meshes = reads[number].devices if number in reads else frozenset()
+            refuse(number, run.devices | of_meshes)
     again = functools.partial(
         runs_nearby, programs[first], runs[first], lambda: made(first)
     )
