@@ -1713,7 +1713,37 @@ ANY_PROGRAM = (
        "resumed::a_training_that_is_not_deterministic_is_told_apart"),
 )
 
+_FLOPS = "jaxprs.flops:"
+TRAINERS = (
+    _m("G01", "a scan counts once", f"{_FLOPS}_trips", 'return params["length"]',
+       "return 1", "flops::loops_count_by_their_trips[a scan]"),
+    _m("G02", "what is computed again counts in the model's FLOPs", f"{_FLOPS}_count",
+       "x.name == _REMATTED", 'x.name == ""',
+       "flops::what_a_derivative_computes_again_is_told_apart"),
+    _m("G03", "a convolution counts its padding", f"{_FLOPS}_of_conv",
+       "(place >= 0) & ", "", "flops::a_convolution_counts_no_padding"),
+    _m("G04", "the arithmetic of one tower is that of all",
+       "step.run.trace:Traced.flops", ".times(towers)", "",
+       "flops::a_gpt_does_6_n_d[{}]"),
+    _m("G05", "MFU of one device", "mesh.peaks:peak_flops_of_all",
+       "given * len(placement.devices)", "given",
+       "throughput::a_history_has_rates_of_what_was_done"),
+    _m("G06", "the average lags a step behind", "contrib.train:with_ema",
+       "new = optax.apply_updates(params, updates)", "new = params",
+       "contrib_train::the_average_and_the_metrics_are_those_of_one_tower[{}]"),
+    _m("G07", "an average of 16 bits", "contrib.train:_widened",
+       "jnp.promote_types(x.dtype, jnp.float32)", "x.dtype",
+       "contrib_train::what_does_not_train_is_as_it_is_and_floats_of_16_bits_have_32"),
+    _m("G08", "Flax's box is a key of a name", "tools.parameters:_is_box",
+       "isinstance(x, tuple(there)) and", "False and",
+       "parameters::names_are_those_of_a_library_and_values_are_as_they_were"),
+    _m("G09", "another optimizer goes on in silence",
+       "loop.checkpoint.programs:ProgramsOfRun.other_than", "before != after", "False",
+       "checkpoint::a_run_says_that_it_goes_on_as_another_experiment[a learning rate]"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
 MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM
+MUTANTS += TRAINERS
