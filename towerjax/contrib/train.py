@@ -133,7 +133,7 @@ def with_ema(
         return Averaged(inner.init(params), jax.tree.map(_widened, params))
 
     def update(
-        updates: _Tree, state: Averaged, params: _Tree = None, **extra: Any
+        updates: _Tree, state: Any, params: _Tree = None, **extra: Any
     ) -> tuple[_Tree, Averaged]:
         updates, after = inner.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)

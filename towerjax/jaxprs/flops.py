@@ -182,13 +182,17 @@ def _told(site: Site, what: str) -> str:
     return f"{site[0].primitive.name} {what}" + (f", {line}" if line else "")
 
 
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
 def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+    return math.prod(_shape(var))
 
 
 def _of_dot(eqn: JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
+    shape = _shape(eqn.invars[0])
     return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
 
 
@@ -197,7 +201,7 @@ def _of_ragged_dot(eqn: JaxprEqn) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     other = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    shape = eqn.invars[1].aval.shape
+    shape = _shape(eqn.invars[1])
     free = math.prod(n for i, n in enumerate(shape) if i not in other)
     return 2 * _size(eqn.invars[0]) * free
 
@@ -206,8 +210,8 @@ def _of_conv(eqn: JaxprEqn) -> int:
     """Two FLOPs for each number of the kernel that meets the image, without padding."""
     params = eqn.params
     numbers = params["dimension_numbers"]
-    image, kernel = (x.aval.shape for x in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape
+    image, kernel = map(_shape, eqn.invars[:2])
+    out = _shape(eqn.outvars[0])
     batch, features, *dims = numbers.out_spec
     pairs = 1
     for dim, (at, of, stride, padding, hole, step) in enumerate(
@@ -294,6 +298,7 @@ _TRANSCENDENTAL = """
 _MOVES = """
     bitcast_convert_type broadcast_in_dim concatenate copy_p dynamic_slice
     dynamic_update_slice empty gather iota pad reshape rev scatter slice split squeeze
+    stack unstack
     stop_gradient transpose real imag complex
     get swap addupdate ref new_ref freeze ref_get ref_set empty2
     all_to_all ppermute axis_index reduce_scatter psum_scatter pgather

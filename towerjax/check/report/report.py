@@ -112,8 +112,9 @@ class StepReport(Shown):
     @property
     def mfu(self) -> float | None:
         """Which part of the peak that is (model FLOPs utilization); None if unknown."""
-        is_known = self.flops_per_second is not None and self.peak_flops is not None
-        return self.flops_per_second / self.peak_flops if is_known else None
+        rate = self.flops_per_second
+        peak = self.peak_flops
+        return None if rate is None or peak is None else rate / peak
 
     @property
     def bytes_sent(self) -> int:
@@ -141,7 +142,8 @@ class StepReport(Shown):
         if timing is not None:
             rows["host, until a call returns"] = in_seconds(timing.dispatch_s)
             rows["until it is done"] = in_seconds(timing.step_s)
-            rows["model's products a second"] = f"{in_flops(self.flops_per_second)}/s"
+            rate = in_flops(self.counted.products / timing.step_s)
+            rows["model's products a second"] = f"{rate}/s"
         if self.mfu is not None:
             rows["of the devices' peak"] = f"{self.mfu:.1%}"
         there = number_of(self.towers, "tower"), number_of(self.devices, "device")
