@@ -291,7 +291,7 @@ _OPERATIONS: dict[str, Callable[[JaxprEqn], int]] = {
 # Neither arithmetic nor, by XLA's count, among its operations.
 _TRANSCENDENTAL = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
-    exp2 expm1 lgamma log log1p logistic pow rsqrt sin sinh sqrt tan tanh
+    exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
     cumlogsumexp bessel_i0e bessel_i1e igamma igammac igamma_grad_a polygamma
     random_gamma_grad regularized_incomplete_beta zeta
 """
@@ -309,4 +309,4 @@ _MOVES = """
 """
 _FREE = frozenset([*_TRANSCENDENTAL.split(), *_MOVES.split(), *IDENTITIES, *REDUCTIONS])
 # One for each result, beside those that are `PLAIN`.
-_ELEMENTWISE = frozenset("add_any one_minus_square mul_add".split())
+_ELEMENTWISE = frozenset("add_any eq_to le_to lt_to mul_add one_minus_square".split())
