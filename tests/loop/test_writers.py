@@ -318,7 +318,7 @@ def given(writers):
     return call
 
 
-NO_LINE = "Line {} of .* is no line of a run"
+NO_LINE = "Line {} of .* is not a line of a run"
 NO_NUMBER = "the metric 'x' is .*, not real"
 REFUSED = [
     *[(lambda _, x=x: json_value("x", x), NO_NUMBER)

@@ -302,7 +302,7 @@ def test_what_cannot_be_is_refused(job):
         ({}, of_two_machines, "OMPI_COMM_WORLD_SIZE=4 is the number of processes in"),
         ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
         ({}, {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "1"}, "PMIX_RANK=2 is the"),
-        (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
+        (taken, {}, f"process 0 must listen at {host}:{port}, but something on this"),
         None,  # JAX is used
         ({}, {}, late),
         (named(2)[1][1], {}, late),

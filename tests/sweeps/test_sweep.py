@@ -274,7 +274,7 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match=text):
         quiet(small, {"rate": [0.1]}, results=path)
     path.write_text("notes\n")
-    with pytest.raises(ValueError, match="Line 1 of .* is no line of a sweep"):
+    with pytest.raises(ValueError, match="Line 1 of .* is not a line of a sweep"):
         quiet(small, {"rate": [0.1]}, results=path)
     assert path.read_text() == "notes\n"
 

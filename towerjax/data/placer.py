@@ -106,7 +106,8 @@ class PlacedBatch:
         if self.padded:
             raise ValueError(
                 f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
-                " rows, and nothing would mark the padding. Use remainder='drop', or"
+                " rows, and the result could not mark the padding. Use"
+                " remainder='drop', or"
                 " hand on both, placed.per_tower() and tj.PerTower(placed.counts)."
             )
         return self.per_tower()

@@ -108,7 +108,7 @@ def read_lines(
                 return  # torn by a kill or a full disk
             if not is_ours:
                 raise ValueError(
-                    f"Line {number} of {str(path)!r} is no line of {owner}:"
+                    f"Line {number} of {str(path)!r} is not a line of {owner}:"
                     f" {line[:60]!r}. Nothing was changed; use another path."
                 )
             yield json.loads(line), len(line)

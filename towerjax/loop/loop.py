@@ -341,7 +341,7 @@ class Loop:
             )
         if end is not None and number < end:
             raise ValueError(
-                f"The run was to end after step {end}, but batches ended after"
+                f"The run should end after step {end}, but batches ended after"
                 f" {number}. Use tj.batches(..., epochs=None) for endless data, or"
                 " leave steps out to stop where the data ends."
             )

@@ -163,7 +163,7 @@ def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
     address = str(named.coordinator)
     if named.process_id == 0 and not spec.is_free(int(address.rpartition(":")[2])):
         raise RuntimeError(
-            f"process 0 is to listen at {address}, but something on this machine"
+            f"process 0 must listen at {address}, but something on this machine"
             " does already. End it, or choose another port for all processes."
         )
     options = {

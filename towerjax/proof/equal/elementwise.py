@@ -137,7 +137,7 @@ def _converted(pair: EquationPair) -> Known:
     is_short = new.kind != "b" and new.itemsize < old.itemsize and new.itemsize < 4
     is_count = x.note == ROWS_OF_TOWER and not is_inexact
     if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
-        raise NotOfOneKindError(f"{x} as {new.name}, which is too short for it")
+        raise NotOfOneKindError(f"{x} as {new.name}, which cannot hold it")
     # A number of towers or rows, too, is a sum.
     is_sum = x.kind in _PART_SUMS or bool(x.power)
     if is_sum and new != old and not holds_sums(old):

@@ -22,7 +22,7 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.zeros import fills_with_zero
 
-_AMONG_ROWS = "rows are read or written by the numbers of others"
+_AMONG_ROWS = "rows are read or written by the numbers of other rows"
 _SAME = (Kind.COPY, Kind.ZERO)
 _INTO_TABLE = {"scatter-max": Kind.MAXIMUM, "scatter-min": Kind.MINIMUM}
 
@@ -202,7 +202,7 @@ def _rows_of_table(pair: EquationPair) -> Known:
 def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
-        raise NotOfOneKindError("elements by the numbers of the tower's rows")
+        raise NotOfOneKindError("elements indexed by the numbers of the tower's rows")
     if sizes != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError("elements that depend on the number of rows")
     if x.kind is Kind.PART and at.kind in _SAME:
@@ -247,7 +247,7 @@ def _scattered(pair: EquationPair) -> Known:
     axis, at_axis, new_axis = pair.rows_in
     adds = pair.name in ("scatter-add", "scatter-sub")
     if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
-        raise NotOfOneKindError("a function is applied to some elements")
+        raise NotOfOneKindError("a function is applied to only some elements")
     if x.kind is new.kind is Kind.ZERO:
         return ZERO
     if x.kind is Kind.BUFFER:

@@ -85,7 +85,7 @@ def _program_of(eqn: Any) -> Any:
         hidden = trace_hidden(eqn, {})
         if hidden is not None:
             return hidden
-    raise ProgramsDifferError(f"{eqn.primitive.name} hides its program")
+    raise ProgramsDifferError(f"{eqn.primitive.name} hides the program that it runs")
 
 
 @rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)

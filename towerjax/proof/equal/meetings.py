@@ -183,7 +183,7 @@ def _draw_of(pair: EquationPair) -> Known:
     has_rows = pair.rows_out[0] is not None
     if key.kind is Kind.KEY:
         if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
-            raise NotOfOneKindError("a draw by values of a tower")
+            raise NotOfOneKindError("a random draw that depends on a tower's values")
         if not has_rows:
             raise NotOfOneKindError("a draw of a tower that is not one per row")
         return rows()

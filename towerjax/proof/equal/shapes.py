@@ -54,7 +54,7 @@ def _size_as_number(pair: EquationPair) -> Known:
     if pair.sizes.are_of_tower(*sizes):
         return SIZE
     if times is None or pair.sizes.padded:
-        raise NotOfOneKindError("a size that is a number of rows")
+        raise NotOfOneKindError("a size that depends on the number of rows")
     return copy(-1)
 
 
@@ -248,7 +248,7 @@ def _put_together(pair: EquationPair) -> Known:
             raise NotOfOneKindError("a dim of rows made from other dims")
         return joined(ins, "beside")
     if any(r != axis for r in pair.rows_in):
-        raise NotOfOneKindError("the tower's rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with other values")
     if not pair.kinds <= {Kind.ROWS, Kind.ZERO}:
         raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
     times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
@@ -330,7 +330,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
         times = pair.sizes.times(size, other)
         blocks = (times or Fraction(0)) / each
         if x.kind is not Kind.ROWS or not blocks or blocks.denominator != 1:
-            raise NotOfOneKindError("some of the tower's rows are taken")
+            raise NotOfOneKindError("only some of the tower's rows are taken")
         found.append(x._replace(blocks=int(blocks)))
     return found
 
@@ -361,7 +361,7 @@ def _sliced(pair: EquationPair) -> Known:
     low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
     is_whole = x.kind is Kind.ROWS and given == [1, 1] and None not in (low, high)
     if not is_whole:
-        raise NotOfOneKindError("some of the tower's rows are taken")
+        raise NotOfOneKindError("only some of the tower's rows are taken")
     return x._replace(blocks=high - low)  # type: ignore
 
 
@@ -389,9 +389,9 @@ def _padded(pair: EquationPair) -> Known:
     x, filler = pair.ins
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
-        raise NotOfOneKindError("the tower's rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with other values")
     if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
-        raise NotOfOneKindError("the tower's rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with other values")
     if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{x} is padded by {filler}")
     return joined([x, filler], "beside")

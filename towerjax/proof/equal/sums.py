@@ -162,7 +162,9 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
     """Along other dims than rows, any function of a row."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
-        raise NotOfOneKindError("a reduction of the tower's rows by a function")
+        raise NotOfOneKindError(
+            "a reduction of the tower's rows by a function of the user's"
+        )
     _refuse_other_function(pair)
     return function_of(pair.ins, "a reduction by a function")
 
@@ -255,7 +257,9 @@ def _matrix_product(pair: EquationPair) -> Known:
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
         raise NotOfOneKindError(f"{x} times {y}")
     if pair.dtype(0).kind == "b":
-        raise NotOfOneKindError("whether flags of the tower's rows meet, and no sum")
+        raise NotOfOneKindError(
+            "a test of whether any row has a flag, which is not a sum"
+        )
     both = product_of(x, y)
     if both.kind is Kind.ROWS:
         if pair.has_padding(x.zeros, y.zeros):
@@ -363,5 +367,5 @@ def _solution(pair: EquationPair) -> Known:
     if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
-        raise NotOfOneKindError("a solution among the tower's rows")
+        raise NotOfOneKindError("a linear solve along the tower's rows")
     return function_of(pair.ins, "a solution")

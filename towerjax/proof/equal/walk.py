@@ -282,7 +282,7 @@ class Walk:
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:
-                raise NotOfOneKindError("an array with a dim of towers")
+                raise NotOfOneKindError("an array with one entry per tower")
         if registered.by_element and _is_of_groups(pair):
             return _by_groups(pair, registered)
         for value in pair.ins:
@@ -309,7 +309,7 @@ class Walk:
             return pair.unknown(f"{pair.name} makes {value} of another shape")
         has_towers = pair.towers_out[result] is not None
         if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
-            return pair.unknown(f"{pair.name} makes an array with a dim of towers")
+            return pair.unknown(f"{pair.name} makes an array with one entry per tower")
         if value.kind in zeros.KNOWN_ZEROS:
             found = value.zeros | zeros.zeros_of(pair, result)
             if len(found) > _MOST_FLAGS:
