@@ -77,7 +77,7 @@ def seconds(make: Callable[..., tuple[Step, Any, Any]]) -> list[float]:
     state = step.init(params)
     sample = functools.partial(
         run_audit,
-        step.engine,
+        step.plan,
         step.strategy,
         state,
         batch,

@@ -366,9 +366,9 @@ def said_of(loss: Loss, padded: bool) -> list[Equality]:
     if loss.local is not None:
         given["local"] = tj.TowerLocal(zeros(loss.local), tj.Reduction.MEAN)
     state = step.init(zeros(loss.params), **given)
-    engine, state = step.policy.audited(step.engine, state)
+    plan, state = step.to_audit(state)
     rows = ROWS // step.num_parts
-    to_prove = StepToProve(engine, strategy, state, loss.batch, rows, padded)
+    to_prove = StepToProve(plan, strategy, state, loss.batch, rows, padded)
     return equalities_of(to_prove)
 
 

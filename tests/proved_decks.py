@@ -25,9 +25,9 @@ def verdicts_of(model, padded):
     how = {"rng": jax.random.key(0)}
     if model.local is not None:
         how["local"] = tj.TowerLocal(model.local, tj.Reduction.MEAN)
-    engine, state = step.policy.audited(step.engine, step.init(model.params, **how))
+    plan, state = step.to_audit(step.init(model.params, **how))
     rows = len(jax.tree.leaves(model.batch)[0]) // step.num_parts
-    given = engine, step.strategy, state, model.batch, rows, padded
+    given = plan, step.strategy, state, model.batch, rows, padded
     return equalities_of(StepToProve(*given))
 
 

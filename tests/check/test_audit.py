@@ -598,7 +598,7 @@ def loss_alone(loss_fn, batch=ROWS, params=MODEL, leaves=None, **options):
     """The audit that a first call makes, of leaves that are not proved."""
     step = train_step(loss_fn, **options)
     pads = step.options.remainder == "pad"
-    given = step.engine, step.strategy, step.init(params), batch
+    given = step.plan, step.strategy, step.init(params), batch
     how = {"parts": 4, "pads": pads, "gradients": False, "leaves": leaves}
     return run_audit(*given, **how)
 

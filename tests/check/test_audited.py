@@ -532,6 +532,16 @@ def test_a_run_that_goes_on_is_not_audited_again(counted, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_step_that_is_to_be_proved_is_refused_at_each_call(counted):
+    step = step_of(audit=True)
+    state = step.init(PARAMS)
+    for _ in range(2):
+        with pytest.raises(NotProved, match="A sample agreed"):
+            step(state, BATCH)
+    assert int(state.step) == 0 and step.is_audited
+
+
+@pytest.mark.slow
 def test_what_is_too_large_is_told_in_one_line(counted, monkeypatch):
     monkeypatch.setattr(audited, "MOST_PARAMETERS", 16)
     text = "Not audited: 17 parameters, more than 16. Run step.audit.* small model"

@@ -24,9 +24,9 @@ TWO = tj.Mirrored(("cpu:0",), towers=2)
 def says_of(step, state=None, batch=BATCH):
     """What is said of each leaf of a step."""
     state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
-    engine, state = step.policy.audited(step.engine, state)
+    plan, state = step.to_audit(state)
     rows = len(jax.tree.leaves(batch)[0]) // step.num_parts
-    given = engine, step.strategy, state, batch, rows, step.placer.may_pad
+    given = plan, step.strategy, state, batch, rows, step.placer.may_pad
     return {x.leaf: x for x in equalities_of(StepToProve(*given))}
 
 
@@ -374,7 +374,7 @@ def test_a_step_of_thousands_of_towers_is_proved(symbolic):
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0",), towers=4096)
     )
-    given = step.engine, step.strategy, step.init(PARAMS), BATCH, 1
+    given = step.plan, step.strategy, step.init(PARAMS), BATCH, 1
     assert [x.says for x in equalities_of(StepToProve(*given))] == ["proved"]
 
 
@@ -401,9 +401,9 @@ def test_sums_of_a_cross_tower_op_of_ones_own_are_unknown():
 
 def test_what_has_no_passes_is_unknown():
     step = train(lambda p, b, t: mean(errors(p, b), t))
-    passes = dataclasses.replace(step.engine.passes, each=())
-    engine = dataclasses.replace(step.engine, passes=passes)
-    given = StepToProve(engine, TWO, step.init(PARAMS), BATCH, 12)
+    passes = dataclasses.replace(step.plan.passes, each=())
+    plan = dataclasses.replace(step.plan, passes=passes)
+    given = StepToProve(plan, TWO, step.init(PARAMS), BATCH, 12)
     assert [x.says for x in equalities_of(given)] == ["unknown"]
 
 

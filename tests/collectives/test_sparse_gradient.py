@@ -13,7 +13,7 @@ from jax import lax
 
 import towerjax as tj
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.step.run.looked_up import TracedLoss
+from towerjax.step.passes.looked_up import TracedLoss
 
 N = 5
 D = 3

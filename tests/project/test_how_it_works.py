@@ -87,9 +87,9 @@ CONCEPTS = PAGE.parent / "concepts.md"
 
 
 # Classes that there were beside the twelve, and what they do now is one of them.
-GONE = """Caller CompiledStep Findings InferenceStep MembersStep ModelEngine
-    ModelStep ModelTrainStep PassArgs PassResult Proving Recipe Run Runner
-    TrainStep""".split()
+GONE = """Called Caller CompiledStep Engine Findings InferenceStep MembersStep
+    ModelEngine ModelPasses ModelStep ModelTrainStep PassArgs PassResult Proving
+    Recipe Run Runner TrainStep""".split()
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_a_name_before_its_file_is_there():
 
 
 def test_a_first_call_takes_one_derivative_outside_the_tower(calls):
-    device = "step/run/on_device.py", "on_device.<locals>.run"
-    derivative = "step/run/derivative.py", "gradient_of"
+    device = "step/passes/on_device.py", "on_device.<locals>.run"
+    derivative = "step/passes/derivative.py", "gradient_of"
     towers = "lowering/tower_axis.py", "over_local_towers"
     order = [device, derivative, towers]
     # What a device runs is traced twice: as one tower a device, and as it is.

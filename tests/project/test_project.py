@@ -83,13 +83,13 @@ def test_rooms_import_those_before_them():
             assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
-STEP_ROOMS = "state run step make".split()
+STEP_ROOMS = "state passes plan run step make".split()
 
 
 def test_the_rooms_of_a_step_import_those_before_them():
     folder = ROOT / "step"
     files = {path.name for path in folder.iterdir() if path.suffix == ".py"}
-    assert files == {"__init__.py", "step.py"}
+    assert files == {"__init__.py", "plan.py", "step.py"}
     for number, room in enumerate(STEP_ROOMS):
         for path in [*(folder / room).glob("*.py"), *folder.glob(f"{room}.py")]:
             inner = [x.split(".") for x in modules_imported(path)]
@@ -146,7 +146,7 @@ def modules_imported(path):
 
 
 # What tf1/ imports besides public names: how a step is planned and made, and others.
-PLAN = "step.make step.run.engine step.run.one_pass step.run.policies step.step".split()
+PLAN = "step.make step.plan step.passes.one_pass step.state.policies step.step".split()
 
 
 def test_the_top_floor_looks_into_few_rooms():

@@ -181,11 +181,11 @@ WITHIN = {"within": {"model": 2}}
 ])  # fmt: skip
 def test_which_updates_each_device_runs(options, devices, hold_update, expected):
     names = [f"cpu:{i}" for i in range(devices)]
-    engine = types.SimpleNamespace(
+    plan = types.SimpleNamespace(
         strategy=tj.Mirrored(names, towers=2, **options),
         passes=types.SimpleNamespace(hold_update=hold_update),
     )
     for accepts in (True, False):  # one that accepts nothing has no update
-        engine.accepts = accepts
-        traced = Traced(engine, (), None, None)
+        plan.accepts = accepts
+        traced = Traced(plan, (), None, None)
         assert traced.update_on_devices == (expected and accepts)

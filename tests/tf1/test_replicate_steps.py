@@ -198,14 +198,14 @@ def test_one_step_at_a_time_and_its_hooks():
     step = model.train_step()
     state = model.init(start())
     evaluate = model.eval_step()
-    assert step.policy.hooks == []
+    assert step.plan.states.hooks == []
     expected, losses, _ = called(4, 2)
     for one, loss in zip(BATCHES, losses, strict=True):
         evaluate(state, one)
         state, metrics = step(state, one)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     same(numbers(state), expected, exactly=False)
-    assert step.policy.hooks == [hook]
+    assert step.plan.states.hooks == [hook]
     # One a program; what runs on the devices is what is proved.
     assert traces == [tj.estimator.Mode.EVAL, tj.estimator.Mode.TRAIN]
 

@@ -66,7 +66,7 @@ class Model:
 
         def dispatch_and_find_hooks(state, batch):
             hooks = (lambda number, metrics: self.seen.append(number),)
-            object.__setattr__(step.policy, "hooks", hooks)
+            object.__setattr__(step.plan.states, "hooks", hooks)
             return dispatch(state, batch)
 
         step.dispatch = dispatch_and_find_hooks

@@ -60,10 +60,10 @@ def prepare(
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)
-    kind = step.policy.kind(state)
+    kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
     if asked.audit and step.unproved is None:  # it was compiled before
-        hook(trace(step.engine, (*split_state(state), *batch.args)))
+        hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
     _found(step, note="")
     return Prepared(program, checked.note, checked.seconds - before_s)
@@ -108,13 +108,13 @@ def audit_step(
 ) -> AuditReport:
     """The report of an audit with options of `run_audit`; the step tells of it."""
     start = time.perf_counter()
-    engine, state = step.policy.audited(step.engine, step.start(state))
+    plan, state = step.to_audit(step.start(state))
     try:
         # Of what only the audit makes, and judges: what is not finite, too.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
             how = {"parts": step.num_parts, "pads": step.placer.may_pad} | options
-            report = run_audit(engine, step.strategy, state, batch, **how)
+            report = run_audit(plan, step.strategy, state, batch, **how)
     finally:
         took = time.perf_counter() - start
         _found(step, seconds=step.checked.seconds + took)
@@ -142,9 +142,9 @@ def equality_of_step(
     """
     rows, _, shared = args
     with jax.transfer_guard("allow"):  # of constants, which are looked at
-        engine, state = step.policy.audited(step.engine, state)
+        plan, state = step.to_audit(state)
         to_prove = StepToProve(
-            engine,
+            plan,
             step.strategy,
             state,
             with_shared(rows, [Whole(x) for x in shared]),

@@ -30,9 +30,9 @@ from towerjax.types.options import check_whole
 
 def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
     """The proof that towers stay the same, and equal one, of shapes alone."""
-    state = step.policy.as_state(state)
+    state = step.plan.states.as_state(state)
     args = step.placer.shapes(batch)
-    traced = trace(step.engine, (*split_state(state), *args))
+    traced = trace(step.plan, (*split_state(state), *args))
     for traced_pass in traced.passes:
         traced_pass.towers.rehearse()
     proof = traced.proof
@@ -57,14 +57,14 @@ def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
     state = step.start(state)
     placed = step.place_batch(batch)
     hook = functools.partial(step.before_first, state=state, batch=placed)
-    kind = step.policy.kind(state)
+    kind = step.plan.states.kind(state)
     return step.programs.program(split_state(state), placed, kind, hook)
 
 
 def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
     placement = step.strategy.placement
     state = state if isinstance(state, TrainState) else step.shapes(state)
-    state = step.policy.as_state(state)
+    state = step.plan.states.as_state(state)
     args = step.placer.shapes(batch)
     full_rows = None
     if step.programs.leaves_out_weights and not step.placer.may_pad:
@@ -73,7 +73,7 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
     hook = functools.partial(prove_alone, step, state=state, args=args, why=why)
     first = split_state(state)
     return compile_step(
-        step.engine, placement, (*first, *args), full_rows=full_rows, before_first=hook
+        step.plan, placement, (*first, *args), full_rows=full_rows, before_first=hook
     )
 
 
@@ -90,7 +90,7 @@ def report_step(
     program = step.program(state, placed)
     state = step.start(state)
     copied = place(state, placement, state_layout(step.strategy), state.params)
-    verdict = [step.verdicts.none] * program.engine.gives_verdict
+    verdict = [step.verdicts.none] * program.plan.gives_verdict
     others = *placed.args, *verdict
     timing = time_program(program, copied, others, timed_calls)
     report = report_on(program, placement, step.unproved)
@@ -108,7 +108,7 @@ def locate_nonfinite(
     before = np.asarray(number - 1).astype(np.int32)
     at = place(before, placement, Layout.MIRRORED)
     donated_kept = split_state(dataclasses.replace(state, step=at))
-    locator = dataclasses.replace(step.programs, engine=step.engine.flagging())
+    locator = dataclasses.replace(step.programs, plan=step.plan.flagging())
     program = locator.program(donated_kept, placed)
     (flags,) = locator(program, donated_kept, placed)
     places = [place for x in jax.device_get(flags) for place in x.places(number)]

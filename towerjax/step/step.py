@@ -1,4 +1,4 @@
-"""`Step`: an engine, its programs and the verdicts on its calls."""
+"""`Step`: a plan, its programs and the verdicts on its calls."""
 
 import dataclasses
 import functools
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import jax
 
 from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.step.plan import Plan
 from towerjax.step.run.checked import Checked
 from towerjax.step.run.compile import Program
-from towerjax.step.run.engine import Engine, StepOptions
-from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced
@@ -19,8 +18,8 @@ from towerjax.step.run.verdicts import Verdicts
 from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable
 from towerjax.step.state.faults import NonFiniteError, Place
 from towerjax.step.state.first_state import first_shapes, first_state, placed_state
+from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
-from towerjax.towers.strategies import Strategy
 from towerjax.types import Metrics, PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.leaves import check_like
@@ -42,22 +41,11 @@ class Step(Generic[_Result]):
     `build_predict_step` return metrics or rows alone. Compiled at its first call, once.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        strategy: Strategy,
-        options: StepOptions,
-        policy: StatePolicy,
-        *,
-        placer: Placer | None = None,
-        remake: "Callable[..., Step[_Result]] | None" = None,
-    ) -> None:
-        """``remake(strategy, options, placer=...)`` makes the same step for others."""
-        self.engine = engine
-        self.strategy = strategy
-        self.options = options
-        self.policy = policy
-        self.remake = remake
+    def __init__(self, plan: Plan, *, placer: Placer | None = None) -> None:
+        """The step of a plan; ``placer`` is another than its options make."""
+        self.plan = plan
+        self.strategy = strategy = plan.strategy
+        self.options = options = plan.options
         placement = strategy.placement
         remainder = options.remainder
         self.placer = placer or Placer(
@@ -67,7 +55,7 @@ class Step(Generic[_Result]):
         self.checked = Checked()
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.exact
-        self.programs = Programs(engine, placement, options.max_programs, leaves_out)
+        self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
         self.verdicts = Verdicts(placement, self.refused if raises else None)
 
@@ -115,11 +103,11 @@ class Step(Generic[_Result]):
         from towerjax.check.questions import prove_traced
 
         def fn(state: TrainState, batch: PyTree) -> _Result:
-            given = self.policy.as_state(state)
+            given = self.plan.states.as_state(state)
             placed = self.placer.fit_traced(batch)
             hook = functools.partial(prove_traced, self, state=given, batch=placed)
             out = self.programs.trace(split_state(given), placed, hook)
-            return self.policy.result(given, out, placed)
+            return self.plan.states.result(given, out, placed)
 
         return door(fn)
 
@@ -153,14 +141,14 @@ class Step(Generic[_Result]):
             trained has no gradient; ``local`` says no reduction; or a device is not on
             this machine.
         """
-        makes = self.trained.policy.makes
+        makes = self.trained.plan.states.makes
         given = {"opt_state": opt_state, "local": local, "extra": extra, "rng": rng}
         return first_state(self.strategy, makes, params, **given)
 
     @property
     def trained(self) -> "Step[_Result]":
         """The step if it trains; a step that evaluates or predicts raises."""
-        if isinstance(self.policy, Read):
+        if isinstance(self.plan.states, Read):
             raise ValueError(
                 "step= is one that evaluates or predicts: it has no state of its own,"
                 " and does not train. Give it the state of a train step, or parameters,"
@@ -180,7 +168,7 @@ class Step(Generic[_Result]):
         Raises:
           ValueError: Its tower-local variables have another number of towers.
         """
-        reads = isinstance(self.policy, Read)
+        reads = isinstance(self.plan.states, Read)
         return self.start(state) if reads else placed_state(self.strategy, state)
 
     def dispatch(
@@ -191,13 +179,13 @@ class Step(Generic[_Result]):
         That is ``()`` int32: -1, or the step's number if it was refused.
         """
         before, out = self.trained.outputs(state, batch, self.verdicts.none)
-        return *self.policy.result(before, out, batch), out.verdict
+        return *self.plan.states.result(before, out, batch), out.verdict
 
     def outputs(
         self, state: PyTree, batch: PlacedBatch, *verdict: jax.Array
     ) -> tuple[TrainState, PyTree]:
         """The state as it was given to the program, and the program's results."""
-        policy = self.policy
+        policy = self.plan.states
         programs = self.programs
         taken = policy.take(state)
         hook = None
@@ -244,8 +232,8 @@ class Step(Generic[_Result]):
         at = getattr(state, "step", None)  # by which its verdict is known
         self.verdicts.check(at)
         placed = self.placer.place(batch, by_call=True)
-        if not self.engine.gives_verdict:
-            return self.policy.result(*self.outputs(state, placed), placed)
+        if not self.plan.gives_verdict:
+            return self.plan.states.result(*self.outputs(state, placed), placed)
         line = self.verdicts.take(at)
         try:
             before, out = self.outputs(state, placed, line.verdict)
@@ -253,12 +241,17 @@ class Step(Generic[_Result]):
             line = dataclasses.replace(line, **now)
         finally:
             self.verdicts.put(line)
-        return self.policy.result(before, out, placed)
+        return self.plan.states.result(before, out, placed)
+
+    def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
+        """What is proved and audited for the step, and its state."""
+        other = self.plan.audited
+        return (self.plan, state) if other is None else other(state)
 
     def start(self, state: PyTree) -> TrainState:
         """The state to start a loop from: the same, checked, its numbers placed."""
         last = self.programs.last
-        return self.policy.start(state, None if last is None else last.state)
+        return self.plan.states.start(state, None if last is None else last.state)
 
     def shapes(
         self,
@@ -276,7 +269,7 @@ class Step(Generic[_Result]):
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
         """
         given = {"opt_state": opt_state, "local": local, "extra": extra}
-        return first_shapes(self.strategy, self.policy.made, params, **given)
+        return first_shapes(self.strategy, self.plan.states.made, params, **given)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers.
@@ -454,6 +447,8 @@ class Step(Generic[_Result]):
         self, traced: Traced, state: TrainState, batch: PlacedBatch
     ) -> None:
         """Prove or audit the step before the first call of such a batch."""
+        if self.options.audit is False:  # nothing of check/ is imported
+            return
         from towerjax.check.first_call import before_first
 
         before_first(self, traced, state, batch)
@@ -468,7 +463,7 @@ class Step(Generic[_Result]):
 
     def refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
         """The error of a step that was refused, with the places that are known."""
-        how = {"guard": self.options.guard, "by_tower": self.engine.refuses_by_tower}
+        how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, places, **how)
 
 

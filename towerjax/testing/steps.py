@@ -129,7 +129,7 @@ def assert_replicates(
         )
         step.place_batch(batch)  # which refuses what these towers cannot share
         state = step.init(params, local=local, extra=extra)
-        towers = Towers(step.engine, strategy, number, state, rows=rows)
+        towers = Towers(step.plan, strategy, number, state, rows=rows)
         towers.prove(in_order)
         return towers
 
@@ -273,7 +273,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     """
     if isinstance(step, RunsOnOneTower):
         return step.on_one_tower(_one_tower(step.strategy))
-    if not isinstance(step, Step) or step.remake is None:
+    if not isinstance(step, Step) or step.plan.remade is None:
         raise ValueError(
             f"one_tower got {a_type(step)}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
@@ -284,7 +284,8 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_parts
     )
-    return step.remake(strategy, options, placer=placer)
+    made: Any = Step(step.plan.on(strategy, options), placer=placer)
+    return made
 
 
 def _one_tower(strategy: Strategy) -> Strategy:

@@ -182,7 +182,7 @@ def _refuted(case: Case) -> Explained | None:
 def _refuted_in(audit: Audit) -> list[Equality]:
     """What the proof says of leaves that are off by a factor."""
     step = audit.step
-    given = step.engine, step.strategy, step.state, step.batch
+    given = step.plan, step.strategy, step.state, step.batch
     found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
     return [x for x in found if x.says == "refuted"]
 

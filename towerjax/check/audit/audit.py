@@ -12,7 +12,7 @@ from towerjax.collectives.sparse_rows import splits_entries
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import copy_to_host
-from towerjax.step.run.engine import Engine
+from towerjax.step.plan import Plan
 from towerjax.step.run.programs import refuse_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
@@ -23,7 +23,7 @@ _ROWS = 6  # of each of two towers, where a function takes so few
 
 
 def run_audit(
-    engine: Engine,
+    plan: Plan,
     strategy: Strategy,
     state: TrainState,
     batch: PyTree,
@@ -49,7 +49,7 @@ def run_audit(
     what is merged, only ``leaves`` of such names are judged.
     """
     rows = _on_host(batch)
-    step = StepToAudit(engine, strategy, state, rows, gradients, leaves)
+    step = StepToAudit(plan, strategy, state, rows, gradients, leaves)
     audit = _of_fewest_rows(step, parts=parts, pads=pads)
     if unmasked := audit.unmasked():
         total = len(feed.batches(rows, 1))

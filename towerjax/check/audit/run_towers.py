@@ -25,7 +25,7 @@ from towerjax.mesh.private_jax import least_effort
 from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means
-from towerjax.step.run.engine import Engine, Passes
+from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.programs import refuse_unread_weight
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.accumulators import is_typed, key_name
@@ -69,13 +69,13 @@ class Towers:
 
     Each tower function is called once a tower: micro-batches are towers in turn. Rows
     are padded to so many that all share, at least to ``rows``. ``passes`` are others
-    than the engine's. A tower of several devices has them all, or is ``narrow``, on
+    than the plan's. A tower of several devices has them all, or is ``narrow``, on
     one.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        plan: Plan,
         strategy: Strategy,
         number: int,
         state: TrainState,
@@ -91,8 +91,8 @@ class Towers:
         self._placement = alike.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
-        engine = dataclasses.replace(engine, passes=passes or engine.passes)
-        self._engine = engine.on(alike).merging()
+        plan = dataclasses.replace(plan, passes=passes or plan.passes)
+        self._plan = plan.towers_on(alike).merging()
         own = dataclasses.replace(state, local=_local_of(state.local, number))
         self.state = place(own, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}
@@ -103,7 +103,7 @@ class Towers:
         """The passes, traced once."""
         if self.traced is None:
             with jax.default_matmul_precision("highest"):
-                self.traced = trace(self._engine, self._args(split, self.state)[0])
+                self.traced = trace(self._plan, self._args(split, self.state)[0])
             self.rtol = rounding_of(x.towers.jaxpr for x in self.traced.passes)
             options = least_effort(self._placement.platform, self._effort)
             self._fn = jax.jit(self.traced, compiler_options=options)
@@ -140,7 +140,7 @@ class Towers:
     def prove(self, split: RowsToRun) -> None:
         """Refuse what a step of so many towers refuses, and padding that counts."""
         placed = self._args(split, self.state)[1]
-        refuse_unread_weight(placed, self.trace(split).proof)
+        refuse_unread_weight(placed, self.trace(split))
 
     def _params_for(self, split: RowsToRun) -> PyTree:
         """The parameters that a split is run with, on the host."""

@@ -27,7 +27,7 @@ from towerjax.jaxprs.equation import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.run.engine import Engine, Passes
+from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
@@ -41,7 +41,7 @@ class StepToAudit:
     """What an audit needs of a step.
 
     Attributes:
-      engine: Its passes.
+      plan: Its passes.
       strategy: Where its towers are.
       state: A state.
       batch: A batch, on the host.
@@ -49,7 +49,7 @@ class StepToAudit:
       leaves: The names of the leaves that are judged; None judges all.
     """
 
-    engine: Engine
+    plan: Plan
     strategy: Strategy
     state: TrainState
     batch: PyTree
@@ -61,7 +61,7 @@ class Audit:
     """One audit, of ``each`` rows for either of two towers."""
 
     def __init__(self, step: StepToAudit, each: int, *, pads: bool) -> None:
-        passes = step.engine.passes
+        passes = step.plan.passes
         state = step.state
         self.is_own = not passes.is_of_one_loss  # what merges is not of a loss alone
         if not self.is_own:  # which reads no optimizer's state
@@ -81,7 +81,7 @@ class Audit:
 
     def towers(self, number: int, **how: Any) -> Towers:
         """So many towers of the step."""
-        given = self.step.engine, self.step.strategy, number, self._state
+        given = self.step.plan, self.step.strategy, number, self._state
         how = {"rows": 2 * self.each, "passes": self._passes} | how
         return Towers(*given, **how)
 

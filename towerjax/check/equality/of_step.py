@@ -29,8 +29,8 @@ from towerjax.proof.equal.one_tower import (
     has_own_derivatives,
     worst_of,
 )
+from towerjax.step.plan import Plan
 from towerjax.step.run.trace import Traced
-from towerjax.step.state.next_state import NextState
 from towerjax.types import Reduction
 
 
@@ -79,16 +79,16 @@ def _of_whole_step(why: str) -> list[Equality]:
 
 def _why_not_traced(step: StepToProve) -> str:
     """Why nothing is traced of a step; "" if something is."""
-    if not step.engine.passes.each:
+    if not step.plan.passes.each:
         return "each call of it runs several steps"
     ops = step.strategy.cross_tower_ops
     if not isinstance(ops, AllReduce | PinnedTree):
         return f"its sums over towers are those of {type(ops).__name__}"
-    return step.engine.passes.why_not_proved()
+    return step.plan.passes.why_not_proved
 
 
 def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
-    whole = step.engine.passes
+    whole = step.plan.passes
     found = list[Equality]()
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
@@ -120,7 +120,7 @@ def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equal
             ]
         else:
             equalities = _asked(each, each.outputs, step)
-            read = "" if number < len(traced) else _read_in_parts(step)
+            read = "" if number < len(traced) else _read_in_parts(step.plan)
             equalities = _with_sums(equalities, each, step, read)
             equalities = [_with_reduction(x, each) for x in equalities]
         prefix = f"pass {number}: " if len(traced) > 1 else ""
@@ -164,12 +164,11 @@ _READ_IN_PARTS = (
 )
 
 
-def _read_in_parts(step: StepToProve) -> str | None:
+def _read_in_parts(plan: Plan) -> str | None:
     """How names begin of means whose sum may be read alone; None: of no mean."""
-    finish = step.engine.finish
-    if not isinstance(finish, NextState):
+    if not plan.accepts:
         return None
-    return "extra" if finish.keeps_local else ""  # update_extra is given that
+    return "extra" if plan.keeps_local else ""  # update_extra is given that
 
 
 def _with_sums(

@@ -21,9 +21,9 @@ from towerjax.data.shard import without_shared
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
-from towerjax.step.run.engine import Engine, Passes
-from towerjax.step.run.on_device import DeviceTowers
-from towerjax.step.run.one_pass import Pass
+from towerjax.step.passes.on_device import DeviceTowers
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.plan import Passes, Plan
 from towerjax.step.state.accumulators import (
     ADDED,
     CARRIED,
@@ -37,7 +37,6 @@ from towerjax.step.state.accumulators import (
     key_name,
     put_sums,
 )
-from towerjax.step.state.next_state import NextState
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
@@ -63,7 +62,7 @@ class StepToProve:
     """What a proof of equality needs of a step.
 
     Attributes:
-      engine: Its passes.
+      plan: Its passes.
       strategy: Where its towers are.
       state: A state, or shapes.
       batch: A batch, or shapes.
@@ -71,7 +70,7 @@ class StepToProve:
       padded: Whether batches may be padded.
     """
 
-    engine: Engine
+    plan: Plan
     strategy: Strategy
     state: TrainState
     batch: PyTree
@@ -130,8 +129,8 @@ def traced_passes(
     in_parts = several > 1 and not takes_gradient
     columns = []
     for split in splits:
-        engine = dataclasses.replace(step.engine, passes=passes)
-        alike = engine.on(on_one_group(step.strategy, split.towers)).passes
+        plan = dataclasses.replace(step.plan, passes=passes)
+        alike = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
         alike = alike.changed(micro_batches=split.parts)
         rows = _symbol_for(step) if of_symbol else _rows_for(step, split, splits)
         columns.append([*_trace_passes(alike, step, split, rows, in_parts)])
@@ -269,8 +268,7 @@ def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None
     None where a tower starts with another value than the others; empty unless the step
     is a train step that is not extended, the next variables of which are these.
     """
-    finish = step.engine.finish
-    if not (isinstance(finish, NextState) and finish.keeps_local):
+    if not step.plan.keeps_local:
         return []
     places = [i for i, x in enumerate(inputs) if x is Given.PER_TOWER]
     values = jax.tree.leaves(step.state.local)

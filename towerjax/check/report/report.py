@@ -196,7 +196,7 @@ def report_on(
     program: Program, placement: Placement, unproved: Mapping[str, str] | None
 ) -> StepReport:
     """The report on a step's program, of which some leaves are not proved."""
-    names = [*program.engine.ins, "verdict"]
+    names = [*program.plan.ins, "verdict"]
     report = _make_report(program.call, names, placement, program.seconds)
     return dataclasses.replace(report, unproved=unproved, counted=program.flops)
 
@@ -209,7 +209,7 @@ def time_program(
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
         out = program.call(first, kept, *others)
-        return (out[0] if program.engine.donate else first), out
+        return (out[0] if program.plan.donates else first), out
 
     return time_calls(call, first, calls)
 

@@ -3,23 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.step.make.gradient import refusing_tangents
 from towerjax.step.make.of_loss import LossPass
-from towerjax.step.run.engine import (
-    Engine,
+from towerjax.step.passes.one_pass import Pass, TowerFn
+from towerjax.step.plan import (
     Passes,
+    Plan,
     StepOptions,
     of_last,
     state_ins,
-    training_engine,
     training_pass,
+    training_plan,
 )
-from towerjax.step.run.one_pass import Pass, TowerFn
-from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
+from towerjax.step.state.policies import Read, StatePolicy
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import EvalStep, Step, TrainStep
 from towerjax.towers.outputs import check_metrics, check_rows
@@ -110,19 +109,16 @@ def build_step(
             check_function("tower_fn", each_fn, f"tower_fn(state, batch, tower{later})")
     check_function("update_fn", update_fn, "update_fn(state, merged)")
 
-    def make(
-        strategy: Strategy, options: StepOptions, *, placer: Placer | None = None
-    ) -> TrainStep:
+    def planned(strategy: Strategy, options: StepOptions) -> Plan:
         each = tuple(_pass_of(fn, strategy, options) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
-        given = Passes(each), of_last(update_fn), options
-        engine = training_engine(*given, needs_examples=False)
-        policy = StatePolicy(strategy)
-        return Step(engine, strategy, options, policy, remake=make, placer=placer)
+        given = strategy, options, Passes(each), of_last(update_fn)
+        states = StatePolicy(strategy)
+        return training_plan(*given, states, needs_examples=False, remade=planned)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
-    return make(with_specs(strategy, specs), options)
+    return Step(planned(with_specs(strategy, specs), options))
 
 
 def _pass_of(
@@ -148,9 +144,9 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
         return (as_own(merged[0]),)
 
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
-    engine = Engine(passes, finish, state_ins(strategy))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
-    return Step(engine, strategy, of_step, Read(strategy))
+    given = strategy, of_step, passes, finish, Read(strategy)
+    return Step(Plan(*given, state_ins(strategy)))
 
 
 @door

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from towerjax.mesh.transfer import place
+from towerjax.step.plan import Passes, Plan, state_ins
 from towerjax.step.run.compile import inline
-from towerjax.step.run.engine import Engine, Passes, state_ins
-from towerjax.step.run.policies import StatePolicy
+from towerjax.step.run.prove import Proof
 from towerjax.step.state.accumulators import owned
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Outcome
+from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
@@ -62,8 +63,19 @@ class Members:
         options = dataclasses.replace(options, donate=True)
         ins = state_ins(strategy, self._layout)
         outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
-        engine = Engine(Passes(()), self._finish, ins, outs, donate=True)
-        self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))
+        plan = Plan(
+            strategy,
+            options,
+            Passes(()),
+            self._finish,
+            _OfMembers(strategy),
+            ins,
+            outs,
+            donates=True,
+            gives_verdict=True,
+            audited=self._first,
+        )
+        self.step = Step(plan)
 
     def _begin_one(self, numbers: Numbers) -> TrainState:
         """A member's first state; its step is kept to know how it was built."""
@@ -93,28 +105,29 @@ class Members:
             state = dataclasses.replace(parts, step=state.step)
         return self.step.place(dataclasses.replace(state, extra=state.extra[1]))
 
-    def first_engine(self, numbers: Numbers) -> Engine:
-        """The engine of the first member."""
+    def _first(self, state: TrainState) -> tuple[Plan, TrainState]:
+        """The first member's plan and state."""
+        numbers = state.extra[0]
         if self._together:
             numbers = jax.tree.map(lambda x: x[0], numbers)
-        return self._build(numbers)[0].engine
+        return self._build(numbers)[0].plan, self.member(state, 0)
 
-    def _finish(self, donated: PyTree, kept: PyTree, *batch: PyTree) -> Outcome:
+    def _finish(
+        self, proofs: list[Proof], donated: PyTree, kept: PyTree, *batch: PyTree
+    ) -> Outcome:
         """One step of all members, of which each traces and proves its own."""
-        proofs = self.step.engine.passes.proofs
         placement = self.step.strategy.placement
 
         def train(donated: PyTree, rng: jax.Array) -> tuple[PyTree, ...]:
             numbers, extra = donated["extra"]
-            engine = self._build(numbers)[0].engine
+            plan = self._build(numbers)[0].plan
             given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
-            out, proof = inline(engine, placement, given)
-            proofs.append((proof.analysis, proof.unmasked))
+            out, traced = inline(plan, placement, given)
+            proofs.append(traced.proof)
             now = {name: x for name, x in out.now.items() if name != "step"}
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-            return donated, now, owned(out.metrics), out.refused
+            return donated, now, owned(out.metrics), out.verdict
 
-        proofs.clear()
         donated, now, metrics, refused = self._over(train)(donated, kept["rng"])
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, metrics, refused.max())
@@ -124,13 +137,6 @@ class Members:
 class _OfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
-    members: Members
-
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The state itself: nothing needs checking."""
         return given
-
-    def audited(self, engine: Engine, state: TrainState) -> tuple[Engine, TrainState]:
-        """The first member's engine and state."""
-        engine = self.members.first_engine(state.extra[0])
-        return engine, self.members.member(state, 0)

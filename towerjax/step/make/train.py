@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
-from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.make.of_loss import LossPass, returned_by_name
-from towerjax.step.run.engine import (
+from towerjax.step.passes.one_pass import TowerFn
+from towerjax.step.plan import (
     Passes,
+    Plan,
     StepOptions,
     of_last,
-    training_engine,
     training_pass,
+    training_plan,
 )
-from towerjax.step.run.one_pass import TowerFn
-from towerjax.step.run.policies import StatePolicy
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update, with_loss
+from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
@@ -245,14 +245,8 @@ def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
 
 
-def _train_step(
-    training: Training,
-    strategy: Strategy,
-    options: StepOptions,
-    *,
-    placer: Placer | None = None,
-) -> TrainStep:
-    """The step of a training on these towers."""
+def _planned(training: Training, strategy: Strategy, options: StepOptions) -> Plan:
+    """The plan of a training on these towers."""
     fns = training.fns(strategy, options)
     fields: dict[str, Any] = {"rows_used_later": training.update_extra is not None}
     tower_fn = fns.tower
@@ -262,17 +256,20 @@ def _train_step(
         fields["trained"] = of_loss.trained
     fields["loss_reduction"] = training.loss_reduction
     passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
-    update = of_last(fns.update)
-    by_tower = fns.refuses_by_tower
-    told = {"by_tower": by_tower, "keeps_local": training.extend is None}
-    engine = training_engine(passes, update, options, **told)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
         makes["local"] = lambda params: fns.init(params).get("local", {})
     alike = dataclasses.replace(training, extend=None)
-    remake = functools.partial(_train_step, alike)
-    policy = StatePolicy(strategy, makes=makes)
-    return Step(engine, strategy, options, policy, remake=remake, placer=placer)
+    return training_plan(
+        strategy,
+        options,
+        passes,
+        of_last(fns.update),
+        StatePolicy(strategy, makes=makes),
+        keeps_local=training.extend is None,
+        by_tower=fns.refuses_by_tower,
+        remade=functools.partial(_planned, alike),
+    )
 
 
 @door
@@ -369,4 +366,4 @@ def build_train_step(
     training = Training(
         loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
     )
-    return _train_step(training, with_specs(strategy, specs), options)
+    return Step(_planned(training, with_specs(strategy, specs), options))

@@ -1,4 +1,4 @@
-"""From an engine to a program: trace, prove, lower, compile."""
+"""From a plan to a program: trace, prove, lower, compile."""
 
 import contextlib
 import dataclasses
@@ -18,11 +18,10 @@ from towerjax.lowering import xla
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
-from towerjax.step.run.engine import Engine
+from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.run.verdicts import next_verdict
-from towerjax.step.state.next_state import Called, Outcome
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree
@@ -31,14 +30,22 @@ from towerjax.types.leaves import listed
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step: the executable, proof, engine, and how long it took to make."""
+    """A compiled step: the executable, and how long it took to make."""
 
     call: Any  # a `jax.stages.Compiled`, whose stub has texts that are None
-    proof: Proof
-    engine: Engine
+    traced: Traced
     seconds: float
     is_full: bool  # whether it takes all rows for examples
-    traced: Traced
+
+    @property
+    def plan(self) -> Plan:
+        """Of what it is the program."""
+        return self.traced.plan
+
+    @property
+    def proof(self) -> Proof:
+        """What was proved of it."""
+        return self.traced.proof
 
     @functools.cached_property
     def flops(self) -> Flops:
@@ -63,14 +70,13 @@ def lower(
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
     program of a training takes the verdict of the call before as a last argument.
     """
-    engine = traced.engine
-    ins = traced.engine.ins
+    plan = traced.plan
+    ins = plan.ins
     outs: Any = traced.outs
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
-    if engine.gives_verdict:
-        outs = Called(*outs[:3], verdict=Layout.MIRRORED)
+    if plan.gives_verdict:
         shardings["verdict"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
     state = ins["state"]
@@ -83,7 +89,7 @@ def lower(
             outs,
             is_leaf=lambda x: x is state,
         ),
-        donate_argnums=(0,) if engine.donate else (),
+        donate_argnums=(0,) if plan.donates else (),
     )
     in_trace = jitted.trace(*args)
     lowered = xla.lower_on_devices(in_trace, placement)
@@ -98,7 +104,7 @@ def lower(
 
 
 def compile_step(
-    engine: Engine,
+    plan: Plan,
     placement: Placement,
     args: tuple[PyTree, ...],
     *,
@@ -110,9 +116,9 @@ def compile_step(
     start = time.perf_counter()
     args = executors.shapes_of(args)
     with _collector_paused():
-        traced = trace(engine, args)
+        traced = trace(plan, args)
         _refuse_stored_tracers(traced)
-        proof = traced.proof
+        _ = traced.proof  # which refuses
     if before_first is not None:
         begun = time.perf_counter()
         before_first(traced)
@@ -122,18 +128,17 @@ def compile_step(
     # An interrupt inside the compiler can kill the process (JAX 0.10).
     compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
     seconds = time.perf_counter() - start
-    is_full = full_rows is not None
-    return Program(compiled, proof, traced.engine, seconds, is_full, traced)
+    return Program(compiled, traced, seconds, full_rows is not None)
 
 
 def inline(
-    engine: Engine,
+    plan: Plan,
     placement: Placement,
     args: tuple[PyTree, ...],
     *,
     before_first: Callable[[Traced], None] | None = None,
-) -> tuple[PyTree, Proof]:
-    """The results in a trace, as a part of another program; and their proof."""
+) -> tuple[PyTree, Traced]:
+    """The results in a trace, as a part of another program; and what was proved."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
             f"A step of {placement.num_devices} devices is called in a tower, which"
@@ -141,30 +146,30 @@ def inline(
             f" tj.Mirrored(devices={placement.devices[:1]}, towers="
             f"{placement.num_towers}); it is given the tower's own rows."
         )
-    traced = trace(engine, args)
-    proof = traced.proof
+    traced = trace(plan, args)
+    _ = traced.proof  # which refuses
     if before_first is not None:
         before_first(traced)
-    return traced(*args), proof
+    return traced(*args), traced
 
 
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
     """The function to compile, with names of its arguments for the program's text."""
-    at = [*traced.engine.ins].index("num_valid")
+    at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
         given = [*args]
         before = None
-        if traced.engine.gives_verdict:
+        if traced.plan.gives_verdict:
             *given, before = args
         if full_rows is not None:  # by which XLA sees that all weights are 1
             given[at] = jnp.full_like(given[at], full_rows)
-        out: Outcome = traced(*given)
+        out: Any = traced(*given)
         if before is None:
             return out
-        return Called(*out[:3], next_verdict(before, out.refused))
+        return out._replace(verdict=next_verdict(before, out.verdict))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names]

@@ -16,9 +16,8 @@ from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
+from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program, compile_step, inline, require_jit
-from towerjax.step.run.engine import Engine
-from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
@@ -66,9 +65,9 @@ def admit(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs of an engine: makes one for each kind of batch, and calls it."""
+    """The programs of a plan: makes one for each kind of batch, and calls it."""
 
-    engine: Engine
+    plan: Plan
     placement: Placement
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
@@ -108,7 +107,7 @@ class Programs:
         key = batch.signature, kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
-            refuse_unread_weight(batch, program.proof)
+            refuse_unread_weight(batch, program.traced)
             return program
         seen = self._seen.setdefault(kind, [])
         signature = admit(batch, seen, self.max_programs)
@@ -123,12 +122,12 @@ class Programs:
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
 
         def check(traced: Traced) -> None:
-            refuse_unread_weight(batch, traced.proof)
+            refuse_unread_weight(batch, traced)
             if before_first is not None:
                 before_first(traced)
 
         self.made[key] = compile_step(
-            self.engine,
+            self.plan,
             self.placement,
             (*first, *batch.args),
             full_rows=batch.rows if is_full else None,
@@ -146,10 +145,8 @@ class Programs:
     ) -> PyTree:
         """The results in a trace, as a part of another program."""
         args = (*first, *batch.args)
-        out, proof = inline(
-            self.engine, self.placement, args, before_first=before_first
-        )
-        refuse_unread_weight(batch, proof)
+        out, traced = inline(self.plan, self.placement, args, before_first=before_first)
+        refuse_unread_weight(batch, traced)
         return out
 
     def __call__(
@@ -161,7 +158,7 @@ class Programs:
     ) -> PyTree:
         """The results of one of the programs for this batch."""
         batch = send_shared(batch)
-        donates = program.engine.donate
+        donates = self.plan.donates
         if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
@@ -220,9 +217,9 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
     return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
 
 
-def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
+def refuse_unread_weight(batch: PlacedBatch, traced: Traced) -> None:
     """Raise if padded rows would count in a sum."""
-    if batch.padded and (unmasked := proof.unmasked()):
+    if batch.padded and (unmasked := traced.proof.unmasked()):
         refuse_padding(batch.num_examples, unmasked)
 
 

@@ -17,9 +17,8 @@ from towerjax.mesh.private_jax import inputs_read
 from towerjax.proof import findings
 from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
-from towerjax.step.run.on_device import DeviceTowers
-from towerjax.step.run.one_pass import Pass
-from towerjax.step.run.traced_pass import TracedPass
+from towerjax.step.passes.on_device import DeviceTowers
+from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.state.accumulators import (
     CARRIED,
     OWN,

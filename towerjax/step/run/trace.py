@@ -13,15 +13,16 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.jaxprs.flops import Flops, count_flops
 from towerjax.lowering.parts import shards_of
 from towerjax.lowering.shards import on_shards
-from towerjax.step.run.engine import Engine
-from towerjax.step.run.one_pass import Pass
+from towerjax.step.passes.on_device import on_device
+from towerjax.step.passes.one_pass import Pass, TracedPass
+from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof, join_proofs, prove
-from towerjax.step.run.traced_pass import TracedPass, trace_pass
 from towerjax.step.state.accumulators import is_own, layouts_of, owned
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
+from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
 
 
@@ -29,10 +30,11 @@ from towerjax.types import Layout, PyTree, Rows
 class Traced:
     """A traced step; called, it is a JAX function of global values."""
 
-    engine: Engine
+    plan: Plan
     passes: tuple[TracedPass, ...]
-    finish: ClosedJaxpr  # of the engine's ``finish``
+    finish: ClosedJaxpr  # of the plan's ``next``
     shapes: PyTree  # those of its results
+    inner: Sequence[Proof] = ()  # of whole steps that it runs
 
     @functools.cached_property
     def proof(self) -> Proof:
@@ -43,12 +45,12 @@ class Traced:
         """
         on_devices = self.update_on_devices
         proof = prove(self.passes, self.finish, update_on_devices=on_devices)
-        return join_proofs([proof, *(Proof(*x) for x in self.engine.passes.proofs)])
+        return join_proofs([proof, *self.inner])
 
     @property
     def out(self) -> PyTree:
         """The shapes of the step's results."""
-        if not self.engine.accepts:
+        if not self.plan.accepts:
             return self.shapes
         _, donated, rest = self.shapes
         return Outcome(donated, *rest)
@@ -60,9 +62,9 @@ class Traced:
         def of(at: Layout, results: PyTree) -> PyTree:
             return layouts_of(results) if at is Layout.MIRRORED else at
 
-        state = self.engine.ins["state"]  # the next one lies as it does
+        state = self.plan.ins["state"]  # the next one lies as it does
         is_state = lambda x: x is state  # noqa: E731
-        return jax.tree.map(of, self.engine.outs, self.out, is_leaf=is_state)
+        return jax.tree.map(of, self.plan.outs, self.out, is_leaf=is_state)
 
     @property
     def flops(self) -> Flops:
@@ -80,40 +82,40 @@ class Traced:
         In the order of one device, on the parts that it has; or since a model function,
         of which the update is a part, was traced where towers have a mesh.
         """
-        if not self.engine.accepts:
+        if not self.plan.accepts:
             return False
-        how = self.engine.strategy
-        is_of_towers = self.engine.passes.hold_update and how.placement.within
+        how = self.plan.strategy
+        is_of_towers = self.plan.passes.hold_update and how.placement.within
         return bool(is_of_towers) or self._is_exact
 
     @property
     def _is_exact(self) -> bool:
         """Whether parts of a state are updated in the order of one device."""
-        how = self.engine.strategy
+        how = self.plan.strategy
         is_exact = how.state == "sharded" and how.exact
         return is_exact and how.placement.num_devices > 1
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The results for ``(donated, kept, *batch)``, global values."""
-        engine = self.engine
+        plan = self.plan
         passes = iter(self.passes)
 
         def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
             out = next(passes).run(given)
             return out if pass_.reads_local else _pinned(pass_, out)
 
-        given = engine.passes.run(call, args)
-        if not engine.accepts:
+        given = plan.passes.run(call, args)
+        if not plan.accepts:
             leaves = jax.tree.leaves(given)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
             return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
         if not self.update_on_devices:
             return self._update(*given)
-        place = engine.strategy.placement
+        place = plan.strategy.placement
         shards = None
         if place.num_devices > 1:
             params = args[0]["params"]
-            layouts = _layouts(engine, params, given[2:])
+            layouts = _layouts(plan, params, given[2:])
             shards = shards_of(
                 place,
                 (given, layouts[0]),
@@ -131,21 +133,31 @@ class Traced:
         return Outcome(donated, *rest)
 
 
-def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
+def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
     args = shapes_of(tuple(args))
     passes = list[TracedPass]()
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        passes.append(trace_pass(pass_, given))
+        passes.append(_trace_pass(pass_, given))
         return passes[-1].out
 
-    def finish(*given: PyTree) -> PyTree:
-        return engine.finish(*owned(given))
+    inner = list[Proof]()
+    proofs = () if plan.passes.each else (inner,)
 
-    given = engine.passes.run(call, args)
+    def finish(*given: PyTree) -> PyTree:
+        return plan.next(*proofs, *owned(given))
+
+    given = plan.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
-    return Traced(engine, tuple(passes), closed, shapes)
+    return Traced(plan, tuple(passes), closed, shapes, inner)
+
+
+def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
+    run = functools.partial(on_device, pass_)
+    layouts = (*pass_.ins.values(),)
+    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
+    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -168,13 +180,13 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 
 
 def _layouts(
-    engine: Engine, params: PyTree, results: tuple[PyTree, ...]
+    plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
     """Those of an update: what it is given, and takes parts of."""
-    donated, kept = split_state(state_layout(engine.strategy))
+    donated, kept = split_state(state_layout(plan.strategy))
     whole = Layout.MIRRORED
     own = Layout.PER_TOWER
-    part = Layout.SHARDED if engine.strategy.state == "sharded" else whole
+    part = Layout.SHARDED if plan.strategy.state == "sharded" else whole
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
     def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:

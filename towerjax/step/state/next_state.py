@@ -34,16 +34,9 @@ class Outcome(NamedTuple):
     donated: PyTree  # the donated fields of the next state, by their names
     now: PyTree  # its other fields, those that changed
     metrics: PyTree  # name -> its value, or the towers' values as `TowersOwn`
-    refused: PyTree  # the number of the step that was refused, or `NONE`
-
-
-class Called(NamedTuple):
-    """The result of a training step's program, or the layouts of the result."""
-
-    donated: PyTree
-    now: PyTree
-    metrics: PyTree
-    verdict: PyTree  # of `verdicts`, on this call and those before
+    # The number of the step that was refused, or `NONE`; of a program the first one
+    # of this call and those before.
+    verdict: PyTree
 
 
 Update: TypeAlias = Callable[[TrainState, PyTree], tuple[PyTree, ...]]
@@ -63,10 +56,6 @@ class NextState:
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
     other_losses: OtherLosses | None = None
-    # Whether each tower refuses a step for itself: then the update tells which, int32.
-    by_tower: bool = False
-    # Whether the next tower-local variables are those that towers returned.
-    keeps_local: bool = False
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from towerjax.collectives.sparse_rows import is_rows, map_values
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.run.looked_up import TracedLoss
+from towerjax.step.passes.looked_up import TracedLoss
 from towerjax.types import PyTree
 from towerjax.types.leaves import map_parts, widen_dtype
 

@@ -1,9 +1,9 @@
-"""Run a model function by the step engine, as passes and an update."""
+"""Run a model function as passes and an update."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,19 @@ from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.train import next_extra
-from towerjax.step.run.engine import (
-    Engine,
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.plan import (
     Passes,
+    Plan,
     StepOptions,
     state_ins,
-    training_engine,
     training_pass,
+    training_plan,
 )
-from towerjax.step.run.one_pass import Pass
-from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own, owned
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import with_loss
+from towerjax.step.state.policies import Read, StatePolicy
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.step.step import Step, TrainStep
@@ -179,44 +179,31 @@ def _pass_with_trained(
     return split.run(_args_of_tower(state, rows, tower), merged[1:], trained)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ModelPasses(Passes):
+def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
     """A pass that traces a model function, and one each time that its towers meet."""
+    yield dataclasses.replace(first, looks_at=None)  # which merges nothing
+    split = merged[0]["split"]
+    for number in range(split.num_passes):
+        trained = split.trained(number)
+        run = _pass_of_model if trained is None else _pass_with_trained
+        fn = functools.partial(run, split)
+        yield dataclasses.replace(first, tower_fn=fn, trained=trained)
 
-    options: ModelOptions
-    hold_update: ClassVar[bool] = True
 
-    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """The passes, until the function has come to its end."""
-        [first] = self.each
-        yield dataclasses.replace(first, looks_at=None)  # which merges nothing
-        split = merged[0]["split"]
-        for number in range(split.num_passes):
-            trained = split.trained(number)
-            run = _pass_of_model if trained is None else _pass_with_trained
-            fn = functools.partial(run, split)
-            yield dataclasses.replace(first, tower_fn=fn, trained=trained)
+def _compared(options: ModelOptions, merged: list[PyTree]) -> list[PyTree]:
+    """What was merged: the loss as it is reduced, and gradients as means over it."""
+    if options.compat is not None:
+        raise NotAudited(_AS_IN_TF1)
+    return [_with_means(x, options.loss_reduction) for x in merged[1:]]
 
-    def given(self, merged: list[PyTree]) -> PyTree:
-        """All that was merged so far."""
-        return [*merged]
 
-    def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """The same, with the loss as it is reduced, and gradients as means over it."""
-        if self.options.compat is not None:
-            raise NotAudited(_AS_IN_TF1)
-        reduction = self.options.loss_reduction
-        return [_with_means(x, reduction) for x in merged[1:]]
-
-    def why_not_proved(self) -> str:
-        """What one tower does in another way than several."""
-        reduction = self.options.loss_reduction
-        if self.options.compat is not None:
-            return _AS_IN_TF1
-        has_loss = self.each[0].tower_fn.mode is not Mode.PREDICT
-        if has_loss and is_of_scalars(reduction):
-            return f"loss_reduction={reduction} is of scalars"
-        return ""
+def _why_not_proved(options: ModelOptions, mode: Mode) -> str:
+    """What one tower does in another way than several; "" if nothing."""
+    if options.compat is not None:
+        return _AS_IN_TF1
+    if mode is not Mode.PREDICT and is_of_scalars(options.loss_reduction):
+        return f"loss_reduction={options.loss_reduction} is of scalars"
+    return ""
 
 
 _AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
@@ -224,13 +211,19 @@ _AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
 
 def model_passes(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions
-) -> ModelPasses:
+) -> Passes:
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
     how = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
     how |= {"loss": LOSSES, "merges_sums": True}
     each = training_pass(tower_fn, strategy, options, **how)
-    return ModelPasses((each,), tower_fn.options)
+    return Passes(
+        (each,),
+        found=_passes_of,
+        compared=functools.partial(_compared, tower_fn.options),
+        why_not_proved=_why_not_proved(tower_fn.options, tower_fn.mode),
+        hold_update=True,
+    )
 
 
 def _results_of(
@@ -382,8 +375,8 @@ def model_train_step(
         after, parts = results(state, merged)
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
-    engine = training_engine(passes, update, options, other_losses=_minimized)
-    return Step(engine, strategy, options, policy)
+    given = strategy, options, passes, update, policy
+    return Step(training_plan(*given, other_losses=_minimized))
 
 
 def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
@@ -406,16 +399,16 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     passes = model_passes(tower_fn, strategy, options)
     outs = (*after, Layout.MIRRORED)
     donate = options.donate and trains
-    engine = Engine(passes, finish, ins, outs, donate=donate)
-    return Step(engine, strategy, options, policy, placer=placer)
+    given = strategy, options, passes, finish, policy
+    return Step(Plan(*given, ins, outs, donates=donate), placer=placer)
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
     """The merged spec of a call of what `model_step` made."""
     _, out = step.outputs(variables, batch)
-    return cast(_Variables, step.policy).spec(out, batch)
+    return cast(_Variables, step.plan.states).spec(out, batch)
 
 
 def hooks_of(step: Step) -> list[Hook]:
     """The hooks of the last spec, for what `model_train_step` made."""
-    return cast(_TrainedModel, step.policy).hooks
+    return cast(_TrainedModel, step.plan.states).hooks

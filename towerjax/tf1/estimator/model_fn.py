@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.loop.options import check_hooks
-from towerjax.step.run.engine import StepOptions
+from towerjax.step.plan import StepOptions
 from towerjax.step.state.accumulators import without_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.tf1.call import key_of

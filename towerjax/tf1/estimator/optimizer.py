@@ -19,8 +19,8 @@ from towerjax.jaxprs import tags
 from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.run.derivative import LossSums, with_fixed_weights
-from towerjax.step.run.looked_up import TracedLoss
+from towerjax.step.passes.derivative import LossSums, with_fixed_weights
+from towerjax.step.passes.looked_up import TracedLoss
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     OF_MODELS,

@@ -8,7 +8,7 @@ from typing import Any
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.mesh.transfer import place
-from towerjax.step.run.engine import StepOptions
+from towerjax.step.plan import StepOptions
 from towerjax.step.state.train_state import state_layout
 from towerjax.step.step import EvalStep, Step, TrainStep
 from towerjax.tf1.estimator.losses import LossReduction

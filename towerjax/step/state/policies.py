@@ -11,7 +11,6 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process, place, refuse_traced
-from towerjax.step.run.engine import Engine
 from towerjax.step.state.accumulators import TowersOwn, owned, without_padding
 from towerjax.step.state.checks import (
     check_is_state,
@@ -87,10 +86,6 @@ class StatePolicy:
     def kind(self, state: TrainState) -> Hashable:
         """By what of a state programs differ; None where by nothing."""
         return None
-
-    def audited(self, engine: Engine, state: TrainState) -> tuple[Engine, TrainState]:
-        """The engine that is audited, and its state."""
-        return engine, state
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """The result of a call from those of its program: ``(state, metrics)``."""

@@ -28,8 +28,8 @@ from towerjax.lowering.tower_axis import (
 )
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
-from towerjax.step.run.added import Added, dim_in_parts, sums_in_parts, targets_of
-from towerjax.step.run.derivative import (
+from towerjax.step.passes.added import Added, dim_in_parts, sums_in_parts, targets_of
+from towerjax.step.passes.derivative import (
     Ids,
     LossSums,
     OfPart,
@@ -37,13 +37,13 @@ from towerjax.step.run.derivative import (
     gradient_of,
     gradients_of_terms,
 )
-from towerjax.step.run.looked_up import Lookups
-from towerjax.step.run.micro_batches import (
+from towerjax.step.passes.looked_up import Lookups
+from towerjax.step.passes.micro_batches import (
     check_micro_batch,
     numbered_rows,
     scan_micro_batches,
 )
-from towerjax.step.run.one_pass import OwnArgs, Pass, TowersFlags
+from towerjax.step.passes.one_pass import OwnArgs, Pass, TowersFlags
 from towerjax.step.state.accumulators import (
     ADDED,
     JOINED,

@@ -12,13 +12,21 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.lowering.parts import Shards, shards_of
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
-from towerjax.step.run.added import Added
-from towerjax.step.run.derivative import Zeros
-from towerjax.step.state.accumulators import is_own, parts_of_tower, values_of
+from towerjax.step.passes.added import Added
+from towerjax.step.passes.derivative import Zeros
+from towerjax.step.state.accumulators import (
+    TowersOwn,
+    is_own,
+    layouts_of,
+    parts_of_tower,
+    values_of,
+)
 from towerjax.step.state.faults import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
+from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.leaves import map_parts
 
 Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 """What a step adds up: the sums, and rows of tables."""
@@ -146,3 +154,27 @@ class Pass:
         return shards_of(
             place, (args, given), (out, wanted), params=params, exact=exact
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedPass:
+    """A pass: one tower's program, which is what all towers run."""
+
+    pass_: Pass
+    args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
+    towers: OnTowers
+
+    @property
+    def out(self) -> tuple[PyTree, PyTree]:
+        """The shapes of what it merged and looked at, as global values."""
+        count = self.pass_.strategy.placement.num_towers
+
+        def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
+
+        return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
+
+    def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """The results, of and as global values."""
+        shards = self.pass_.shards(args, self.towers.out)
+        return self.towers.run(layouts_of(self.towers.out), args, shards=shards)

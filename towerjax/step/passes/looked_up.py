@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from towerjax.collectives.lookups import LOOKUP, join_lookups
 from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
 from towerjax.jaxprs.interpreter import Interpreter
-from towerjax.step.run.derivative import (
+from towerjax.step.passes.derivative import (
     Gradient,
     Ids,
     Zeros,

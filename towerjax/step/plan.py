@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.proof.findings import Analysis
-from towerjax.step.run.one_pass import FiniteSums, Pass, TowersFlags
+from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
 from towerjax.step.state.accumulators import owned
 from towerjax.step.state.next_state import (
     Guard,
@@ -16,6 +15,7 @@ from towerjax.step.state.next_state import (
     Outcome,
     Update,
 )
+from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
@@ -51,10 +51,12 @@ RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
 """``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
 
 
-Finish: TypeAlias = Callable[..., Sequence[PyTree]]
+Next: TypeAlias = Callable[..., Sequence[PyTree]]
 """``(donated, kept, what passes merged, what they looked at) -> results``, traced.
 
-Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
+Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`. Without
+passes it is ``(proofs, donated, kept, *batch) -> results``: it runs whole steps, and
+adds the proof of each to the list.
 """
 
 
@@ -62,20 +64,23 @@ Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
 class Passes:
     """Passes one after another, each given the merged result of the one before."""
 
-    each: tuple[Pass, ...]  # none where the engine's ``finish`` runs whole steps
-    # Of steps that are traced and proved there: the fields of a `Proof` each.
-    proofs: list[tuple[Analysis, Callable[[], list[str]]]] = dataclasses.field(
-        default_factory=list, kw_only=True
-    )
+    each: tuple[Pass, ...]  # none where the plan's ``next`` runs whole steps
+    # ``(first pass, what was merged so far) -> passes``, where they are found while
+    # they are traced; such a pass is given all that was merged.
+    found: Callable[[Pass, list[PyTree]], Iterator[Pass]] | None = None
+    # What an audit compares of what all passes merged, where that is not all of it.
+    compared: Callable[[list[PyTree]], list[PyTree]] = list
+    # Why no proof of equality can read how towers are merged; "" if one can.
+    why_not_proved: str = ""
     # Whether the update of the state is a part of what towers trace.
-    hold_update: ClassVar[bool] = False
+    hold_update: bool = False
 
     @property
     def is_of_one_loss(self) -> bool:
         """Whether all gradients are derivatives of the loss, which needs none."""
         return len(self.each) == 1 and self.each[0].trained is not None
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **fields: Any) -> "Passes":
         """The same with these fields of each pass."""
         each = tuple(dataclasses.replace(x, **fields) for x in self.each)
         return dataclasses.replace(self, each=each)
@@ -97,67 +102,88 @@ class Passes:
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
         """The passes; ``merged`` has what those so far have merged."""
-        return iter(self.each)
+        if self.found is None:
+            return iter(self.each)
+        return self.found(self.each[0], merged)
 
     def given(self, merged: list[PyTree]) -> PyTree:
         """The merged results of earlier passes that a pass gets."""
-        return merged[-1]
-
-    def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """All of it."""
-        return merged
-
-    def why_not_proved(self) -> str:
-        """Why the proof of equality cannot read how towers are merged; "" if it can."""
-        return ""
+        return merged[-1] if self.found is None else [*merged]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Engine:
-    """Passes of towers, then one function of their merged results."""
+class Plan:
+    """What a builder returns: a step before it is traced, as data.
 
+    Attributes:
+      strategy: Which towers, and where.
+      options: How the step treats its batch and its loss.
+      passes: What towers compute.
+      next: What the step returns, of what the passes give.
+      states: Which states its calls take, and what they return.
+      ins: By its name, a prefix tree of layouts for each argument of its program.
+      outs: Such a tree for the results, for those that are not `TowersOwn`.
+      donates: Whether results may take over the buffers of the first argument.
+      gives_verdict: Whether its results are an `Outcome`, and its program takes the
+        verdict of the call before.
+      accepts: Whether ``next`` is a `NextState`: what is donated is kept unless the
+        step is accepted.
+      by_tower: Whether each tower refuses a step for itself, and not all of them.
+      keeps_local: Whether the next tower-local variables are what towers returned.
+      remade: Makes the same plan on other towers, with other options.
+      audited: Gives the plan and the state to audit, where they are others.
+    """
+
+    strategy: Strategy
+    options: StepOptions
     passes: Passes
-    finish: Finish  # what the step returns, of what the passes give
-    ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
-    # Such a tree for the results, for those that are not `TowersOwn`.
+    next: Next
+    states: StatePolicy
+    ins: dict[str, PyTree]
     outs: PyTree = Layout.MIRRORED
-    donate: bool = False  # whether results may take over the first argument's buffers
+    donates: bool = False
+    gives_verdict: bool = False
+    accepts: bool = False
+    by_tower: bool = False
+    keeps_local: bool = False
+    remade: "Callable[[Strategy, StepOptions], Plan] | None" = None
+    audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
 
-    @property
-    def gives_verdict(self) -> bool:
-        """Whether its programs take the verdict of the call before, and give theirs."""
-        return isinstance(self.outs, Outcome)
+    def on(self, strategy: Strategy, options: StepOptions) -> "Plan":
+        """The same step on other towers, with other options.
 
-    @property
-    def strategy(self) -> Strategy:
-        """That of the towers."""
-        return self.passes.each[0].strategy
+        Raises:
+          ValueError: Its builder makes none.
+        """
+        if self.remade is None:
+            raise ValueError("This step is made for its own towers alone.")
+        return self.remade(strategy, options)
 
-    @property
-    def accepts(self) -> bool:
-        """Whether what is donated is kept unless the step is accepted."""
-        return isinstance(self.finish, NextState)
-
-    @property
-    def refuses_by_tower(self) -> bool:
-        """Whether each tower refuses a step for itself, and not all of them."""
-        return isinstance(self.finish, NextState) and self.finish.by_tower
-
-    def on(self, strategy: Strategy) -> "Engine":
+    def towers_on(self, strategy: Strategy) -> "Plan":
         """The passes on other towers, without checks and without micro-batches."""
         alike = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
-        return dataclasses.replace(self, passes=alike)
+        return dataclasses.replace(self, strategy=strategy, passes=alike)
 
-    def flagging(self) -> "Engine":
+    def flagging(self) -> "Plan":
         """The towers once more, without an update, to flag what is not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
-        seen = lambda *args: ([x for x in args[-1] if x is not None],)  # noqa: E731
-        return Engine(passes, seen, self.ins)
 
-    def merging(self) -> "Engine":
+        def seen(*args: PyTree) -> tuple[PyTree]:
+            return ([x for x in args[-1] if x is not None],)
+
+        return self._reading(passes, seen)
+
+    def merging(self) -> "Plan":
         """What the towers of each pass return, merged, without an update."""
-        finish = lambda *args: self.passes.compared(args[2])  # noqa: E731
-        return Engine(self.passes, finish, self.ins)
+
+        def merged(*args: PyTree) -> list[PyTree]:
+            return self.passes.compared(args[2])
+
+        return self._reading(self.passes, merged)
+
+    def _reading(self, passes: Passes, results: Next) -> "Plan":
+        given = self.strategy, self.options, passes, results, self.states
+        return Plan(*given, self.ins)
 
 
 def state_ins(
@@ -168,20 +194,38 @@ def state_ins(
     return {"state": donated, "kept": kept, **BATCH_LAYOUT}
 
 
-def training_engine(
+def training_plan(
+    strategy: Strategy,
+    options: StepOptions,
     passes: Passes,
     update_fn: Update,
-    options: StepOptions,
+    states: StatePolicy,
+    *,
+    keeps_local: bool = False,
+    by_tower: bool = False,
+    remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
-) -> Engine:
-    """The engine whose ``update_fn(state, merged)`` is given what all passes merged.
+) -> Plan:
+    """The plan whose ``update_fn(state, merged)`` is given what all passes merged.
 
     ``fields`` are further ones of its `NextState`.
     """
-    finish = NextState(update_fn, options.on_nonfinite, **fields)
-    ins = state_ins(passes.each[0].strategy)
-    outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
-    return Engine(passes, finish, ins, outs, donate=options.donate)
+    ins = state_ins(strategy)
+    return Plan(
+        strategy,
+        options,
+        passes,
+        NextState(update_fn, options.on_nonfinite, **fields),
+        states,
+        ins,
+        Outcome(ins["state"], *[Layout.MIRRORED] * 3),
+        donates=options.donate,
+        gives_verdict=True,
+        accepts=True,
+        by_tower=by_tower,
+        keeps_local=keeps_local,
+        remade=remade,
+    )
 
 
 def training_pass(

@@ -1,0 +1,1 @@
+"""How a device runs a pass of towers."""
