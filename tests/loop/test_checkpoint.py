@@ -1212,7 +1212,7 @@ def test_options_that_do_not_fit_together(light, tmp_path):
         train(light, None, best="loss", **metrics_of([1]))
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
         train(light, str(tmp_path))
-    with pytest.raises(ValueError, match="no such metric, but \\['loss'\\]"):
+    with pytest.raises(ValueError, match="no such metric; it has \\['loss'\\]"):
         train(light, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
     with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
         tj.Checkpointer(tmp_path / "empty").restore(light, model.init(light))

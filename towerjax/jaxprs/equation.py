@@ -184,7 +184,7 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
 
 
-def axes_of_dims(spec: PartitionSpec) -> list[tuple[str | None, ...]]:
+def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     """The axes over which each dim is split; a spec with `unreduced` is no iterable."""
     dims = [spec[i] for i in range(len(spec))]
     return [x if isinstance(x, tuple) else (x,) for x in dims]

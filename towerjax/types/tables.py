@@ -167,8 +167,8 @@ def leaf_table(
         rows.append((name, shape, str(dtype), *map(in_bytes, sizes), lies))
         sums += sizes
     whole, part = map(in_bytes, sums.tolist())
-    leaves = number_of(len(rows), "leaf", "leaves")
-    note = f"{leaves}, {whole}; {part} on each device"
+    count = number_of(len(rows), "leaf", "leaves")
+    note = f"{count}, {whole}; {part} on each device"
     if len(rows) > most:
         are = "first is" if most == 1 else f"first {most} are"
         note += f"; the {are} shown"

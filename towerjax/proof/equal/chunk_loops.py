@@ -29,7 +29,8 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     start = sum(loop_sizes(pair.first))
     pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
     groups = [(x.note, axis) for x, axis in pairs if x.kind is Kind.SPREAD]
-    if any(x != Groups((0, axis), True) for x, axis in groups):
+    in_order = [Groups((0, axis or 0), True) for _, axis in groups]
+    if any(x != wanted for (x, _), wanted in zip(groups, in_order, strict=True)):
         raise NotOfOneKindError("a loop over the tower's rows in groups")
     return bool(groups)
 

@@ -296,7 +296,9 @@ def _reversed(pair: EquationPair) -> Known:
     for axis in pair.params["dimensions"]:
         if axis != along or x.kind is not Kind.ROWS or x.blocks > 1:
             _some_of(pair, axis)
-    if along not in pair.params["dimensions"] or x.kind is Kind.ZERO:
+    if along is None or x.kind is Kind.ZERO:
+        return x
+    if along not in pair.params["dimensions"]:
         return x
     _, order = pair.walk.new_number("order")
     return permuted(x, along, (order, None))

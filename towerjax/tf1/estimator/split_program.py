@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.tree_util import PyTreeDef
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.jaxprs.equation import needed_eqns, user_line
@@ -90,7 +89,7 @@ class SplitProgram:
 
     def _placed_results(
         self, tree: PyTree
-    ) -> tuple[list[tuple[PyTree, int | None]], PyTreeDef]:
+    ) -> tuple[list[tuple[PyTree, int | None]], Any]:
         """The results as trees of variables, and their structure.
 
         Each has the pass that returns it; None where the update computes it.
