@@ -35,6 +35,7 @@ _OF_TABLES = r"gradient\['table'\] \(argmax over the tower's rows\)\."
 UNSEEN = {
     "context_parallel.py": _OF_DEVICES,
     "embeddings.py": _OF_TABLES,
+    "vocabulary.py": _OF_DEVICES,
     "train.py": _OF_TABLES,  # the model that several processes train
 }
 

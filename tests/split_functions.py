@@ -102,6 +102,11 @@ class Split:
     def sums_along_rows(p, b, t):
         return total(jnp.cumsum(b["y"] * t.weight), t)
 
+    def reversed_blocks_of_rows(p, b, t):
+        both = jnp.concatenate([b["y"], 2 * b["y"]])[::-1]
+        beside = jnp.concatenate([b["x"][:, 0], b["x"][:, 0]])
+        return tj.Sum((both * beside).sum())
+
     def reversed_rows(p, b, t):
         return total(b["y"][::-1] * b["x"][:, 0], t)
 

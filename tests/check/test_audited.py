@@ -487,8 +487,11 @@ def test_a_malformed_record_is_none(tmp_path, cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", "rule"])
-def test_of_a_program_with_a_callback_there_is_no_record(counted, where):
+def test_of_a_program_with_a_callback_there_is_no_record(
+    counted, where, tmp_path, cache
+):
     """The function that it calls may have changed, which its program does not show."""
+    cache(str(tmp_path))
 
     def step_with(factor):
         def call(x):

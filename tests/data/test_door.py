@@ -343,7 +343,7 @@ def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
 def test_a_mesh_that_the_program_has_set_is_told_of():
     step = build()
     state = step.init(np.float32(0))
-    fn = step.strategy.call_for_each_tower
+    fn = tj.tf1.with_verbs(step.strategy).call_for_each_tower
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     known(2)  # not in the mesh
     with jax.set_mesh(mesh):

@@ -103,7 +103,7 @@ def test_a_cpu_has_no_peak_and_a_report_says_the_same():
 
 BAD = {
     "no such metric": ({"per_second": ["words"]}, "per_second names 'words', and the"),
-    "an array": ({"per_second": ["both"]}, "this metric is no single number"),
+    "an array": ({"per_second": ["both"]}, "this metric is not a single number"),
     "no name": ({"per_second": [3]}, "per_second=3 must be the name of a metric"),
     "one text": ({"per_second": "tokens"}, "per_second"),
     "no peak": ({"peak_flops": 0}, "peak_flops=0 must be FLOP/s of one device"),

@@ -569,7 +569,7 @@ def test_a_model_function_undoes_an_update_that_is_not_finite(state, devices):
 
 @pytest.mark.slow
 def test_the_verbs_of_towers_of_several_devices():
-    strategy = wide(4, specs=None)
+    strategy = tj.tf1.with_verbs(wide(4, specs=None))
 
     def fn(tower, x):
         return constrain(x * (tower.id + 1), P("model"))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
+from layouts import mirrored, with_verbs
 
 import towerjax as tj
 from towerjax.jaxprs.flops import NO_FLOPS
@@ -127,7 +127,7 @@ def of_model(way, variables, features):
 def leaked():
     kept = []
     call(lambda w, batch, tower: (kept.append(w), loss_fn(w, batch, tower))[1])
-    mirrored(2).call_for_each_tower(lambda tower: kept[0] + 1)
+    with_verbs(2).call_for_each_tower(lambda tower: kept[0] + 1)
 
 
 def donated():
@@ -157,7 +157,7 @@ def run_out_of_memory():
     def fail(_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
-    return mirrored(1).call_for_each_tower(fail)
+    return with_verbs(1).call_for_each_tower(fail)
 
 
 class Model(nn.Module):
@@ -225,7 +225,7 @@ WRITE = [
     (lambda: evaluate({"v": W}, BY_NAME), "params has 'v'."),
     (lambda: of_model("predict", -1, BATCH), "variables is int32[] here"),
     (lambda: of_model("evaluate", None, (BATCH, BATCH)), "variables is None here"),
-    (lambda: mirrored(2).call_for_each_tower(lambda tower: {"x": 1, 0: 2}),
+    (lambda: with_verbs(2).call_for_each_tower(lambda tower: {"x": 1, 0: 2}),
         "make them all texts"),
     (lambda: build().init({"a": print, "b": len, "c": [len] * 9}),
         "params['a'], params['b'], params['c'][0] (and 8 more of that list) are each"),
@@ -237,10 +237,10 @@ WRITE = [
     (lambda: tj.apply_gradients(SGD, donated(), W), "(jnp.copy(x)), or build the step"),
     (lambda: tj.towers.restored_values("x", W, W),
         "strategy='x' of type str cannot be used here"),
-    (lambda: mirrored(2).call_for_each_tower(
+    (lambda: with_verbs(2).call_for_each_tower(
         lambda tower: tower.reduce(tj.Reduction.SUM, {"a": "x"})),
         "tower.reduce: value['a'] is a str"),
-    (lambda: mirrored(2).call_for_each_tower(lambda tower, x: x, tj.PerTower(("x",))),
+    (lambda: with_verbs(2).call_for_each_tower(lambda tower, x: x, tj.PerTower(("x",))),
         "but a PerTower argument's values[0] is a str"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
+from layouts import mirrored, with_verbs
 
 import towerjax as tj
 from towerjax.types.door import doors
@@ -79,7 +79,7 @@ DOORS = {
     "predict": lambda: tj.build_predict_step(
         lambda w, batch, tower: mistake(w, batch["x"]), tj.OneDevice()
     )(W, BATCH),
-    "call": lambda: mirrored(2).call_for_each_tower(
+    "call": lambda: with_verbs(2).call_for_each_tower(
         lambda tower, x: mistake(W, x), BATCH["x"]
     ),
     "model": call_model,

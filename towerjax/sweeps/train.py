@@ -250,12 +250,7 @@ def sweep(
 
         columns = {k: np.array([x[k] for x in todo], traced[k]) for k in traced}
         how = order if len(todo) > 1 else "alone"
-        groups = [(columns, todo)]
-        if how != "together":  # a group is one member
-            groups = []
-            for i, config in enumerate(todo):
-                numbers = {k: x[i] for k, x in columns.items()}
-                groups.append((numbers, [config]))
+        groups = _groups_of(columns, todo, how)
         with _explain_tracing(traced):
             members = Members(lambda numbers: build(**fixed, **numbers), groups[0][0])
         for numbers, configs in groups:
@@ -277,6 +272,19 @@ def sweep(
         error.add_note("error.sweep has the members that were trained.")
         raise
     return swept()
+
+
+def _groups_of(
+    columns: Numbers, todo: Sequence[Config], order: str
+) -> list[tuple[Numbers, Sequence[Config]]]:
+    """The members that are trained at once, with their traced numbers."""
+    if order == "together":
+        return [(columns, todo)]
+    groups: list[tuple[Numbers, Sequence[Config]]] = []
+    for i, config in enumerate(todo):
+        numbers = {k: x[i] for k, x in columns.items()}
+        groups.append((numbers, [config]))
+    return groups
 
 
 def _programs(

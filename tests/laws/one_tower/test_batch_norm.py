@@ -585,10 +585,10 @@ def test_outside_a_step_the_mask_is_the_weight():
 
     values = [tj.PerTower(v.reshape(4, 2, *v.shape[1:])) for v in (rows, mask)]
     expected = 0.1 * rows[mask > 0].astype(np.float64).mean(0)
-    mean = towers(4, 2).call_for_each_tower(tower_fn, *values)
+    mean = tj.tf1.with_verbs(towers(4, 2)).call_for_each_tower(tower_fn, *values)
     np.testing.assert_allclose(mean, expected, **CLOSE)
     with pytest.raises(ValueError, match="tower.weight outside a step"):
-        towers(4, 2).call_for_each_tower(
+        tj.tf1.with_verbs(towers(4, 2)).call_for_each_tower(
             lambda tower, x: tower_fn(tower, x, None), values[0]
         )
 
@@ -645,7 +645,7 @@ def test_sixteen_bit_inputs_have_float32_statistics():
                 for x in inputs]  # fmt: skip
 
     rows = tj.PerTower([x.reshape(8, 8, OUT) for x in inputs])
-    found = towers(8, 2).call_for_each_tower(tower_fn, rows)
+    found = tj.tf1.with_verbs(towers(8, 2)).call_for_each_tower(tower_fn, rows)
     for x, stats in zip(inputs, found, strict=True):
         mean = np.asarray(stats["mean"])
         x = x.astype(np.float64)

@@ -447,7 +447,7 @@ RETURNED = {
         state_with(extra=lambda s: {"a": jnp.zeros(3)}), {}),
     r"metrics\['a'\] is a dict": update(same, {"a": {"b": 1.0}}),
     r"metrics\['a'\] is a random key": update(same, lambda s, m: {"a": s.rng}),
-    "communicates": update(
+    "must not communicate": update(
         same, lambda s, m: {"a": jax.lax.psum(m["loss"].sum, "x")}),
 }
 # fmt: on

@@ -265,7 +265,7 @@ BUILDERS = {
     "Mirrored": (
         tj.Mirrored,
         dict.fromkeys(["num_gpus", "num_gpus_per_worker", "towers"], some(NUMBERS))
-        | dict.fromkeys(["local", "executor", "cross_tower_ops"], WORDS)
+        | dict.fromkeys(["tower_loop", "executor", "cross_tower_ops"], WORDS)
         | {"prefetch_on_device": NUMBERS, "devices": some(NUMBERS)},
     ),
     "batches": (

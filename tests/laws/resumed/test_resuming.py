@@ -177,11 +177,11 @@ def at_a_call_of(name, number):
         method = getattr(step, name)
         calls = itertools.count(1)
 
-        def called(*args):
-            # `program` has its placed batch looked at again, in another thread.
+        def called(*args, **options):
+            # What is placed is looked at again, in another thread.
             if not isinstance(args[0], PlacedBatch) and next(calls) == number:
                 act()
-            return method(*args)
+            return method(*args, **options)
 
         patch.setattr(step, name, called)
         return {}
@@ -191,7 +191,7 @@ def at_a_call_of(name, number):
 
 
 placing = at_a_call_of("place_batch", 2)
-compiling = at_a_call_of("program", 1)
+compiling = at_a_call_of("prepare", 1)
 
 
 def in_the_loader(act, step, patch):
