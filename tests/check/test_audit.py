@@ -425,6 +425,20 @@ def test_the_number_of_towers_is_named_as_the_factor(name, remainder):
 
 
 @pytest.mark.slow
+def median_of_own(params, batch, tower):
+    return jnp.median(errors(params, batch))
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("how", [SUM, MEAN])
+def test_of_a_bare_loss_is_told_what_its_reduction_makes_of_it(how):
+    """The proof does not know what a median of a tower's own rows is of all rows."""
+    step = train_step(median_of_own, loss_reduction=how)
+    wanted = "a sum" if how is SUM else "a mean"
+    text = f"sorts a tower's own rows .*\n.*tj.{how} .* return {wanted} over .*\n.*"
+    refused(step, step.init(MODEL), ROWS, text=text)
+
+
 def test_of_a_sum_and_a_penalty_the_factor_of_the_sum_is_told():
     def loss_fn(params, batch, tower):
         own = WRONG["sum_with_weight_1"](params, batch, tower)

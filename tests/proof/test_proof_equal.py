@@ -21,7 +21,7 @@ import towerjax as tj
 from towerjax.proof.equal import kinds
 from towerjax.proof.equal.equation_pair import RULES, ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, copy, part, rows
-from towerjax.proof.equal.one_tower import Merge
+from towerjax.proof.equal.one_tower import Merge, has_own_derivatives
 
 PARAMS, BATCH = params_and_batch(rows_of(1, False))
 SPLIT = split_functions.SPLIT | split_rows.SPLIT | split_orders.SPLIT
@@ -284,3 +284,23 @@ def test_a_factor_of_the_number_of_towers_is_said_with_its_line():
     found = verdict_on(fn)
     assert "1/T times" in found.why and "since a factor at" in found.why
     assert "numbers of towers" in found.advice
+
+
+@jax.custom_vjp
+def with_a_rule(x):
+    return jnp.sin(x)
+
+
+with_a_rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,))
+
+
+@pytest.mark.parametrize("within", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "function, is_own",
+    [(with_a_rule, True), (jax.nn.silu, False), (jnp.sin, False)],
+    ids=["custom_vjp", "custom_jvp of JAX", "plain"],
+)
+def test_derivatives_of_a_rule_of_the_user_are_found_inside(function, is_own, within):
+    """Also where, with ``jax_remat3``, JAX hides the program in an object."""
+    program = jax.make_jaxpr(within(within(function)))(1.0)
+    assert has_own_derivatives(program) is is_own

@@ -241,9 +241,27 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     """The inner jaxprs of `sub_jaxprs`, with their constants."""
     params = eqn.params
+    if "_prim" in params:
+        return [x for x in [program_of_class(params["_prim"])] if x is not None]
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         params = {"solve": params["jaxprs"].solve}
     return [x for x in param_leaves(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
+
+
+def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
+    """The program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
+
+    With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` they are objects of
+    classes of JAX. None for another object.
+    """
+    kind = type(high)
+    if not kind.__module__.startswith("jax."):
+        return None
+    if kind.__name__ == "RematTraced":
+        return high.jaxpr
+    if kind.__name__ in ("CustomJVPTraced", "CustomVJPTraced"):
+        return high.traced.jaxpr
+    return None
 
 
 def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:

@@ -13,7 +13,11 @@ from towerjax.check.audit.comparison import GRADIENT, Finding, SplitError
 from towerjax.check.audit.kept import program_hash
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
-from towerjax.check.equality.of_step import StepToProve, equalities_of
+from towerjax.check.equality.of_step import (
+    StepToProve,
+    advice_on_bare_loss,
+    equalities_of,
+)
 from towerjax.jaxprs.equation import PLAIN, Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.run.trace import Traced
@@ -142,7 +146,17 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
     is_of_all = len(leaves) == len(error.findings)
     text = f"{listed(leaves)}: {advice.cause}"
     text = advice.cause[:1].upper() + advice.cause[1:] if is_of_all else text
-    return SplitError(error.findings, [f"{text}.", advice.remedy])
+    said = _said_of_bare_loss(case, leaves, advice)
+    return SplitError(error.findings, [f"{text}.", *said, advice.remedy])
+
+
+def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> list[str]:
+    """What ``loss_reduction=`` makes of a bare loss, if one of the leaves is one."""
+    passes = case.audit.step.plan.passes.each
+    said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
+    is_of_loss = any(x.startswith(("loss", GRADIENT)) for x in leaves)
+    is_told = "loss_reduction=" in advice.remedy
+    return [advice_on_bare_loss(said[0])] if said and is_of_loss and not is_told else []
 
 
 def _crossed(case: Case) -> Explained | None:

@@ -148,14 +148,18 @@ _OR_A_MEAN = (
 )
 
 
+def advice_on_bare_loss(how: Reduction) -> str:
+    """What a bare loss has to be, of which ``loss_reduction=how`` was said."""
+    return f"loss_reduction=tj.{how} {_BARE[how]}{_OR_A_MEAN}"
+
+
 def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
     """A refusal of a bare loss, with what its user said that it is."""
     how = each.loss_reduction
     is_loss = equality.leaf.startswith(("loss", GRADIENT))
     if how is None or not is_loss or equality.says != "refuted":
         return equality
-    advice = f"loss_reduction=tj.{how} {_BARE[how]}{_OR_A_MEAN}"
-    return dataclasses.replace(equality, advice=advice)
+    return dataclasses.replace(equality, advice=advice_on_bare_loss(how))
 
 
 _READ_IN_PARTS = (

@@ -5,10 +5,12 @@ from typing import Any
 
 from towerjax.jaxprs.equation import (
     all_eqns,
+    given_name,
     is_hidden,
     loop_sizes,
     named_axes,
     open_jaxpr,
+    program_of_class,
     sub_jaxprs,
     trace_hidden,
 )
@@ -70,6 +72,30 @@ def _called_with_rule(pair: EquationPair) -> list[Known]:
     return [_without_number(pair, x) for x in _inside(pair, programs, ins)]
 
 
+@rule(
+    "call_hi_primitive",
+    knows_constants=True,
+    knows_unknown=True,
+    knows_identity=True,
+    kinds=SPECIAL,
+)
+def _called_by_class(pair: EquationPair) -> list[Known]:
+    """What the program of `jax.checkpoint` and others gives, with ``jax_remat3``."""
+    eqns = (pair.first, pair.second)
+    if all(given_name(eqn) is not None for eqn in eqns):
+        return [*pair.ins]
+    programs = [_program_of(eqn) for eqn in eqns]
+    kinds = {type(eqn.params["_prim"]).__name__ for eqn in eqns}
+    counts = {len(open_jaxpr(x).invars) for x in programs}
+    if len(kinds) > 1 or counts != {len(pair.ins)}:
+        raise ProgramsDifferError(f"the program differs in its {min(kinds)}")
+    if kinds == {"RematTraced"}:
+        return _inside(pair, programs, pair.ins)
+    if SPECIAL & pair.kinds:
+        raise NotOfOneKindError("a rule for a derivative of such a value")
+    return _called_with_rule(pair)
+
+
 def _without_number(pair: EquationPair, value: Known) -> Known:
     if value.kind is Kind.MEAN:
         return pair.unknown(f"a rule for the derivative of {value}")
@@ -81,6 +107,9 @@ def _program_of(eqn: Any) -> Any:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
             return eqn.params[key]
+    by_class = program_of_class(eqn.params.get("_prim"))
+    if by_class is not None:
+        return by_class
     if is_hidden(eqn):
         hidden = trace_hidden(eqn, {})
         if hidden is not None:

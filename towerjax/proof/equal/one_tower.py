@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from towerjax.jaxprs.equation import all_eqns, open_jaxpr, user_line
+from towerjax.jaxprs.equation import all_eqns, given_name, open_jaxpr, user_line
 from towerjax.proof.equal import (  # noqa: F401
     choices,
     elementwise,
@@ -125,7 +125,7 @@ class Equality:
 
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+_RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp_rule", "fwd")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
@@ -276,18 +276,22 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
     if name == "custom_linear_solve":
         programs = [x for x in eqn.params["jaxprs"] if x is not None]
         return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
-    if name not in _WITH_RULES:
-        return False
-    return not _is_rule_of_jax(eqn)
+    if "_prim" in eqn.params:  # with jax_custom_jvp3, jax_custom_vjp3 or jax_remat3
+        high = eqn.params["_prim"]
+        is_known = given_name(eqn) is not None or type(high).__name__ == "RematTraced"
+        return not (is_known or _is_rule_of_jax(vars(high)))
+    return name in _WITH_RULES and not _is_rule_of_jax(eqn.params)
 
 
-def _is_rule_of_jax(eqn: JaxprEqn) -> bool:
+def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     """Whether JAX defines the function, and its rule beside it."""
-    rules = [x for key, x in eqn.params.items() if key in _RULE_PARAMS]
+    rules = [x for key, x in params.items() if key in _RULE_PARAMS]
     files = [x.co_filename for x in _code_in(rules)]
     if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
         return False
-    program: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    program: Any = params.get("call_jaxpr") or params.get("fun_jaxpr")
+    if "traced" in params:
+        program = params["traced"].jaxpr
     info = getattr(open_jaxpr(program), "debug_info", None)
     name, _, source = str(getattr(info, "func_src_info", "")).partition(" at ")
     file = source.rpartition(":")[0]

@@ -66,7 +66,7 @@ _NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
     cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
-    donated_invars call reps""".split()
+    donated_invars call reps _prim""".split()
 )
 # Parameters that say where arrays are, which changes no number.
 _PLACES = frozenset(

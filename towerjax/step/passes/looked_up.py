@@ -204,7 +204,7 @@ def _has_lookups(program: ClosedJaxpr | Jaxpr) -> bool:
     if any(LOOKUP in {eqn.primitive for eqn in eqns} for eqns in bodies):
         return True
     high = [eqn for eqns in bodies for eqn in eqns if "_prim" in eqn.params]
-    return any(_has_lookups(x) for eqn in high for x in _of_remat3(eqn))
+    return any(_has_lookups(x) for eqn in high for x in sub_jaxprs(eqn))
 
 
 def _is_lookup(eqn: JaxprEqn) -> bool:
@@ -236,21 +236,12 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
                     " whose gradient is of all rows."
                 )
             continue
-        for inner in [*sub_jaxprs(eqn), *_of_remat3(eqn)]:
+        for inner in sub_jaxprs(eqn):
             given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = zip(inner.invars, given, strict=False)
             is_known = eqn.primitive.name != "while"  # whose operands lie otherwise
             known = {own for own, outer in pairs if is_known and _is_free(outer, free)}
             _refuse_inside(inner, known | {*inner.constvars}, is_top=False)
-
-
-def _of_remat3(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The program that `jax.checkpoint` hides in a primitive, with ``jax_remat3``."""
-    if "_prim" not in eqn.params:
-        return []
-    program: Any = getattr(eqn.params["_prim"], "jaxpr", None)
-    is_program = isinstance(program, Jaxpr | ClosedJaxpr)
-    return [open_jaxpr(program)] if is_program else []
 
 
 def _is_free(var: Any, free: set[Any]) -> bool:
