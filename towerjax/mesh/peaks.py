@@ -2,23 +2,29 @@
 
 from towerjax.mesh.placement import Placement
 
-# FLOP/s of one device: dense products of bfloat16, added up in float32, by the data
-# sheets of its maker. Those of NVIDIA name twice as much where half the numbers are 0.
-# The first name with which a kind begins counts.
+# FLOP/s of one device: dense products of bfloat16, added up in float32. Over each is
+# its source's title, and where the number was read. NVIDIA's sheets have twice as much,
+# of matrices of which half is 0 ("with sparsity"). The first name with which a kind
+# begins counts.
 _PEAKS = {
-    # https://www.nvidia.com/en-us/data-center/h100/ (SXM, NVL; PCIe: its first sheet)
+    # "NVIDIA H100 Tensor Core GPU Datasheet": with sparsity 1,979 TFLOPS (SXM), 1,513
+    # (PCIe). Read in a vendor's copy; NVIDIA's TensorRT-LLM names it for 989 and 756.
     "NVIDIA H100 PCIe": 756.5e12,
+    # "NVIDIA H100 NVL Datasheet": with sparsity 1,671. Read where others quote it.
     "NVIDIA H100 NVL": 835.5e12,
     "NVIDIA H100": 989.5e12,
-    # https://www.nvidia.com/en-us/data-center/h200/
+    # "NVIDIA H200 Tensor Core GPU", the product's page: with sparsity 1,979 (SXM) and
+    # 1,671 (NVL). Read where others quote it.
     "NVIDIA H200 NVL": 835.5e12,
     "NVIDIA H200": 989.5e12,
+    # No source was found: it has the chip of an H100.
     "NVIDIA GH200": 989.5e12,
-    # https://resources.nvidia.com/en-us-blackwell-architecture (of HGX)
+    # "NVIDIA Blackwell Datasheet", HGX B200: with sparsity 4.5 PFLOPS. Read in a copy.
     "NVIDIA B200": 2250e12,
-    # https://www.nvidia.com/en-us/data-center/a100/
+    # "NVIDIA A100 Tensor Core GPU Datasheet": 312. TensorRT-LLM names it for that.
     "NVIDIA A100": 312e12,
-    # https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e: of a chip, one device
+    # Google's "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e", of the Cloud TPU docs, read
+    # there: "Peak compute per chip". A chip is a device.
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
