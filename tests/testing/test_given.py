@@ -32,3 +32,12 @@ def test_arrays_lie_on_the_devices():
     assert whole.sharding.is_fully_replicated and split.sharding.spec == P("rows")
     assert [x.data.shape for x in split.addressable_shards] == [(4, 3)] * 2
     np.testing.assert_array_equal(whole, split)
+
+
+def test_what_is_no_array_stays():
+    tree = {"w": ROWS, "activation": np.tanh}
+    devices = jax.devices()[:2]
+    shapes = {tj.testing.copies: (2, 8, 3), tj.testing.parts: (2, 4, 3)}
+    for given, shape in (shapes | {tj.testing.placed: (8, 3)}).items():
+        made = given(tree, devices)
+        assert made["activation"] is np.tanh and made["w"].shape == shape

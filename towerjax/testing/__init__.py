@@ -13,6 +13,7 @@ from towerjax.check.programs.same import same_on_devices as same_on_devices
 from towerjax.testing.given import copies as copies
 from towerjax.testing.given import parts as parts
 from towerjax.testing.given import placed as placed
+from towerjax.testing.inner import inner as inner
 from towerjax.testing.resumed import ResumedReport as ResumedReport
 from towerjax.testing.resumed import same_resumed as same_resumed
 from towerjax.testing.steps import assert_replicates as assert_replicates

@@ -1,12 +1,14 @@
 """Arguments for a number of devices: copies, parts, and arrays that lie on them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.mesh.devices import Device
 from towerjax.types import PyTree
 from towerjax.types.door import door
@@ -17,7 +19,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """A copy for each device, as a program of `jax.pmap` is given its state.
 
     Args:
-      tree: Arrays of any shapes.
+      tree: Arrays of any shapes; other leaves, as of an Equinox module, stay.
       devices: ``D`` devices.
 
     Returns:
@@ -29,7 +31,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
       (1, 3)
     """
     number = len(devices)
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * number), tree)
+    stacked = _of_arrays(lambda x: jnp.stack([x] * number), tree)
     return placed(stacked, devices, "i")
 
 
@@ -53,13 +55,16 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
       [[0, 1, 2, 3, 4, 5]]
     """
     number = len(devices)
-    for x in jax.tree.leaves(tree):
+
+    def of_rows(x: Any) -> Any:
         if not np.ndim(x) or len(x) % number:
             raise ValueError(
                 f"An array of shape {np.shape(x)} has no rows that {number} devices can"
                 " share evenly. Give a batch size that all numbers of devices divide."
             )
-    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), tree)
+        return x.reshape(number, -1, *x.shape[1:])
+
+    return _of_arrays(of_rows, tree)
 
 
 @door
@@ -80,4 +85,10 @@ def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
       1
     """
     mesh = Mesh([*devices], spec or ("i",))
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return _of_arrays(lambda x: jax.device_put(x, sharding), tree)
+
+
+def _of_arrays(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """A tree of what a function makes of its arrays and numbers; other leaves stay."""
+    return jax.tree.map(lambda x: fn(x) if isinstance(x, NUMBER_TYPES) else x, tree)

@@ -1,0 +1,58 @@
+"""The step of a trainer that its ``train`` function defines."""
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from towerjax.types.door import door
+from towerjax.types.leaves import listed
+
+
+@door
+def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..., Any]:
+    """The function of this name that a function defines, of what it closes over.
+
+    The outer function is not called. Decorators of the inner one, such as `jax.pmap`,
+    and defaults of its arguments are left out.
+
+    Args:
+      outer: A function of Python, decorated or not.
+      name: The name of one function that is defined in it, at any depth.
+      **closed: What the inner function takes from around it, by name.
+
+    Raises:
+      ValueError: There is no such function, or several; ``closed`` has other names
+        than it takes.
+
+    Example:
+      >>> def train(rate):
+      ...     def step(w, gradient):
+      ...         return w - rate * gradient
+      ...     return step(1.0, 2.0)
+      >>> inner(train, "step", rate=0.5)(3.0, 2.0)
+      2.0
+    """
+    plain: Any = inspect.unwrap(outer)
+    code = getattr(plain, "__code__", None)
+    found = [x for x in _within(code) if x.co_name == name] if code else []
+    if len(found) != 1:
+        raise ValueError(
+            f"{len(found)} functions named {name!r} are defined in {outer!r:.200}: name"
+            " the one that is."
+        )
+    [own] = found
+    if {*closed} != {*own.co_freevars}:
+        raise ValueError(
+            f"{name} takes {listed(own.co_freevars) or 'nothing'} from around it, and"
+            f" was given {listed([*closed]) or 'nothing'}."
+        )
+    cells = tuple(types.CellType(closed[x]) for x in own.co_freevars)
+    return types.FunctionType(own, plain.__globals__, name, None, cells)
+
+
+def _within(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _within(constant)
