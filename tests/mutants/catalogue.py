@@ -709,7 +709,7 @@ TESTING = (
        "nan=np.inf",
        "nan=0.0", "testing::trees_that_are_not_alike_are_told"),
     _m("T07", "the oracle of one tower has all towers",
-       "testing.steps:_one_tower",
+       "towers.strategies:on_one_tower",
        "return strategy._class_like(OneDevice)(strategy.placement.devices[0])",
        "return strategy",
        "testing::the_oracle_shows_what_is_wrong"),

@@ -16,7 +16,7 @@ from towerjax.data.placer import Placer
 from towerjax.loop.history import History
 from towerjax.step.make.train import build_train_step
 from towerjax.step.step import Step
-from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, on_one_group
+from towerjax.towers.strategies import Mirrored, Strategy, on_one_tower
 from towerjax.towers.variables import read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves
 from towerjax.types.door import door
@@ -272,13 +272,13 @@ def one_tower(step: StepOrModel) -> StepOrModel:
       >>> tj.testing.assert_same(*ends)
     """
     if isinstance(step, RunsOnOneTower):
-        return step.on_one_tower(_one_tower(step.strategy))
+        return step.on_one_tower(on_one_tower(step.strategy))
     if not isinstance(step, Step) or step.plan.remade is None:
         raise ValueError(
             f"one_tower got {a_type(step)}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
-    strategy = _one_tower(step.strategy)
+    strategy = on_one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     # It takes the batches of a step of several towers.
     placer = Placer(
@@ -286,10 +286,3 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     )
     made: Any = Step(step.plan.on(strategy, options), placer=placer)
     return made
-
-
-def _one_tower(strategy: Strategy) -> Strategy:
-    """One tower on the first device, or on the first group of devices."""
-    if strategy.placement.within:
-        return on_one_group(strategy, 1)
-    return strategy._class_like(OneDevice)(strategy.placement.devices[0])

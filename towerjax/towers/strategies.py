@@ -271,6 +271,13 @@ def with_specs(strategy: Strategy, specs: Any) -> Strategy:
     return dataclasses.replace(strategy, specs=specs)
 
 
+def on_one_tower(strategy: Strategy) -> Strategy:
+    """One tower on the first device, or on the first group of devices."""
+    if strategy.placement.within:
+        return on_one_group(strategy, 1)
+    return strategy._class_like(OneDevice)(strategy.placement.devices[0])
+
+
 def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
     """So many towers on one device of this process, or on as many as a tower is of.
 
