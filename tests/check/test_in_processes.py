@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.check.programs import child, processes, same
+from towerjax.check.programs import child, processes, read, same
 from towerjax.check.programs.processes import NamedFunction, ToldError, name_function
+from towerjax.check.programs.runs import UserProgram
 
 X = np.arange(1, 17, dtype=np.float32)
 WEIGHTS = (np.arange(16) > 5).astype(np.float32)  # unequal in each part
@@ -153,7 +154,7 @@ def nothing():
 
 
 def here(make):
-    return child.run_program(name_function("make()", make), 8, True)
+    return child.run_program(name_function("make()", make), 8)
 
 
 def test_a_program_runs_as_it_is():
@@ -161,13 +162,13 @@ def test_a_program_runs_as_it_is():
     [call] = ran.seen.calls
     np.testing.assert_allclose(call["result"].numbers, X.mean(dtype=np.float64), 1e-6)
     assert ran.seen.devices == ran.reading.devices == frozenset()
-    assert (
-        ran.report.same == 1 and "test_in_processes.py" in ran.reading.communicates[-1]
-    )
+    assert ran.is_program and "test_in_processes.py" in ran.reading.communicates[-1]
 
 
 def test_what_make_returns_that_is_no_program_is_the_result():
-    [call] = here(finished).seen.calls
+    ran = here(finished)
+    [call] = ran.seen.calls
+    assert not ran.is_program
     np.testing.assert_allclose(call["result['mean']"].numbers, 8.5, 1e-6)
 
 
@@ -175,7 +176,7 @@ def test_a_program_must_give_something():
     with pytest.raises(ToldError, match="must return .*, and returned a NoneType"):
         here(nothing)
     with pytest.raises(ToldError, match=r"make\(\) ran with 8 devices in place of 2"):
-        child.run_program(name_function("make()", everywhere), 2, True)
+        child.run_program(name_function("make()", everywhere), 2)
 
 
 def test_nearby_runs_begin_with_the_same():
@@ -216,8 +217,9 @@ def test_jax_is_told_of_the_devices_before_it_wakes(monkeypatch):
 
 def test_the_end_of_a_process_is_told():
     told = processes._told_of_death
-    assert told("2 devices", 3, ["a", "b"]) == (
-        "The process of 2 devices ended with exit code 3. Its last lines:\n  a\n  b"
+    assert told("2 devices", 3, ["a", "b", ""]) == (
+        "The process of 2 devices ended with exit code 3. The last line that it"
+        " printed: b"
     )
     killed = told("x", -signal.SIGKILL, [])
     assert "was killed by SIGKILL. It printed nothing." in killed
@@ -277,8 +279,10 @@ def test_a_trainers_own_main_is_checked_as_it_is(shell):
     assert f"and {want[0]:.6g} on one" in told["findings"][0]["text"]
     assert "rtol" in told["findings"][0]["advice"]
     code, out, err = shell("check", "of_user:dies", *call)
-    assert code == 1 and not out and "no more" in err.splitlines()[-1]
-    assert "The process of 1 device ended with exit code 1. Its last lines:" in err
+    *_, last, told = err.splitlines()
+    assert code == 1 and not out and err.count("hello") == 1
+    assert last == "[1 device] RuntimeError: no more"
+    assert told.endswith("exit code 1. The last line that it printed: " + last[11:])
     code, out, err = shell("check", "of_user:on_one", *call)
     assert code == 2 and "make() runs on 1 device, cpu:0" in err
 
@@ -305,3 +309,101 @@ def test_a_fault_that_is_meant_is_told_and_passes(shell):
     pathlib.Path("meant.json").write_text("[]")
     assert "write it again" in shell(*call, "--baseline", "meant.json")[2]
     assert shell(*call, "--json", "--github")[0] == 2
+
+
+NAMES = "all_devices", "as_it_is"
+AS_IT_IS = textwrap.dedent("""
+    import fractions  # a library
+    import jax, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    from all_devices import DEVICES
+
+    X = np.arange(1, 9, dtype=np.float32)
+    WHOLE = jax.NamedSharding(Mesh(DEVICES, "i"), P())
+
+    def share(devices):
+        mesh = Mesh(devices, "i")
+        specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P()}
+        mean = lambda x: jax.lax.pmean(x.sum(), "i")
+        return jax.jit(jax.shard_map(mean, **specs)), [X]
+
+    def share_of_all():
+        return share(DEVICES)
+
+    def own():
+        specs = {"mesh": WHOLE.mesh, "in_specs": P("i"), "out_specs": P()}
+        fn = jax.shard_map(lambda x: x.sum(), **specs, check_vma=False)
+        return jax.jit(fn), [X]
+
+    def untraced():
+        return lambda x: float(x[0]) * x, [jax.device_put(X, WHOLE)]
+
+    def of_a_library():
+        if not hasattr(fractions, "seen"):
+            fractions.seen = jax.device_count()
+        return share(DEVICES)[0], [X / fractions.seen]
+""")
+
+
+@pytest.mark.slow
+def test_the_proof_says_the_same_of_a_program_that_is_run_as_it_is(shell, request):
+    request.addfinalizer(lambda: [sys.modules.pop(x, 0) for x in NAMES])
+    pathlib.Path("all_devices.py").write_text("import jax; DEVICES = jax.devices()")
+    pathlib.Path("as_it_is.py").write_text(AS_IT_IS)
+
+    def told_of(name):
+        code, out, _ = shell("check", name, "--devices", "1", "2", "--json")
+        assert code == (not name.endswith("untraced"))
+        return json.loads(out)
+
+    given = told_of("as_it_is:share")
+    as_it_is = told_of("as_it_is:share_of_all")
+    fault = given["findings"][0]
+    assert fault["text"].startswith("result: 1/D times what it is on one device: a sum")
+    assert fault["kind"] == "equality" and fault == as_it_is["findings"][0]
+    assert as_it_is["results"] == given["results"]
+    fault = told_of("as_it_is:own")["findings"][0]
+    assert fault["kind"] == "proof" and "as_it_is.py" in fault["text"]
+    notes = told_of("as_it_is:untraced")["notes"]
+    [note] = [x for x in notes if "nothing is proved" in x]
+    assert "cannot be traced (ConcretizationTypeError" in note
+    notes = told_of("as_it_is:of_a_library")["notes"]
+    [note] = [x for x in notes if "nothing is proved" in x]
+    assert "its program on 2 is another than in a process of its own" in note
+
+
+def test_a_users_modules_are_imported_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_somebody").mkdir()
+    (tmp_path / "of_somebody" / "part.py").write_text("")
+    monkeypatch.delitem(sys.modules, "sched", raising=False)
+    with processes.forgets_modules():
+        import sched
+
+        from of_somebody import part
+    assert not {"of_somebody", "of_somebody.part"} & {*sys.modules}
+    assert sys.modules["sched"] is sched and part
+
+
+def test_a_digest_tells_programs_apart():
+    class Other:
+        pass
+
+    def digest(fn, *args):
+        return read.digest_of(UserProgram("make()", (fn, args)))
+
+    def plus(number):
+        array = jnp.full(2, number)
+        return lambda x: (x + array, Other())
+
+    ones = np.ones(2, np.float32)
+    assert digest(plus(1.0), ones) == digest(plus(1.0), ones)
+    others = [
+        digest(plus(2.0), ones),  # of which the text is the same
+        digest(plus(1.0), 2 * ones),
+        digest(lambda x: x + 1.0, ones),
+        digest(lambda x: x + 1.1, ones),
+        digest(lambda x: {"a": x + 1.1}, ones),
+    ]
+    assert len({*others, digest(plus(1.0), ones)}) == 6
+    assert digest(lambda x: float(x[0]), ones) == ""

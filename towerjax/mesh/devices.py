@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.extend import backend
 
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree
@@ -111,6 +112,16 @@ def want_cpu_devices(number: int) -> None:
     """Make JAX have this many CPU devices, unless it is in use already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
+
+
+def wake_cpu_devices(number: int) -> None:
+    """Make JAX begin anew, with this many CPU devices and no mesh of `jax.set_mesh`.
+
+    Arrays of before can be read, and not computed with.
+    """
+    backend.clear_backends()
+    jax.config.update("jax_num_cpu_devices", number)
+    jax.set_mesh(None)
 
 
 def find_devices(names: Sequence[str]) -> tuple[Device, ...]:

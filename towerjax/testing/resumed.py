@@ -123,7 +123,7 @@ def same_resumed(
 
     Raises:
       SplitError: A leaf depends on the restart; its ``findings`` are `Refuted`.
-      ProgramDied: A process ended without a result; with its last lines.
+      ProgramDied: A process ended without a result; with its last line.
       ValueError: ``make`` or what it returns has another form; the training is not
         deterministic.
 

@@ -1,11 +1,12 @@
 """What ``towerjax check`` does: prove what can be, and run and compare the rest."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.check.audit.comparison import AuditReport, SplitError
-from towerjax.check.programs.child import FORM, Ran
+from towerjax.check.programs.child import FORM
+from towerjax.check.programs.compare import check_rtol
 from towerjax.check.programs.devices import (
     check_numbers,
     lists_of_devices,
@@ -15,11 +16,12 @@ from towerjax.check.programs.processes import name_function
 from towerjax.check.programs.programs import ProgramReport, proved_on
 from towerjax.check.programs.runs import UserProgram
 from towerjax.check.programs.same import (
-    compare_in_processes,
+    compare_ran,
+    prove_in_process,
+    run_in_processes,
     same_on_devices,
     takes_nothing,
 )
-from towerjax.mesh.devices import Device
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
@@ -63,31 +65,30 @@ def check_program(
     """
     looked = Looked()
     if takes_nothing(maker):
-        _run_in_processes(maker, devices, rtol, looked)
+        _check_in_processes(maker, devices, rtol, looked)
         return looked
     lists = lists_of_devices(devices)
     check_takes(form, maker, lists[max(devices)])
     programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
-    if _prove_program(programs, lists, looked) and not always_run:
+    is_proved = _prove(lambda: proved_on(programs), looked)
+    if is_proved and not always_run and use_what_is_given(programs, lists):
         looked.told.append("proved, and not run: --run runs it, too")
     else:
         _compare(lambda: same_on_devices(maker, devices, rtol=rtol), looked)
     return looked
 
 
-def _prove_program(
-    programs: Mapping[int, UserProgram],
-    lists: Mapping[int, Sequence[Device]],
-    looked: Looked,
+def _prove(
+    prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
     """Prove what can be without a run; whether that is all."""
     try:
-        proof, why = proved_on(programs)
+        proof, why = prove()
     except ReplicationError as error:
         looked.faults += _faults_of_proof(str(error))
         return False
     if proof is None:
-        looked.notes.append(f"nothing is proved: the program cannot be traced ({why})")
+        looked.notes.append(f"nothing is proved: {why}")
         looked.told.append(f"note: {looked.notes[-1]}")
         return False
     _tell_of_proof(proof, looked)
@@ -98,8 +99,7 @@ def _prove_program(
         for x in proof.equal
         if x.says == "refuted"
     ]
-    is_all = bool(proof.equal) and not proof.unproved
-    return is_all and use_what_is_given(programs, lists)
+    return bool(proof.equal) and not proof.unproved
 
 
 def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
@@ -114,23 +114,20 @@ def _faults_of_proof(told: str) -> list[Fault]:
     return [Fault("proof", "", line.strip()) for line in lines or [told]]
 
 
-def _run_in_processes(
+def _check_in_processes(
     maker: Callable[..., Any],
     devices: Sequence[int],
     rtol: float | None,
     looked: Looked,
 ) -> None:
-    """Run the program in a process for each number of devices, and compare."""
-
-    def tell(ran: Ran) -> None:
-        if ran.fault:
-            looked.faults.extend(_faults_of_proof(ran.fault))
-        elif ran.report is not None and ran.report.maps:
-            _tell_of_proof(ran.report, looked)
-
+    """Run the program in a process for each number of devices, prove and compare."""
     named = name_function(FORM, maker)
     numbers = check_numbers(devices)
-    _compare(lambda: compare_in_processes(named, numbers, rtol, told=tell), looked)
+    check_rtol(rtol)
+    ran = run_in_processes(named, numbers)
+    if all(x.is_program for x in ran.values()):
+        _prove(lambda: prove_in_process(named, ran), looked)
+    _compare(lambda: compare_ran(named, ran, rtol), looked)
 
 
 def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:

@@ -108,7 +108,7 @@ def _trace_in_mesh(
                     jaxpr = hold_indexed(jaxpr, placement)
                 values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
-            kinds = _kinds_in_mesh(_arrays_in(jaxpr))
+            kinds = _kinds_in_mesh(arrays_in(jaxpr))
             if not kinds or not says(error, "Mesh for all inputs"):
                 raise
             raise ValueError(
@@ -125,7 +125,7 @@ def _trace_in_mesh(
 
 def closed_over_kinds(jaxpr: ClosedJaxpr) -> str:
     """The types of a jaxpr's constants that lie in a mesh, as text; "" for none."""
-    return _kinds_in_mesh(x for x in _arrays_in(jaxpr) if not has_tracers(x))
+    return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
 @jax.tree_util.register_static
@@ -355,7 +355,7 @@ def fingerprint_of_program(
 ) -> str:
     """The program's text, and a hash of the constants that the text does not show."""
     digest = hashlib.sha256()
-    for array in _arrays_in(traced.jaxpr):
+    for array in arrays_in(traced.jaxpr):
         array = key_data(array)
         # JAX already requires the processes to agree on an array that they share.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
@@ -363,7 +363,7 @@ def fingerprint_of_program(
     return f"{lowered.as_text()}{digest.hexdigest()}"
 
 
-def _arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
+def arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
     for each in all_jaxprs(jaxpr):
         body = open_jaxpr(each)

@@ -4,6 +4,7 @@ What it returns comes by a file. What it prints is passed on, line by line.
 """
 
 import collections
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -17,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from towerjax.jaxprs.equation import is_library
 from towerjax.mesh.devices import want_cpu_devices
 from towerjax.types.door import door
 
@@ -41,7 +43,15 @@ class NamedFunction(NamedTuple):
 
 
 class ProgramDied(RuntimeError):
-    """A process that ran a program ended without a result."""
+    """A process that ran a program ended without a result.
+
+    Attributes:
+      lines: The last lines that it printed. They were shown on stderr as they came.
+    """
+
+    def __init__(self, told: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(told)
+        self.lines = tuple(lines)
 
 
 class ToldError(Exception):
@@ -79,6 +89,28 @@ def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
     return pkgutil.resolve_name(f"{module.__name__}:{named.name}")
 
 
+@contextlib.contextmanager
+def forgets_modules() -> Iterator[None]:
+    """What is imported here, of a user's files, is imported anew after it.
+
+    Modules of libraries stay.
+    """
+    before = {*sys.modules}
+    try:
+        yield
+    finally:
+        for name in {*sys.modules} - before:
+            place = _place_of(sys.modules[name])
+            if place and not is_library(place):
+                del sys.modules[name]
+
+
+def _place_of(module: types.ModuleType) -> str:
+    """The file of a module, or the folder of a package without one; "" of no file."""
+    folders = [*getattr(module, "__path__", ())]
+    return getattr(module, "__file__", None) or [*folders, ""][0]
+
+
 def _is_found(named: NamedFunction) -> bool:
     """Whether Python finds the module by its name, in the same file."""
     if named.module == _MAIN:
@@ -105,7 +137,12 @@ def _from_file(named: NamedFunction) -> types.ModuleType:
 
 
 def call_in_process(
-    label: str, devices: int, run: Callable[..., Any], /, *args: Any
+    label: str,
+    devices: int,
+    run: Callable[..., Any],
+    /,
+    *args: Any,
+    is_shown: bool = True,
 ) -> Any:
     """What a function returns in a process of its own.
 
@@ -114,19 +151,20 @@ def call_in_process(
       devices: How many devices of the CPU its JAX has.
       run: A function at the top of a module of towerjax.
       *args: What it is called with; they are pickled.
+      is_shown: Whether what it prints is shown.
 
     Raises:
-      ProgramDied: The process ended without a result; with its last lines.
+      ProgramDied: The process ended without a result; with its last line.
       Exception: What the function raised as a `ToldError`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "call").write_bytes(pickle.dumps((run, args)))
         command = [sys.executable, "-c", _BEGIN.format(path=sys.path), name]
-        code, last = _printed(command, _environment(devices), label)
+        code, last = _printed(command, _environment(devices), label if is_shown else "")
         result = folder / "result"
         if code or not result.exists():
-            raise ProgramDied(_told_of_death(label, code, last))
+            raise ProgramDied(_told_of_death(label, code, last), last)
         gave, value = pickle.loads(result.read_bytes())
     if gave == "error":
         raise value
@@ -134,20 +172,30 @@ def call_in_process(
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """The variables of a process whose JAX has so many devices."""
+    """The variables of a process whose JAX has so many devices.
+
+    Sets have one order in all processes, so that a program is the same text.
+    """
     variables = dict(os.environ)
     flags = re.sub(_FORCED, "", variables.get("XLA_FLAGS", ""))
-    return variables | {
-        "XLA_FLAGS": flags.strip(),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-    }
+    return (
+        {"PYTHONHASHSEED": "0"}
+        | variables
+        | {
+            "XLA_FLAGS": flags.strip(),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+        }
+    )
 
 
 def _printed(
     command: list[str], environment: dict[str, str], label: str
 ) -> tuple[int, list[str]]:
-    """The exit code of a process, and the last lines that it printed."""
+    """The exit code of a process, and the last lines that it printed.
+
+    They are shown with the label before each, if there is one.
+    """
     last = collections.deque[str](maxlen=_LAST)
     with subprocess.Popen(
         command,
@@ -162,7 +210,8 @@ def _printed(
             assert process.stdout is not None
             for line in process.stdout:
                 last.append(line.rstrip())
-                print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
+                if label:
+                    print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
         except BaseException:  # Ctrl-C, too
             process.kill()
             raise
@@ -175,9 +224,9 @@ def _told_of_death(label: str, code: int, last: list[str]) -> str:
         how += f" by {signal.Signals(-code).name}"
     if not code:
         how = "ended before it gave a result"
-    lines = "".join(f"\n  {line}" for line in last)
-    printed = f"Its last lines:{lines}" if last else "It printed nothing."
-    return f"The process of {label} {how}. {printed}"
+    printed = [line for line in last if line.strip()]
+    told = f"The last line that it printed: {printed[-1]}" if printed else ""
+    return f"The process of {label} {how}. {told or 'It printed nothing.'}"
 
 
 @door

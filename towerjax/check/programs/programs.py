@@ -159,7 +159,7 @@ def prove(
     made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
     report, why = proved_on(made)
     if report is None:
-        raise ValueError(f"The program cannot be traced ({why}).")
+        raise ValueError(f"Nothing is proved: {why}.")
     if refuted := refuted_in(report):
         raise ReplicationError(refuted)
     return report
@@ -171,13 +171,13 @@ def proved_on(
     """What `prove` says of a program for several numbers of devices.
 
     Returns:
-      A report in which nothing is refuted yet, or None and why there is no trace.
+      A report in which nothing is refuted yet, or None and why nothing is proved.
     """
     made = dict[int, MadeProgram]()
     for number, program in programs.items():
         traced, why = program.trace()
         if traced is None:
-            return None, why
+            return None, f"the program cannot be traced ({why})"
         draws = [*_split_draws(traced.jaxpr)]
         made[number] = MadeProgram(traced, program.traced_args, program.unseen, draws)
     most = made[max(made)]

@@ -1,15 +1,23 @@
 """What the trace of a program says, in plain values that another process can send."""
 
+import hashlib
+import re
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from towerjax.check.audit.comparison import rounding_of
 from towerjax.check.programs.runs import UserProgram, meshes_of_trace
+from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
 from towerjax.jaxprs.equation import all_sites, named_axes, user_line
 from towerjax.mesh.devices import Device
+from towerjax.towers.executors import arrays_in
+from towerjax.types.leaves import key_data
 
 _BY_A_FACTOR = "mul", "div"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Reading(NamedTuple):
@@ -67,3 +75,20 @@ def _factor(eqn: JaxprEqn) -> complex | None:
     """The number by which an equation multiplies or divides; None: by no constant."""
     values: list[Any] = [x.val for x in eqn.invars if isinstance(x, Literal)]
     return next((complex(x) for x in values), None)
+
+
+def digest_of(program: UserProgram) -> str:
+    """What tells one traced program from another: a hash of its text and its arrays.
+
+    "" where it cannot be traced.
+    """
+    traced, _ = program.trace()
+    if traced is None:
+        return ""
+    given = traced_arrays(program.traced_args)
+    text = f"{traced.jaxpr} {jax.tree.structure(traced.out)} {[*given]}"
+    digest = hashlib.sha256(_ADDRESS.sub("", text).encode())
+    for x in (*given.values(), *arrays_in(traced.jaxpr)):
+        if isinstance(x, ARRAY_TYPES):  # and no Ref, of which nothing is proved
+            digest.update(np.asarray(key_data(x)).tobytes())
+    return digest.hexdigest()

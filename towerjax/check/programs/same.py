@@ -2,11 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from towerjax.check.audit.comparison import AuditReport
-from towerjax.check.programs.child import FORM, Ran, run_nearby, run_program
+from towerjax.check.programs.child import (
+    FORM,
+    Ran,
+    prove_program,
+    run_nearby,
+    run_program,
+)
 from towerjax.check.programs.compare import (
     DEVICES,
     check_rtol,
@@ -22,10 +28,12 @@ from towerjax.check.programs.devices import (
 )
 from towerjax.check.programs.processes import (
     NamedFunction,
+    ProgramDied,
     call_in_process,
     name_function,
 )
-from towerjax.check.programs.read import Reading, read_program
+from towerjax.check.programs.programs import ProgramReport
+from towerjax.check.programs.read import read_program
 from towerjax.check.programs.runs import Seen, UserProgram
 from towerjax.mesh.devices import Device
 from towerjax.types.door import door
@@ -73,7 +81,7 @@ def same_on_devices(
         number of devices or one over it, and the lines that communicate.
       ValueError: There are not so many devices, or the program uses others; it gives
         nothing to compare, or is not deterministic.
-      ProgramDied: A process of ``make()`` ended without a result; with its last lines.
+      ProgramDied: A process of ``make()`` ended without a result; with its last line.
 
     Example:
       >>> import jax, numpy as np
@@ -87,7 +95,9 @@ def same_on_devices(
     """
     if takes_nothing(make):
         named = name_function(FORM, make)
-        return compare_in_processes(named, check_numbers(devices), rtol)
+        numbers = check_numbers(devices)
+        check_rtol(rtol)
+        return compare_ran(named, run_in_processes(named, numbers), rtol)
     check_function("make", make, FORM_OF_MAKE)
     lists = lists_of_devices(devices)
     return _compare_made(
@@ -200,34 +210,47 @@ def takes_nothing(make: Any) -> bool:
     return not any(x.kind is not x.KEYWORD_ONLY for x in parameters)
 
 
-def compare_in_processes(
-    named: NamedFunction,
-    numbers: Sequence[int],
-    rtol: float | None,
-    *,
-    told: Callable[[Ran], None] | None = None,
-) -> AuditReport:
-    """The report of a program that is run in a process for each number of devices.
+def run_in_processes(named: NamedFunction, numbers: Sequence[int]) -> dict[int, Ran]:
+    """What a program gave in a process for each number of devices."""
+    return {
+        number: call_in_process(_label(number), number, run_program, named, number)
+        for number in numbers
+    }
 
-    ``told`` is given what the last process said of the proof, before the comparison.
+
+def prove_in_process(
+    named: NamedFunction, ran: Mapping[int, Ran]
+) -> tuple[ProgramReport | None, str]:
+    """What is proved of a program that ran, or None and why nothing is.
+
+    Raises:
+      ReplicationError: As `prove`.
     """
-    check_rtol(rtol)
-    runs = dict[int, Seen]()
-    reads = dict[int, Reading]()
-    for number in numbers:
-        is_last = number == numbers[-1]
-        label = f"{number} device{'s' * (number > 1)}"
-        ran = call_in_process(label, number, run_program, named, number, is_last)
-        runs[number] = ran.seen
-        if number > 1:
-            reads[number] = ran.reading
-        if is_last and told is not None:
-            told(ran)
+    digests = {number: x.digest for number, x in ran.items()}
+    try:
+        return call_in_process(
+            "the proof", 1, prove_program, named, digests, is_shown=False
+        )
+    except ProgramDied as error:
+        return None, str(error)
+
+
+def compare_ran(
+    named: NamedFunction, ran: Mapping[int, Ran], rtol: float | None
+) -> AuditReport:
+    """The report of a program that ran in a process for each number of devices."""
+    first, *others = ran
 
     def again(rounding: float) -> list[Seen]:
-        label = "1 device, rounded"
-        nearby = call_in_process(label, 1, run_nearby, named, 1, rounding)
-        refuse_other_run(nearby[0], runs[1])
+        label = f"{_label(first)}, rounded"
+        nearby = call_in_process(label, first, run_nearby, named, first, rounding)
+        refuse_other_run(nearby[0], ran[first].seen)
         return nearby
 
+    runs = {number: x.seen for number, x in ran.items()}
+    reads = {number: ran[number].reading for number in others}
     return compare_runs(runs, reads, again, rtol)
+
+
+def _label(number: int) -> str:
+    return f"{number} device{'s' * (number > 1)}"
