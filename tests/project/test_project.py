@@ -104,7 +104,7 @@ LOOK_INSIDE = {
     "test_refusals.py",
     "test_resuming.py",
 }
-ROOMS_OF_TESTS = {*ROOMS, "tf1", "contrib", "laws", "project", "cluster"}
+ROOMS_OF_TESTS = {*ROOMS, "tf1", "contrib", "laws", "foreign", "project", "cluster"}
 
 
 def test_laws_are_written_on_the_public_names():

@@ -1,6 +1,6 @@
 """Train PPO of brax for some steps: `train` as it is, in its environment for tests.
 
-Run in a checkout by `python -m benchmarks.conversions`; ``towers`` is 0 as published.
+Run in a checkout by `python -m tests.foreign`; ``towers`` is 0 as published.
 """
 
 import functools

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 Made = tuple[Callable[..., Any], Sequence[Any]]
 Devices = list[Any]  # of ``jax.Device``, which type checkers take for a variable
@@ -64,3 +65,9 @@ def _within(code: types.CodeType) -> Iterator[types.CodeType]:
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     """Numbers that differ from row to row."""
     return jax.random.normal(jax.random.key(seed), shape)
+
+
+def images(size: int = 8) -> tuple[jax.Array, jax.Array]:
+    """Eight images, which differ from row to row, and labels of ten."""
+    bright = 1 + jnp.arange(8.0)[:, None, None, None]
+    return normal(8, size, size, 3) * bright, jnp.arange(8) % 10

@@ -1,6 +1,6 @@
 """Fine-tune a small RoBERTa by `run_mlm_flax.py` as it is, on lines that are made here.
 
-Run in a checkout by `python -m benchmarks.conversions`; ``towers`` is 0 as published.
+Run in a checkout by `python -m tests.foreign`; ``towers`` is 0 as published.
 """
 
 import contextlib

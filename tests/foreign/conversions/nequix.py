@@ -1,6 +1,6 @@
 """Train nequix for some steps: `train` as it is, on structures that are made here.
 
-Run in a checkout by `python -m benchmarks.conversions`; ``towers`` is 0 as published.
+Run in a checkout by `python -m tests.foreign`; ``towers`` is 0 as published.
 """
 
 import json

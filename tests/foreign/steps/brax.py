@@ -1,6 +1,5 @@
-"""Steps of public reinforcement learning and quantum Monte Carlo: `Program.make`."""
+"""Steps of brax: reinforcement learning in a physics engine."""
 # ruff: noqa: PLC0415  # a program is imported when it is checked
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import functools
 from typing import Any
@@ -9,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.foreign.adapt import Devices, Made, inner, normal
+from tests.foreign.adapt import Devices, Made, inner, normal
 from towerjax.testing import copies, parts
 
 
-def brax_ppo(devices: Devices, **options: Any) -> Made:
+def ppo(devices: Devices, **options: Any) -> Made:
     """A minibatch of PPO."""
     from brax.training import gradients, types
     from brax.training.agents.ppo import losses, networks
@@ -49,7 +48,7 @@ def brax_ppo(devices: Devices, **options: Any) -> Made:
     return jax.pmap(step, axis_name="i"), (*state, parts(data, devices))
 
 
-def brax_apg(devices: Devices, bound: float = 0.1) -> Made:
+def apg(devices: Devices, bound: float = 0.1) -> Made:
     """A minibatch of analytic policy gradients."""
     from brax.envs import base
     from brax.training.acme import running_statistics
@@ -90,30 +89,3 @@ def brax_apg(devices: Devices, bound: float = 0.1) -> Made:
 
     held = copies((params, sgd.init(params), of_obs), devices)
     return jax.pmap(of_device, axis_name="i"), (*held, parts(state, devices))
-
-
-def ferminet(devices: Devices) -> Made:
-    """A step on the energy of helium, clipped about the median of all."""
-    from ferminet import constants, hamiltonian, loss, networks, train
-
-    charges = jnp.array([2.0])
-    spins = (1, 1)
-    net = networks.make_fermi_net(spins, charges, determinants=1, hidden_dims=((8, 4),))
-    energy = hamiltonian.local_energy(net.apply, charges, spins)
-    log_net = lambda *args: net.apply(*args)[1]  # noqa: E731
-    evaluate = loss.make_loss(log_net, energy, clip_local_energy=1.0)
-    sgd = optax.sgd(0.1)
-    update = train.make_opt_update_step(evaluate, sgd)
-    data = networks.FermiNetData(
-        positions=normal(8, 6),
-        spins=jnp.tile(jnp.array([1.0, -1.0]), (8, 1)),
-        atoms=jnp.zeros((8, 1, 3)),
-        charges=jnp.tile(charges, (8, 1)),
-    )
-
-    def step(params: Any, opt_state: Any, data: Any) -> Any:
-        return update(params, data, opt_state, jax.random.PRNGKey(0))[:3]
-
-    params = net.init(jax.random.PRNGKey(0))
-    state = copies((params, sgd.init(params)), devices)
-    return constants.pmap(step), (*state, parts(data, devices))

@@ -1,1 +1,0 @@
-"""Public programs as they are published, and written with towerjax."""

@@ -1,1 +1,0 @@
-"""Training steps of public programs, checked as they are."""

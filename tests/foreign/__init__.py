@@ -1,0 +1,1 @@
+"""Programs of others, as data, and one driver that asks towerjax about each of them."""
