@@ -107,7 +107,7 @@ class Passes:
         return self.found(self.each[0], merged)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """The merged results of earlier passes that a pass gets."""
+        """What a pass, or the update, is given of what those before it have merged."""
         return merged[-1] if self.found is None else [*merged]
 
 
@@ -206,7 +206,7 @@ def training_plan(
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
-    """The plan whose ``update_fn(state, merged)`` is given what all passes merged.
+    """The plan whose ``update_fn`` is given what a further pass would be.
 
     ``fields`` are further ones of its `NextState`.
     """
@@ -215,7 +215,7 @@ def training_plan(
         strategy,
         options,
         passes,
-        NextState(update_fn, options.on_nonfinite, **fields),
+        NextState(update_fn, passes.given, options.on_nonfinite, **fields),
         states,
         ins,
         Outcome(ins["state"], *[Layout.MIRRORED] * 3),
@@ -239,8 +239,3 @@ def training_pass(
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}
     return Pass(tower_fn, strategy, **fields)
-
-
-def of_last(update_fn: Update) -> Update:
-    """The update, given what the last pass merged."""
-    return lambda state, merged: update_fn(state, merged[-1])

@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
-from towerjax.step.make.gradient import refusing_tangents
-from towerjax.step.make.of_loss import LossPass
+from towerjax.step.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import (
     Passes,
     Plan,
     StepOptions,
-    of_last,
     state_ins,
-    training_pass,
     training_plan,
 )
 from towerjax.step.state.accumulators import as_own
@@ -110,29 +107,16 @@ def build_step(
     check_function("update_fn", update_fn, "update_fn(state, merged)")
 
     def planned(strategy: Strategy, options: StepOptions) -> Plan:
-        each = tuple(_pass_of(fn, strategy, options) for fn in tower_fns)
+        how: dict[str, Any] = {"rows_used_later": True}
+        each = tuple(pass_of(fn, strategy, options, **how) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
-        given = strategy, options, Passes(each), of_last(update_fn)
+        given = strategy, options, Passes(each), update_fn
         states = StatePolicy(strategy)
         return training_plan(*given, states, needs_examples=False, remade=planned)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
     return Step(planned(with_specs(strategy, specs), options))
-
-
-def _pass_of(
-    tower_fn: TowerFn | LossPass, strategy: Strategy, options: StepOptions
-) -> Pass:
-    """A pass of `build_step`."""
-    fields: dict[str, Any] = {"rows_used_later": True}
-    if isinstance(tower_fn, LossPass):
-        fn = tower_fn.tower
-        fields["trained"] = tower_fn.trained
-        fields["loss_reduction"] = tower_fn.loss_reduction
-    else:
-        fn = refusing_tangents(tower_fn)
-    return training_pass(fn, strategy, options, **fields)
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:

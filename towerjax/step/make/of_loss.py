@@ -4,7 +4,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from towerjax.step.make.gradient import as_loss, call_refusing_writes
+from towerjax.step.make.gradient import (
+    as_loss,
+    call_refusing_writes,
+    refusing_tangents,
+    value_and_grad,
+)
+from towerjax.step.passes.one_pass import Pass, TowerFn
+from towerjax.step.plan import StepOptions, training_pass
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
@@ -13,6 +20,7 @@ from towerjax.step.state.update import (
     with_trained,
 )
 from towerjax.towers.outputs import check_local, check_metrics
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
 from towerjax.types import PyTree, Reduction, TowerOutput
@@ -49,12 +57,27 @@ class LossPass:
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)
-        before = {"before": merged[0]} if merged else {}
-        return returned_by_name(state, tower, out) | before
+        return _by_name(state, tower, out, merged)
+
+    def with_own_gradient(
+        self, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
+    ) -> dict[str, Any]:
+        """The output of one tower, with the gradient of its own loss."""
+        params = self.params_of(state, *merged)
+
+        def loss_fn(trained: PyTree, *args: Any) -> Any:
+            given = with_trained(trained, params), *args
+            return call_refusing_writes(self.loss_fn, *given)
+
+        of_tower = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
+        part = trained_part(params, self.trainable)
+        out, grads = of_tower(part, rows, tower, *merged)
+        out = out if isinstance(out, TowerOutput) else TowerOutput(out)
+        return _by_name(state, tower, out, merged) | {"grads": grads}
 
 
-def returned_by_name(
-    state: TrainState, tower: Tower, out: TowerOutput
+def _by_name(
+    state: TrainState, tower: Tower, out: TowerOutput, merged: tuple[PyTree, ...]
 ) -> dict[str, Any]:
     """What a loss function returned, by the names that an update reads."""
     local = tower.local if out.local is None else out.local
@@ -64,7 +87,28 @@ def returned_by_name(
         "metrics": check_metrics(out.metrics, trains=True),
         "local": with_local_values(state.local, local),
     }
-    return returned if out.extra is None else {**returned, "extra": out.extra}
+    if out.extra is not None:
+        returned["extra"] = out.extra
+    if merged:
+        returned["before"] = merged[0]
+    return returned
+
+
+def pass_of(
+    tower_fn: TowerFn | LossPass,
+    strategy: Strategy,
+    options: StepOptions,
+    **fields: Any,
+) -> Pass:
+    """A pass of a training: of a loss that is differentiated, or of a tower function.
+
+    ``fields`` are further ones of it.
+    """
+    if isinstance(tower_fn, LossPass):
+        fields["trained"] = tower_fn.trained
+        fields["loss_reduction"] = tower_fn.loss_reduction
+        return training_pass(tower_fn.tower, strategy, options, **fields)
+    return training_pass(refusing_tangents(tower_fn), strategy, options, **fields)
 
 
 @door

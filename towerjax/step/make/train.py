@@ -12,17 +12,9 @@ import optax
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.make.of_loss import LossPass, returned_by_name
+from towerjax.step.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import TowerFn
-from towerjax.step.plan import (
-    Passes,
-    Plan,
-    StepOptions,
-    of_last,
-    training_pass,
-    training_plan,
-)
+from towerjax.step.plan import Passes, Plan, StepOptions, training_plan
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update, with_loss
 from towerjax.step.state.policies import StatePolicy
@@ -39,8 +31,7 @@ from towerjax.step.state.update import (
 )
 from towerjax.step.step import Step, TrainStep
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
-from towerjax.towers.tower import Tower
-from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.types import LossFn, PyTree, Reduction, Sum
 from towerjax.types.door import door
 from towerjax.types.leaves import check_like, map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
@@ -49,7 +40,7 @@ UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 """``(state, merged) -> extra``: the next ``state.extra``."""
 
 
-class StepFns(NamedTuple):
+class StepFunctions(NamedTuple):
     """The functions that a train step is made of, as `build_step` takes them."""
 
     tower: TowerFn  # returns "loss", "grads" and more
@@ -67,52 +58,24 @@ class StepFns(NamedTuple):
     refuses_by_tower: bool = False
 
 
-Extend: TypeAlias = Callable[[StepFns], StepFns]
+Extend: TypeAlias = Callable[[StepFunctions], StepFunctions]
 """Makes others of a train step's functions, such as ``fns._replace(tower=...)``."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
-    """A loss function and an optimizer, as a tower function and an update."""
+class OptimizerUpdate:
+    """The update of `build_train_step`: by an optimizer, of parameters that train."""
 
-    loss_fn: LossFn
     optimizer: optax.GradientTransformation
-    loss_reduction: Reduction | None = None
     trainable: Trainable | None = None
     update_extra: UpdateExtra | None = None
-    extend: Extend | None = None
-
-    def fns(self, strategy: Strategy, options: StepOptions) -> StepFns:
-        """The step's functions, extended."""
-        trained = functools.partial(trained_part, trainable=self.trainable)
-        fns = StepFns(self.tower, self.update, self.init, trained, strategy, options)
-        return self.extend(fns) if self.extend is not None else fns
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """What the first state has besides its parameters: the optimizer's state."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
-    @property
-    def loss_pass(self) -> LossPass:
-        """The loss function as a pass, whose loss is differentiated outside towers."""
-        how = {"trainable": self.trainable, "loss_reduction": self.loss_reduction}
-        return LossPass(self.loss_fn, **how)
-
-    def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
-        """The output of one tower, with its own gradient."""
-
-        def loss_fn(trained: PyTree, *args: Any) -> Any:
-            params = with_trained(trained, state.params)
-            return call_refusing_writes(self.loss_fn, params, *args)
-
-        of_tower = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
-        part = trained_part(state.params, self.trainable)
-        out, grads = of_tower(part, rows, tower)
-        out = out if isinstance(out, TowerOutput) else TowerOutput(out)
-        return {**returned_by_name(state, tower, out), "grads": grads}
-
-    def update(
+    def __call__(
         self, state: TrainState, merged: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, from the merged values."""
@@ -245,30 +208,34 @@ def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
 
 
-def _planned(training: Training, strategy: Strategy, options: StepOptions) -> Plan:
-    """The plan of a training on these towers."""
-    fns = training.fns(strategy, options)
-    fields: dict[str, Any] = {"rows_used_later": training.update_extra is not None}
-    tower_fn = fns.tower
-    of_loss = training.loss_pass
-    if fns.tower == training.tower:  # else towers return gradients of their own
-        tower_fn = of_loss.tower
-        fields["trained"] = of_loss.trained
-    fields["loss_reduction"] = training.loss_reduction
-    passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
+def _planned(
+    loss: LossPass,
+    update: OptimizerUpdate,
+    extend: Extend | None,
+    strategy: Strategy,
+    options: StepOptions,
+) -> Plan:
+    """The plan of a loss and an update on these towers."""
+    own = loss.with_own_gradient
+    trained = functools.partial(trained_part, trainable=update.trainable)
+    fns = StepFunctions(own, update, update.init, trained, strategy, options)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
-    if training.extend is not None:
+    if extend is not None:
+        fns = extend(fns)
         makes["local"] = lambda params: fns.init(params).get("local", {})
-    alike = dataclasses.replace(training, extend=None)
+    # Else towers return gradients of their own.
+    tower = loss if fns.tower == own else fns.tower
+    fields = {"loss_reduction": loss.loss_reduction}
+    fields["rows_used_later"] = update.update_extra is not None
     return training_plan(
         strategy,
         options,
-        passes,
-        of_last(fns.update),
+        Passes((pass_of(tower, strategy, options, **fields),)),
+        fns.update,
         StatePolicy(strategy, makes=makes),
-        keeps_local=training.extend is None,
+        keeps_local=extend is None,
         by_tower=fns.refuses_by_tower,
-        remade=functools.partial(_planned, alike),
+        remade=functools.partial(_planned, loss, update, None),
     )
 
 
@@ -363,7 +330,6 @@ def build_train_step(
         check_function("extend", extend, "extend(fns)")
     if update_extra is not None:
         check_function("update_extra", update_extra, "update_extra(state, merged)")
-    training = Training(
-        loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
-    )
-    return Step(_planned(training, with_specs(strategy, specs), options))
+    loss = LossPass(loss_fn, None, trainable, loss_reduction)
+    update = OptimizerUpdate(optimizer, trainable, update_extra)
+    return Step(_planned(loss, update, extend, with_specs(strategy, specs), options))

@@ -51,7 +51,8 @@ OtherLosses: TypeAlias = Callable[[list[PyTree]], Sequence[Weighted]]
 class NextState:
     """The part of a training step after its towers: one update, and its guard."""
 
-    update_fn: Update  # whose ``merged`` is a list, of all passes
+    update_fn: Update
+    given: Callable[[list[PyTree]], PyTree]  # what it gets of what all passes merged
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
@@ -67,7 +68,7 @@ class NextState:
         """``(accepted, donated, rest)``, of which an `Outcome` is made."""
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
-            updated = self.update_fn(before, merged)
+            updated = self.update_fn(before, self.given(merged))
         after, metrics, *told = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
