@@ -1130,11 +1130,14 @@ def _impl_of_rows(rows):
     return define_prng_impl(key_shape=(3,), name=name, tag=name, **how)
 
 
-def run_on_towers(fn, params, batch, towers, rows, valid, wanted):
-    """The merged leaves of these numbers, and a derivative of each, under vmap."""
+def run_on_towers(fn, params, batch, towers, rows, valid, wanted, seen=None):
+    """The merged leaves of these numbers, and a derivative of each, under vmap.
+
+    ``seen`` is filled with all leaves of the function.
+    """
+    seen = [] if seen is None else seen
     axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
     strategy = tj.Mirrored(("cpu:0",), towers=towers)
-    seen = []
     key = key_of_rows(rows)
     batch = jax.tree.map(jnp.asarray, batch)
 
@@ -1220,7 +1223,10 @@ def judged(fn, *, padded=False, looks_at=("proved",)):
         given = split_batch(batch, towers, rows, padded)
         own, counts = given
         wanted = [named[x.leaf] for x in said]
-        found = run_on_towers(fn, params, own, towers, rows, counts, wanted)
+        seen = []
+        found = run_on_towers(fn, params, own, towers, rows, counts, wanted, seen)
+        if [x.name for x in seen] != [x.name for x in leaves]:
+            return []  # an operation fits so many rows alone: it is another function
         results.append(found)
     values = [are_same([v[i] for v, _ in results]) for i in range(len(said))]
     slopes = [are_same([g[i] for _, g in results]) for i in range(len(said))]
