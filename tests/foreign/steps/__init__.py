@@ -38,7 +38,7 @@ class OfStep(Program):
       make: Of a module here and its function: ``devices -> (fn, args)``, the program's
         own step with global arguments.
       file: Where the step is in the sources.
-      judged: What its answer means.
+      judged: What causes the answer.
       without: How the adapter leaves out what is held to be the cause.
       paths: Where Python finds its modules, within the repository.
     """
@@ -49,7 +49,7 @@ class OfStep(Program):
     without: dict[str, Any] = dataclasses.field(default_factory=dict)
     paths: tuple[str, ...] = ("",)
     KIND: ClassVar = "step"
-    HEAD: ClassVar = ("program", "prove", "same_on_devices", "by hand", "what it is")
+    HEAD: ClassVar = ("program", "prove", "same_on_devices", "by hand", "why")
 
     def ask(self, folder: pathlib.Path) -> dict[str, Any]:
         """What is said of the step, and what NumPy says."""

@@ -11,7 +11,7 @@ from towerjax.testing import placed
 
 
 def algoperf(devices: Devices) -> Made:
-    """A step of NAdamW on MNIST with weights of rows, by jit with shardings."""
+    """A step of NAdamW on MNIST with weighted rows, by jit with shardings."""
     from algoperf.workloads.mnist.mnist_jax.workload import MnistWorkload
     from algorithms.baselines.external_tuning import jax_nadamw_full_budget as nadamw
 

@@ -42,5 +42,5 @@ def vit_by_jit(devices: Devices, **config: Any) -> Made:
 
 
 def with_mixup(devices: Devices) -> Made:
-    """The same with mixup, of the images of each device."""
+    """The same with mixup among the images of each device."""
     return vit_by_jit(devices, mixup={"p": 0.2})

@@ -12,7 +12,7 @@ from towerjax.testing import copies, parts
 
 
 def ferminet(devices: Devices) -> Made:
-    """A step on the energy of helium, clipped about the median of all."""
+    """A step on the energy of helium, clipped about the median of all devices."""
     from ferminet import constants, hamiltonian, loss, networks, train
 
     charges = jnp.array([2.0])

@@ -30,7 +30,7 @@ def imagenet(devices: Devices) -> Made:
 
 
 def lm1b(devices: Devices) -> Made:
-    """A step of a language model on rows of other lengths, by jit with shardings."""
+    """A step of a language model on rows of unequal lengths, by jit with shardings."""
     import models
     import train
     from flax.training.train_state import TrainState

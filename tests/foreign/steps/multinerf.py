@@ -11,7 +11,7 @@ from towerjax.testing import copies, parts
 
 
 def multinerf(devices: Devices, heavy: float = 4.0) -> Made:
-    """A step on rays of other weights, as of a Bayer mosaic."""
+    """A step on rays of unequal weights, as of a Bayer mosaic."""
     import gin
     from internal import configs, models, train_utils, utils
 

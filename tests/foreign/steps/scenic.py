@@ -12,7 +12,7 @@ from towerjax.testing import copies, parts
 
 
 def scenic(devices: Devices, masked: int = 3) -> Made:
-    """A step of a classifier of which padding rows are masked."""
+    """A step of a classifier that masks padding rows."""
     from ml_collections import ConfigDict
     from scenic.projects.baselines import fully_connected
     from scenic.train_lib import classification_trainer, train_utils

@@ -36,5 +36,5 @@ def vit(devices: Devices, dropout: float = 0.0) -> Made:
 
 
 def with_dropout(devices: Devices) -> Made:
-    """The same with dropout, of which each device draws its own."""
+    """The same with dropout, which each device draws itself."""
     return vit(devices, dropout=0.1)
