@@ -35,7 +35,7 @@ from towerjax.tf1.estimator.train import train_and_evaluate
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput
-from towerjax.types.leaves import key_data
+from towerjax.types.trees import key_data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, Reduction, Rows, Sum, TowerOutput, Whole
-from towerjax.types.missing import later_in_module as _later_in_module
+from towerjax.types.notes import later_in_module as _later_in_module
 from towerjax.types.version import __version__
 
 __all__ = [

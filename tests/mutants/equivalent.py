@@ -9,7 +9,7 @@ SAME: dict[tuple[str, str], str] = {
         "all members begin at one number",
     ("towerjax.sweeps.train:Sweep.best", "constant: 0 -> 1"):
         "a dict of which the keys alone are read, in their order",
-    ("towerjax.types.leaves:widen_dtype",
+    ("towerjax.types.trees:widen_dtype",
      "flipped: jnp.dtype(dtype).itemsize < 4 -> jnp.dtype(dtype).itemsize <= 4"):
         "float32 is widened to float32",
     ("towerjax.loop.checkpoint.folder:write_table",

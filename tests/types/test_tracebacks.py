@@ -14,7 +14,7 @@ import pytest
 from layouts import mirrored, with_verbs
 
 import towerjax as tj
-from towerjax.types.door import doors
+from towerjax.types.boundary import doors
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
 W = np.ones(4, np.float32)

@@ -31,7 +31,7 @@ from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
-from towerjax.types.warning import warn
+from towerjax.types.boundary import warn
 
 CHECKS_UNASKED = True
 """Whether a step built with ``audit=None`` is proved or audited; tests change it."""

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.sparse_rows import IndexedRows, widen_indices
-from towerjax.types.leaves import refuse_no_numbers
+from towerjax.types.refusals import refuse_no_numbers
 
 
 def take(table: Any, ids: Any) -> jax.Array:

@@ -16,8 +16,8 @@ from towerjax.collectives.reduce import add_pairwise, add_rows, hide_complex, ta
 from towerjax.jaxprs import tags
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.types import PyTree, short_repr
-from towerjax.types.options import check_whole
+from towerjax.types import PyTree
+from towerjax.types.options import check_whole, short_repr
 
 
 class CrossTowerOps(Protocol):

@@ -19,9 +19,10 @@ from towerjax.collectives.sparse_rows import (
     widen_indices,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.types.leaves import a_type, is_key, key_data, like_key
+from towerjax.types import PyTree, Reduction
 from towerjax.types.options import is_whole, refuse_option
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import is_key, key_data, like_key, named_leaves
 
 _T = TypeVar("_T")
 

@@ -11,7 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.types import PyTree
-from towerjax.types.leaves import native, promote_dtypes, refuse_no_numbers, widen_dtype
+from towerjax.types.refusals import refuse_no_numbers
+from towerjax.types.trees import native, promote_dtypes, widen_dtype
 
 
 def sum_dtype(dtype: Any) -> Any:

@@ -31,8 +31,8 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.mesh.transfer import place_own_rows, place_rows
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import check_like
 from towerjax.types.options import cast_ints, check_choice, check_whole
+from towerjax.types.refusals import check_like
 
 Split: TypeAlias = Literal["batch", "elements"]
 

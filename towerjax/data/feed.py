@@ -12,9 +12,9 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
-from towerjax.types.door import door
-from towerjax.types.leaves import a_type
+from towerjax.types.boundary import door
 from towerjax.types.options import cast_ints, check_flag, check_whole
+from towerjax.types.refusals import a_type
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:

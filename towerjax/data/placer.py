@@ -22,7 +22,8 @@ from towerjax.mesh.transfer import (
     refuse_traced,
 )
 from towerjax.types import Layout, PerTower, PyTree, Whole
-from towerjax.types.leaves import held_dtype, native, refuse_unheld
+from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import held_dtype, native
 
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,

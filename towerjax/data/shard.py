@@ -14,27 +14,26 @@ from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.types import (
-    PyTree,
-    Whole,
-    named_leaves,
-    refuse_unsortable,
-    sorted_keys,
-)
-from towerjax.types.leaves import (
+from towerjax.types import PyTree, Whole
+from towerjax.types.options import check_choice
+from towerjax.types.refusals import (
     a_type,
     differences,
     few,
-    key_data,
     listed,
-    map_parts,
-    parts_of,
     problem_of_rows,
-    put_parts,
     refuse_unheld,
     together,
 )
-from towerjax.types.options import check_choice
+from towerjax.types.trees import (
+    key_data,
+    map_parts,
+    named_leaves,
+    parts_of,
+    put_parts,
+    refuse_unsortable,
+    sorted_keys,
+)
 from towerjax.types.version import page
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuild
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import a_type, listed, refuse_unheld
+from towerjax.types import PyTree
+from towerjax.types.refusals import a_type, listed, refuse_unheld
+from towerjax.types.trees import named_leaves
 
 Capacity = dict[int, int]
 """Index of a leaf -> capacity: the entries that each part of the batch is padded to."""

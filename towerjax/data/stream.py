@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.types import PyTree, sorted_keys
-from towerjax.types.leaves import a_type
+from towerjax.types import PyTree
+from towerjax.types.boundary import warn
 from towerjax.types.options import check_takes
-from towerjax.types.warning import warn
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import sorted_keys
 
 Placed = TypeVar("Placed")
 

@@ -15,11 +15,10 @@ from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
 from towerjax.step.step import Step
 from towerjax.types import PyTree
-from towerjax.types.door import door
-from towerjax.types.leaves import a_type, shown
+from towerjax.types.boundary import door, warn
 from towerjax.types.options import check_methods, check_whole
+from towerjax.types.refusals import a_type, shown
 from towerjax.types.tables import number_of
-from towerjax.types.warning import warn
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 """An iterable of batches that can be iterated again, or a function that makes one."""

@@ -11,7 +11,7 @@ from towerjax.jaxprs.flops import Flops
 from towerjax.loop.progress import format_value
 from towerjax.loop.throughput import Throughput, flops_in_words
 from towerjax.mesh.placement import Placement
-from towerjax.types.missing import Named, explain_missing
+from towerjax.types.notes import Named, explain_missing
 from towerjax.types.options import require
 from towerjax.types.tables import Table, as_text, by_rich, number_of, picture
 

@@ -19,7 +19,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree
-from towerjax.types.door import door
+from towerjax.types.boundary import door
 from towerjax.types.options import check_list, check_methods
 
 

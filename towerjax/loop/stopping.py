@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from towerjax.loop.progress import format_value
 from towerjax.step.state.train_state import TrainState, step_number
-from towerjax.types.door import doors
-from towerjax.types.leaves import a_type
+from towerjax.types.boundary import doors
 from towerjax.types.options import (
     check_choice,
     check_number,
@@ -17,6 +16,7 @@ from towerjax.types.options import (
     is_one_real,
     refuse_option,
 )
+from towerjax.types.refusals import a_type
 
 Direction: TypeAlias = Literal["min", "max"]
 

@@ -20,7 +20,7 @@ from towerjax.jaxprs.equation import (
     sub_jaxprs,
 )
 from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.types.leaves import widen_dtype
+from towerjax.types.trees import widen_dtype
 
 
 def dependents(

@@ -18,7 +18,7 @@ from towerjax.lowering.gathers import gather, gather_cast, scatter
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
 from towerjax.types import Layout as Where
 from towerjax.types import PyTree
-from towerjax.types.leaves import widen_dtype
+from towerjax.types.trees import widen_dtype
 
 SplitDims: TypeAlias = Sequence[int | None]
 """For each value the dim that is split over the devices; None for a whole value."""

@@ -34,7 +34,7 @@ from towerjax.jaxprs.interpreter import Interpreter, as_call, with_programs
 from towerjax.lowering.in_turn import map_in_turn, scan_and_add
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.types import PyTree
-from towerjax.types.leaves import has_tracers, parts_of, put_parts
+from towerjax.types.trees import has_tracers, parts_of, put_parts
 
 # JAX itself reduces over several axes at once.
 _MULTI_AXIS = frozenset("psum pmax pmin".split())

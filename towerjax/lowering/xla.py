@@ -13,7 +13,7 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.stages import Compiled, Lowered, Traced
 
 from towerjax.mesh.placement import Placement
-from towerjax.types.warning import warn
+from towerjax.types.boundary import warn
 
 
 def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:

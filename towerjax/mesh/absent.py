@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from towerjax.types import short_repr
-from towerjax.types.options import check_text, check_whole
+from towerjax.types.options import check_text, check_whole, short_repr
 
 # The fields of a GpuTargetConfigProto that differ between GPUs, here of SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core

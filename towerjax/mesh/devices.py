@@ -12,7 +12,7 @@ from jax.extend import backend
 
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree
-from towerjax.types.leaves import few
+from towerjax.types.refusals import few
 
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""

@@ -20,7 +20,7 @@ from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import Device, find_devices, owners_of
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import is_key
+from towerjax.types.trees import is_key
 
 # Names that no user writes by chance: a psum over the device axis alone would leave out
 # the towers of the same device. Users have the tower axis, over all towers.

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from towerjax.types import PyTree, leaf_name, readable_leaves
-from towerjax.types.leaves import listed
+from towerjax.types import PyTree
+from towerjax.types.refusals import listed
+from towerjax.types.trees import leaf_name, readable_leaves
 
 Keys: TypeAlias = tuple[str, ...]
 """The way to a leaf, as text."""

@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding
 from towerjax.mesh.placement import Placement, whole_on
 from towerjax.mesh.private_jax import is_tracing, put
 from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
-from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import (
+from towerjax.types import Layout, PyTree
+from towerjax.types.refusals import listed, refuse_unheld
+from towerjax.types.trees import (
     has_tracers,
     held_dtype,
     is_key,
     is_traced,
     key_data,
     like_key,
-    listed,
-    refuse_unheld,
+    named_leaves,
 )
 
 # XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.

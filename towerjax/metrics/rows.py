@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import (
-    a_type,
-    native,
-    overflow_of,
-    promote_dtypes,
-    refuse_no_numbers,
-    widen_dtype,
-)
+from towerjax.types.refusals import a_type, overflow_of, refuse_no_numbers
+from towerjax.types.trees import native, promote_dtypes, widen_dtype
 
 Values: TypeAlias = ArrayLike  # of elements, [b, ...]
 Weight: TypeAlias = ArrayLike | None  # of their leading dims

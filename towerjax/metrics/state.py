@@ -13,13 +13,8 @@ from towerjax.collectives.reduce import drop_weak_type
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.weighted import Additive, Means, Tally, Weighted, widen
 from towerjax.types import Sum
-from towerjax.types.leaves import (
-    a_type,
-    check_like,
-    parts_of,
-    promote_dtypes,
-    widen_dtype,
-)
+from towerjax.types.refusals import a_type, check_like
+from towerjax.types.trees import parts_of, promote_dtypes, widen_dtype
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 

@@ -18,8 +18,9 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.weighted import Tally, Weighted, mean_of, widen
 from towerjax.types import Sum
-from towerjax.types.leaves import promote_dtypes, refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole
+from towerjax.types.refusals import refuse_no_numbers
+from towerjax.types.trees import promote_dtypes
 
 AbsentClasses = Literal["left out", "zero"]
 Cut: TypeAlias = float | None

@@ -9,8 +9,8 @@ from towerjax.metrics import rows
 from towerjax.metrics.rows import Pairs, Values, Weight, quotient
 from towerjax.metrics.tf import share_of
 from towerjax.metrics.weighted import Tally
-from towerjax.types.leaves import refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole, is_one_real
+from towerjax.types.refusals import refuse_no_numbers
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 

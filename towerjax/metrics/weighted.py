@@ -17,8 +17,9 @@ from towerjax.jaxprs import tags
 from towerjax.metrics import rows
 from towerjax.metrics.rows import as_floats, quotient, ratio
 from towerjax.types import ArrayLike, PyTree
-from towerjax.types.leaves import a_type, native, problem_of, refuse_no_numbers
 from towerjax.types.options import check_choice, check_methods
+from towerjax.types.refusals import a_type, problem_of, refuse_no_numbers
+from towerjax.types.trees import native
 from towerjax.types.version import page
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from towerjax.types.leaves import few, listed
+from towerjax.types.refusals import few, listed
 from towerjax.types.version import page
 
 

@@ -24,7 +24,7 @@ from towerjax.jaxprs.equation import (
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.findings import Analysis, ReplicationError
-from towerjax.types.leaves import listed
+from towerjax.types.refusals import listed
 
 _KEEP = (
     "Keep what it holds in the state: step.init(..., extra=value), or for each tower"

@@ -18,8 +18,14 @@ from towerjax.step.state.next_state import (
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree, short_repr
-from towerjax.types.options import cast_ints, check_choice, check_flag, check_whole
+from towerjax.types import Layout, PyTree
+from towerjax.types.options import (
+    cast_ints,
+    check_choice,
+    check_flag,
+    check_whole,
+    short_repr,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ from towerjax.step.state.first_state import first_shapes, first_state, placed_st
 from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.types import Metrics, PyTree
-from towerjax.types.door import door, doors
-from towerjax.types.leaves import check_like
-from towerjax.types.missing import explain_missing
+from towerjax.types.boundary import door, doors
+from towerjax.types.notes import explain_missing
+from towerjax.types.refusals import check_like
 
 if TYPE_CHECKING:
     from towerjax.check.audit.comparison import AuditReport

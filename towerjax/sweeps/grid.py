@@ -17,8 +17,8 @@ from towerjax.loop.files import append_line, checked_path, opened_after, read_li
 from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import as_json
 from towerjax.sweeps.turns import Interval
-from towerjax.types.leaves import a_type
 from towerjax.types.options import check_choice, check_list, check_methods, require
+from towerjax.types.refusals import a_type
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]

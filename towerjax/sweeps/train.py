@@ -20,10 +20,11 @@ from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
-from towerjax.types.door import door
-from towerjax.types.leaves import held_dtype, listed, refuse_unheld
+from towerjax.types.boundary import door
 from towerjax.types.options import check_choice, check_function, check_list, check_takes
+from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.tables import picture
+from towerjax.types.trees import held_dtype
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.mesh.devices import Device
 from towerjax.types import PyTree
-from towerjax.types.door import door
+from towerjax.types.boundary import door
 
 
 @door

@@ -5,8 +5,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from towerjax.types.door import door
-from towerjax.types.leaves import listed
+from towerjax.types.boundary import door
+from towerjax.types.refusals import listed
 
 
 @door

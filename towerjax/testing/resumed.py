@@ -25,10 +25,11 @@ from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.step.step import Step
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import key_data, types_of
+from towerjax.types import PyTree
+from towerjax.types.boundary import door
 from towerjax.types.options import check_whole, check_wholes
+from towerjax.types.refusals import types_of
+from towerjax.types.trees import key_data, named_leaves
 
 _Leaves: TypeAlias = dict[str, np.ndarray]
 _AS_MADE = (

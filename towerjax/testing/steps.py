@@ -18,10 +18,11 @@ from towerjax.step.make.train import build_train_step
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy, on_one_tower
 from towerjax.towers.variables import read_local
-from towerjax.types import LossFn, PyTree, Reduction, named_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import a_type, few, key_data
+from towerjax.types import LossFn, PyTree, Reduction
+from towerjax.types.boundary import door
 from towerjax.types.options import check_flag, check_number, check_wholes
+from towerjax.types.refusals import a_type, few
+from towerjax.types.trees import key_data, named_leaves
 
 
 @runtime_checkable

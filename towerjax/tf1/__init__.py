@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import towerjax.types.missing as _missing
+import towerjax.types.notes as _notes
 from towerjax.tf1 import estimator as estimator
 from towerjax.tf1.steps import MultiStepContext as MultiStepContext
 from towerjax.tf1.strategies import MirroredStrategy as MirroredStrategy
@@ -10,4 +10,4 @@ from towerjax.tf1.strategies import OneDeviceStrategy as OneDeviceStrategy
 from towerjax.tf1.strategies import with_verbs as with_verbs
 
 if not TYPE_CHECKING:
-    __getattr__ = _missing.later_in_module(__name__)
+    __getattr__ = _notes.later_in_module(__name__)

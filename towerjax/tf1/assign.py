@@ -25,9 +25,10 @@ from towerjax.towers.variables import (
     refuse_per_tower,
 )
 from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.leaves import is_traced, native, parts_of, refuse_unheld
-from towerjax.types.missing import noted
+from towerjax.types.notes import noted
 from towerjax.types.options import check_callable
+from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import is_traced, native, parts_of
 
 
 def create_var(

@@ -18,9 +18,10 @@ from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
-from towerjax.types import Layout, PerTower, PyTree, named_leaves
-from towerjax.types.leaves import a_type, has_tracers, is_traced, map_parts
+from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.options import check_callable, check_flag, check_takes
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import has_tracers, is_traced, map_parts, named_leaves
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the

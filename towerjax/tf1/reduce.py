@@ -12,8 +12,8 @@ from towerjax.towers.reduce import reduce_values
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import refuse_per_tower
 from towerjax.types import PerTower, PyTree, Reduction
-from towerjax.types.leaves import parts_of
 from towerjax.types.options import check_callable, check_list
+from towerjax.types.trees import parts_of
 
 
 def batch_reduce(

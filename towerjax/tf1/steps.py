@@ -23,15 +23,9 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.values import stack_towers
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import (
-    a_type,
-    check_like,
-    has_tracers,
-    map_parts,
-    problem_of,
-    shown,
-)
 from towerjax.types.options import check_callable, check_takes, check_whole
+from towerjax.types.refusals import a_type, check_like, problem_of, shown
+from towerjax.types.trees import has_tracers, map_parts
 
 
 @dataclasses.dataclass(eq=False)

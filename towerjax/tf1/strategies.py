@@ -13,7 +13,7 @@ from towerjax.tf1 import reduce as reducing
 from towerjax.towers.methods import StrategyMethods, explain_other_names
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, check_roles
 from towerjax.types import PerTower
-from towerjax.types.door import door, doors
+from towerjax.types.boundary import door, doors
 
 _Class = TypeVar("_Class", bound=type)
 

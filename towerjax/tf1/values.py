@@ -18,9 +18,10 @@ from towerjax.towers.values import (
     tree_of_tower,
     unpad_batches,
 )
-from towerjax.types import PerTower, PyTree, leaf_name
-from towerjax.types.leaves import a_type, has_tracers, key_data
+from towerjax.types import PerTower, PyTree
 from towerjax.types.options import check_callable, check_whole
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import has_tracers, key_data, leaf_name
 
 
 def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:

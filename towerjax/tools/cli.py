@@ -29,8 +29,8 @@ from towerjax.tools.faults import (
     write_baseline,
 )
 from towerjax.towers.strategies import Mirrored
-from towerjax.types.leaves import types_of
 from towerjax.types.options import check_takes
+from towerjax.types.refusals import types_of
 from towerjax.types.version import __version__
 
 OK = 0

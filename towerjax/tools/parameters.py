@@ -11,10 +11,11 @@ from towerjax.loop.files import checked_path
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.towers.saved import saved_values
 from towerjax.types import PyTree
-from towerjax.types.door import door
-from towerjax.types.leaves import is_key, listed, refuse_unheld, unlike
+from towerjax.types.boundary import door
 from towerjax.types.options import check_text, check_whole, opening, require
+from towerjax.types.refusals import listed, refuse_unheld, unlike
 from towerjax.types.tables import as_text, leaf_table
+from towerjax.types.trees import is_key
 
 
 @door

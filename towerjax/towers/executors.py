@@ -24,8 +24,8 @@ from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, T
 from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.mesh.processes import require_same
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
-from towerjax.types.missing import says
+from towerjax.types.notes import says
+from towerjax.types.trees import has_tracers, held_dtype, is_traced, key_data
 
 _IN_TOWER = "towerjax_in_tower"
 _MERGING = "towerjax_merging"

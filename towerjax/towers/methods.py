@@ -9,9 +9,9 @@ from towerjax.data.shard import Remainder
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
 from towerjax.towers.values import unwrap
-from towerjax.types import short_repr
-from towerjax.types.door import doors
-from towerjax.types.missing import explain_missing
+from towerjax.types.boundary import doors
+from towerjax.types.notes import explain_missing
+from towerjax.types.options import short_repr
 from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)

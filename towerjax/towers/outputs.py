@@ -13,8 +13,9 @@ from towerjax.jaxprs import tags
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.towers.tower import Tower, is_in_step
-from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import a_type, check_like, listed, widen_dtype
+from towerjax.types import PerTower, PyTree, Reduction, TowerOutput
+from towerjax.types.refusals import a_type, check_like, listed
+from towerjax.types.trees import named_leaves, widen_dtype
 
 
 def as_tower_output(

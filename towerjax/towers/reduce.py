@@ -26,7 +26,7 @@ from towerjax.towers.variables import (
     read_local_over_towers,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import is_traced, map_parts, parts_of, put_parts
+from towerjax.types.trees import is_traced, map_parts, parts_of, put_parts
 
 _VALUE = "the PerTower value"
 

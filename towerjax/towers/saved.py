@@ -21,10 +21,11 @@ from towerjax.towers.variables import (
     read_local,
     refuse_own_copy,
 )
-from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import is_traced, listed
+from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.boundary import door
 from towerjax.types.options import check_methods
+from towerjax.types.refusals import listed
+from towerjax.types.trees import is_traced, leaf_name, named_leaves
 
 
 def replicate(value: PyTree, num_towers: int) -> PyTree:

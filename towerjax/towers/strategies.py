@@ -20,9 +20,9 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
 from towerjax.towers.methods import StrategyMethods, explain_names_of_tensorflow
-from towerjax.types.door import doors
-from towerjax.types.leaves import a_type
+from towerjax.types.boundary import doors
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
+from towerjax.types.refusals import a_type
 
 # Compilers fuse the additions and products of a few elements otherwise than those of
 # many, and round otherwise. With so many, parts have the bits of whole arrays.

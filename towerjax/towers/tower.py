@@ -35,8 +35,9 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
-from towerjax.types.leaves import parts_of, refuse_unheld
-from towerjax.types.missing import explain_missing
+from towerjax.types.notes import explain_missing
+from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import parts_of
 
 _STATIC = {"static": True}
 

@@ -20,14 +20,14 @@ from towerjax.towers import variables
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import (
+from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import (
     has_tracers,
     is_key,
     is_traced,
     map_parts,
     native,
     parts_of,
-    refuse_unheld,
 )
 
 

@@ -25,22 +25,21 @@ from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.mesh.processes import says_if_alone
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import is_of_one_tower
-from towerjax.types import PerTower, PyTree, Reduction, leaf_name, named_leaves
-from towerjax.types.leaves import (
-    few,
+from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types.notes import explain_missing
+from towerjax.types.refusals import few, listed, problem_of, refuse_unheld
+from towerjax.types.trees import (
     is_key,
     key_data,
+    leaf_name,
     like_key,
-    listed,
     map_parts,
+    named_leaves,
     native,
     parts_of,
-    problem_of,
     promote_dtypes,
     put_parts,
-    refuse_unheld,
 )
-from towerjax.types.missing import explain_missing
 
 
 @dataclasses.dataclass(frozen=True)

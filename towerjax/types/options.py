@@ -1,6 +1,7 @@
 """Checks of options, with one error text for each kind of option."""
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.types.leaves import shown
+from towerjax.types.refusals import shown
 
 _INT32_MAX = 2**31 - 1
 
@@ -185,3 +186,13 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
         raise ValueError(
             f"{name}={shown(value)} cannot be used here: {why}. Pass {example}."
         )
+
+
+def short_repr(self: Any) -> str:
+    """The constructor call of an equal object, without arguments left at defaults."""
+    fields = [
+        f"{field.name}={getattr(self, field.name)!r}"
+        for field in dataclasses.fields(self)
+        if getattr(self, field.name) != field.default
+    ]
+    return f"{type(self).__name__}({', '.join(fields)})"

@@ -24,7 +24,7 @@ from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction
-from towerjax.types.leaves import listed
+from towerjax.types.refusals import listed
 
 # What runs along a dim, or orders it: of rows it is another for each tower's own.
 _ALONG = {

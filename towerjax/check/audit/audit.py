@@ -17,7 +17,7 @@ from towerjax.step.run.programs import refuse_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
-from towerjax.types.leaves import map_parts
+from towerjax.types.trees import map_parts
 
 _ROWS = 6  # of each of two towers, where a function takes so few
 

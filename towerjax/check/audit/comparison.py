@@ -9,8 +9,7 @@ import numpy as np
 
 from towerjax.jaxprs.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
-from towerjax.types import Portable
-from towerjax.types.leaves import listed
+from towerjax.types.refusals import Portable, listed
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """Name -> what was merged there, real numbers; None for what has no one value."""

@@ -23,9 +23,10 @@ from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
-from towerjax.types.leaves import key_data, shown
+from towerjax.types.boundary import warn
+from towerjax.types.refusals import shown
+from towerjax.types.trees import key_data
 from towerjax.types.version import __version__
-from towerjax.types.warning import warn
 
 MOST_PARAMETERS = 250_000_000
 """Of a step that is audited unasked, where no accelerator says what it has left."""

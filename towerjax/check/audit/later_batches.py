@@ -16,7 +16,7 @@ from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.data import feed
 from towerjax.data.shard import with_shared, without_shared
 from towerjax.types import PyTree, Whole
-from towerjax.types.leaves import is_key
+from towerjax.types.trees import is_key
 
 _LATE = 1_000_003
 _LARGER = 100

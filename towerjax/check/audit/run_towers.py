@@ -33,8 +33,8 @@ from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_stat
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction, Rows, named_leaves
-from towerjax.types.leaves import is_key, map_parts
+from towerjax.types import PerTower, PyTree, Reduction, Rows
+from towerjax.types.trees import is_key, map_parts, named_leaves
 
 DRAWS = 0x45A319E6, 0xD413A7C2
 """Two draws of every element: one that a dropout keeps, and one that it drops."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from towerjax.check.audit.comparison import GRADIENT, Refuted, SplitError
 from towerjax.proof.equal.one_tower import Equality
-from towerjax.types import Portable
-from towerjax.types.leaves import few, listed
+from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
 NO_ROWS = "step.fn has no rows where it is traced; run step.audit before"

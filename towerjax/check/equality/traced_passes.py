@@ -42,7 +42,7 @@ from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
-from towerjax.types.leaves import key_data, map_parts, parts_of
+from towerjax.types.trees import key_data, map_parts, parts_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
 """Those that are compared, and besides that of the step's own towers."""

@@ -19,7 +19,7 @@ from towerjax.check.programs.read import Reading, digest_of, read_program
 from towerjax.check.programs.runs import Seen, UserProgram
 from towerjax.check.programs.traced import NUMBER_TYPES, flatten
 from towerjax.mesh.devices import Device, wake_cpu_devices
-from towerjax.types.leaves import types_of
+from towerjax.types.refusals import types_of
 
 FORM = "make()"
 _ANOTHER = (

@@ -23,8 +23,8 @@ from towerjax.check.audit.comparison import (
 )
 from towerjax.check.programs.read import Reading
 from towerjax.check.programs.runs import Seen, UserProgram, Value
-from towerjax.types.leaves import listed
 from towerjax.types.options import check_number
+from towerjax.types.refusals import listed
 
 _TIMES = (
     "as many times as much as there are devices: a sum of what is a mean, or of what is"

@@ -25,8 +25,8 @@ from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
 from towerjax.proof.equal.one_tower import Equality, worst_of
 from towerjax.proof.equal.walk import Walk
-from towerjax.types import named_leaves
-from towerjax.types.leaves import key_data, listed
+from towerjax.types.refusals import listed
+from towerjax.types.trees import key_data, named_leaves
 
 _SUMS = "psum", "psum_invariant"
 _SUM_OF_EQUALS = (

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.jaxprs.equation import is_library
-from towerjax.types.leaves import is_deleted
+from towerjax.types.trees import is_deleted
 
 _WHOLE = type | types.ModuleType | str | bytes  # is not looked into
 _ARRAYS_OWN = "jax", "jaxlib", "numpy"  # whose objects wrap a function, at most

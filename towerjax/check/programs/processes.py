@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from towerjax.jaxprs.equation import is_library
 from towerjax.mesh.devices import want_cpu_devices
-from towerjax.types.door import door
+from towerjax.types.boundary import door
 
 _FORCED = r"--xla_force_host_platform_device_count=\S*"  # by flags, before JAX 0.5
 _LAST = 12  # lines of what a process printed that died

@@ -31,10 +31,10 @@ from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
-from towerjax.types import named_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import key_data, listed
+from towerjax.types.boundary import door
 from towerjax.types.options import check_function
+from towerjax.types.refusals import listed
+from towerjax.types.trees import key_data, named_leaves
 
 _ARRAYS: Any = ARRAY_TYPES | jax.ShapeDtypeStruct
 

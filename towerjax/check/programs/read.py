@@ -14,7 +14,7 @@ from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
 from towerjax.jaxprs.equation import all_sites, named_axes, user_line
 from towerjax.mesh.devices import Device
 from towerjax.towers.executors import arrays_in
-from towerjax.types.leaves import key_data
+from towerjax.types.trees import key_data
 
 _BY_A_FACTOR = "mul", "div"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -20,8 +20,9 @@ from towerjax.check.programs.traced import (
     trace_or_say_why,
 )
 from towerjax.mesh.devices import Device
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import is_deleted, is_key, key_data, types_of
+from towerjax.types import PyTree
+from towerjax.types.refusals import types_of
+from towerjax.types.trees import is_deleted, is_key, key_data, named_leaves
 
 CALLS = 3  # of a program that returns its state, or changes it in place
 _KEY_WORDS = 2, 4  # of a raw key

@@ -36,9 +36,9 @@ from towerjax.check.programs.programs import ProgramReport
 from towerjax.check.programs.read import read_program
 from towerjax.check.programs.runs import Seen, UserProgram
 from towerjax.mesh.devices import Device
-from towerjax.types.door import door
-from towerjax.types.leaves import listed
+from towerjax.types.boundary import door
 from towerjax.types.options import check_function, check_wholes
+from towerjax.types.refusals import listed
 
 
 @door

@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from towerjax.jaxprs.equation import all_eqns, param_leaves
 from towerjax.mesh.devices import Device
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import kind_of
+from towerjax.types import PyTree
+from towerjax.types.refusals import kind_of
+from towerjax.types.trees import named_leaves
 
 ARRAY_TYPES: Any = jax.Array | np.ndarray | np.generic
 NUMBER_TYPES: Any = ARRAY_TYPES | int | float | complex

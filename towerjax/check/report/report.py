@@ -21,8 +21,8 @@ from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.run.compile import Program
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
-from towerjax.types import PyTree, leaf_name
-from towerjax.types.leaves import listed
+from towerjax.types import PyTree
+from towerjax.types.refusals import listed
 from towerjax.types.tables import (
     Shown,
     Table,
@@ -31,6 +31,7 @@ from towerjax.types.tables import (
     in_seconds,
     number_of,
 )
+from towerjax.types.trees import leaf_name
 
 _KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
 _KINDS |= {name: name for name in ("local", "batch")}

@@ -16,8 +16,8 @@ from towerjax.metrics.rows import quotient
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import ArrayLike, Reduction
-from towerjax.types.leaves import promote_dtypes
 from towerjax.types.options import check_choice, check_number
+from towerjax.types.trees import promote_dtypes
 
 Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
 """Moments of all towers' rows, of this tower's rows, or the running ones, unchanged."""

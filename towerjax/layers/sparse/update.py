@@ -17,8 +17,9 @@ from towerjax.collectives.sparse_rows import (
     sum_duplicates,
 )
 from towerjax.step.state.update import check_like_params
-from towerjax.types import PyTree, named_leaves
+from towerjax.types import PyTree
 from towerjax.types.options import check_flag, check_methods
+from towerjax.types.trees import named_leaves
 
 
 def update_with_rows(

@@ -27,8 +27,7 @@ from towerjax.mesh.processes import call_on_first_process, is_preempted, require
 from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
-from towerjax.types.door import doors
-from towerjax.types.leaves import listed
+from towerjax.types.boundary import doors
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -38,6 +37,7 @@ from towerjax.types.options import (
     is_whole,
     refuse_option,
 )
+from towerjax.types.refusals import listed
 
 Resume = Literal["cursor", "count", "anew"]
 

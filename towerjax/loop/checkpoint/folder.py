@@ -23,7 +23,7 @@ from typing import Any
 from etils import epath
 
 from towerjax.loop.files import is_on_disk
-from towerjax.types.leaves import listed
+from towerjax.types.refusals import listed
 
 FORMAT = 1
 TABLE = "towerjax.json"

@@ -19,17 +19,17 @@ from towerjax.mesh.placement import Placement
 from towerjax.towers.saved import restore_on
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
-from towerjax.types import Layout, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import (
+from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.options import is_one_real
+from towerjax.types.refusals import listed, unlike
+from towerjax.types.trees import (
     is_key,
     key_data,
+    leaf_name,
     like_key,
-    listed,
     parts_of,
     put_parts,
-    unlike,
 )
-from towerjax.types.options import is_one_real
 from towerjax.types.version import __version__
 
 

@@ -22,7 +22,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.types import MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.door import door
+from towerjax.types.boundary import door
 from towerjax.types.options import check_function
 
 

@@ -15,18 +15,10 @@ from towerjax.step.passes.derivative import LossSums
 from towerjax.step.passes.looked_up import TracedLoss
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
-from towerjax.types import (
-    LossFn,
-    PyTree,
-    Reduction,
-    Sum,
-    TowerOutput,
-    leaf_name,
-    name_by_key,
-    named_leaves,
-)
-from towerjax.types.leaves import is_key, listed
+from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.options import check_choice, check_function
+from towerjax.types.refusals import listed
+from towerjax.types.trees import is_key, leaf_name, name_by_key, named_leaves
 
 
 def value_and_grad(

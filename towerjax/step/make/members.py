@@ -19,7 +19,7 @@ from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import a_type
+from towerjax.types.refusals import a_type
 
 Numbers: TypeAlias = Mapping[str, Any]
 BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]

@@ -24,7 +24,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
 from towerjax.types import PyTree, Reduction, TowerOutput
-from towerjax.types.door import door
+from towerjax.types.boundary import door
 from towerjax.types.options import check_choice, check_function
 
 

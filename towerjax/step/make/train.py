@@ -32,9 +32,10 @@ from towerjax.step.state.update import (
 from towerjax.step.step import Step, TrainStep
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import LossFn, PyTree, Reduction, Sum
-from towerjax.types.door import door
-from towerjax.types.leaves import check_like, map_parts
+from towerjax.types.boundary import door
 from towerjax.types.options import check_choice, check_function, check_methods
+from towerjax.types.refusals import check_like
+from towerjax.types.trees import map_parts
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 """``(state, merged) -> extra``: the next ``state.extra``."""

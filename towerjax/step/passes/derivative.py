@@ -19,7 +19,7 @@ from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.step.state.accumulators import values_of
 from towerjax.types import PyTree, Sum
-from towerjax.types.leaves import map_parts, widen_dtype
+from towerjax.types.trees import map_parts, widen_dtype
 
 Zeros: TypeAlias = Sequence[jax.Array]
 Ids: TypeAlias = list[jax.Array]

@@ -26,8 +26,9 @@ from towerjax.step.passes.derivative import (
     vjp,
 )
 from towerjax.towers.executors import vmap_members
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import listed, parts_of, put_parts
+from towerjax.types import PyTree
+from towerjax.types.refusals import listed
+from towerjax.types.trees import named_leaves, parts_of, put_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

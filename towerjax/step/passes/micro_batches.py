@@ -20,10 +20,11 @@ from towerjax.step.state.accumulators import (
     values_of,
 )
 from towerjax.towers.executors import vmap_members
-from towerjax.types import PyTree, names_by_key
-from towerjax.types.leaves import listed, parts_of, put_parts
+from towerjax.types import PyTree
+from towerjax.types.boundary import warn
+from towerjax.types.refusals import listed
+from towerjax.types.trees import names_by_key, parts_of, put_parts
 from towerjax.types.version import page
-from towerjax.types.warning import warn
 
 
 def scan_micro_batches(

@@ -60,7 +60,7 @@ from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import plain, read_local_over_towers, with_local_values
 from towerjax.types import PyTree
-from towerjax.types.leaves import has_tracers, parts_of, put_parts
+from towerjax.types.trees import has_tracers, parts_of, put_parts
 
 
 def on_device(

@@ -26,7 +26,7 @@ from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.leaves import map_parts
+from towerjax.types.trees import map_parts
 
 Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 """What a step adds up: the sums, and rows of tables."""

@@ -25,7 +25,7 @@ from towerjax.step.run.verdicts import next_verdict
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import listed
+from towerjax.types.refusals import listed
 
 
 @dataclasses.dataclass(frozen=True)

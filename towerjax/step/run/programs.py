@@ -20,9 +20,9 @@ from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program, compile_step, inline, require_jit
 from towerjax.step.run.trace import Traced
 from towerjax.towers import executors
-from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import key_data, like_key
-from towerjax.types.warning import warn
+from towerjax.types import Layout, PyTree
+from towerjax.types.boundary import warn
+from towerjax.types.trees import key_data, like_key, named_leaves
 
 _MOST_PROGRAMS = 8
 

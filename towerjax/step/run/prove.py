@@ -31,8 +31,16 @@ from towerjax.step.state.accumulators import (
 )
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
-from towerjax.types import Layout, PerTower, PyTree, named_leaves, names_by_key
-from towerjax.types.leaves import has_tracers, key_data, listed, map_parts, parts_of
+from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types.refusals import listed
+from towerjax.types.trees import (
+    has_tracers,
+    key_data,
+    map_parts,
+    named_leaves,
+    names_by_key,
+    parts_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,14 +23,15 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.step.state.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, name_by_key
-from towerjax.types.leaves import (
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types.refusals import shown
+from towerjax.types.trees import (
     key_data,
     like_key,
     map_parts,
+    name_by_key,
     parts_of,
     put_parts,
-    shown,
 )
 
 

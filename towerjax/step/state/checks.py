@@ -16,16 +16,10 @@ from towerjax.step.state.train_state import (
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import (
-    a_type,
-    few,
-    is_deleted,
-    listed,
-    refuse_unheld,
-    unlike,
-)
+from towerjax.types import Layout, PyTree
+from towerjax.types.refusals import a_type, few, listed, refuse_unheld, unlike
 from towerjax.types.tables import layout_of
+from towerjax.types.trees import is_deleted, named_leaves
 
 
 def place_others(

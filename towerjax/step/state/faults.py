@@ -16,9 +16,10 @@ from towerjax.mesh.devices import Device, canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
-from towerjax.types import Layout, Portable, PyTree, named_leaves, readable_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import key_data, listed, shown
+from towerjax.types import Layout, PyTree
+from towerjax.types.boundary import door
+from towerjax.types.refusals import Portable, listed, shown
+from towerjax.types.trees import key_data, named_leaves, readable_leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,8 @@ from towerjax.step.state.train_state import (
 )
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
-from towerjax.types.leaves import native, refuse_unheld
+from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import native
 
 
 def first_state(

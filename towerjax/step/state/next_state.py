@@ -19,8 +19,9 @@ from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PerTower, PyTree
-from towerjax.types.leaves import a_type, is_key
-from towerjax.types.missing import says
+from towerjax.types.notes import says
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import is_key
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]

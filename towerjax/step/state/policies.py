@@ -32,7 +32,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.refusals import refuse_unheld
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,19 +17,19 @@ from towerjax.step.state.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.towers.variables import check_tower_local
-from towerjax.types import Layout, PyTree, leaf_name, named_leaves
-from towerjax.types.leaves import (
-    a_type,
+from towerjax.types import Layout, PyTree
+from towerjax.types.notes import explain_missing, frozen
+from towerjax.types.options import check_function, check_methods, check_whole
+from towerjax.types.refusals import a_type, refuse_unheld, shown
+from towerjax.types.tables import Table, as_text, by_rich, leaf_table
+from towerjax.types.trees import (
     is_deleted,
     is_key,
+    leaf_name,
+    named_leaves,
     native,
     own_array,
-    refuse_unheld,
-    shown,
 )
-from towerjax.types.missing import explain_missing, frozen
-from towerjax.types.options import check_function, check_methods, check_whole
-from towerjax.types.tables import Table, as_text, by_rich, leaf_table
 
 
 @frozen

@@ -13,8 +13,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.jaxprs.equation import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
-from towerjax.types import PyTree, leaf_name, named_leaves, readable_leaves
-from towerjax.types.leaves import check_like, few, listed, unlike
+from towerjax.types import PyTree
+from towerjax.types.refusals import check_like, few, listed, unlike
+from towerjax.types.trees import leaf_name, named_leaves, readable_leaves
 from towerjax.types.version import page
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree

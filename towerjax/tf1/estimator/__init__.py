@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import towerjax.types.missing as _missing
+import towerjax.types.notes as _notes
 from towerjax.tf1.estimator.losses import LossReduction as LossReduction
 from towerjax.tf1.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.tf1.estimator.model_fn import ClassificationOutput as ClassificationOutput
@@ -19,4 +19,4 @@ from towerjax.tf1.estimator.train import train_and_evaluate as train_and_evaluat
 from towerjax.tf1.estimator.variables import VariablePlacement as VariablePlacement
 
 if not TYPE_CHECKING:
-    __getattr__ = _missing.later_in_module(__name__)
+    __getattr__ = _notes.later_in_module(__name__)

@@ -16,7 +16,7 @@ from towerjax.collectives.sparse_rows import is_rows, map_values
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.passes.looked_up import TracedLoss
 from towerjax.types import PyTree
-from towerjax.types.leaves import map_parts, widen_dtype
+from towerjax.types.trees import map_parts, widen_dtype
 
 MEET = Primitive("towers_meet")
 """``(loss, gradients)`` of a tower -> their sums over all towers."""

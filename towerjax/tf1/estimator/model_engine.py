@@ -64,7 +64,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.variables import plain
 from towerjax.types import Layout, PyTree, Sum
-from towerjax.types.leaves import map_parts, parts_of
+from towerjax.types.trees import map_parts, parts_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,

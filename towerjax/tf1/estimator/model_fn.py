@@ -22,9 +22,10 @@ from towerjax.tf1.estimator.variables import VariablePlacement
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
-from towerjax.types import PerTower, PyTree, Rows, named_leaves
-from towerjax.types.leaves import a_type, listed, map_parts, refuse_unheld
+from towerjax.types import PerTower, PyTree, Rows
 from towerjax.types.options import check_choice, check_function
+from towerjax.types.refusals import a_type, listed, refuse_unheld
+from towerjax.types.trees import map_parts, named_leaves
 
 Compat = Literal["tf1"]
 _FIXED = {"static": True}

@@ -36,14 +36,9 @@ from towerjax.tf1.estimator.losses import (
 )
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import (
-    a_type,
-    check_like,
-    has_tracers,
-    refuse_unheld,
-    widen_dtype,
-)
 from towerjax.types.options import check_flag, check_takes
+from towerjax.types.refusals import a_type, check_like, refuse_unheld
+from towerjax.types.trees import has_tracers, widen_dtype
 
 
 @jax.tree_util.register_dataclass

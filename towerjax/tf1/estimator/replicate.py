@@ -37,8 +37,8 @@ from towerjax.tf1.strategies import MirroredStrategy
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.types import PyTree
-from towerjax.types.door import door, doors
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.boundary import door, doors
+from towerjax.types.refusals import refuse_unheld
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
 _SPEC_PARTS = {

@@ -21,10 +21,11 @@ from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.tf1.estimator.model_engine import hooks_of
 from towerjax.tf1.estimator.model_fn import not_none
 from towerjax.tf1.estimator.replicate import MAKE_MODEL, ReplicatedModel
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.door import door
-from towerjax.types.leaves import a_type
+from towerjax.types import PyTree
+from towerjax.types.boundary import door
 from towerjax.types.options import check_flag, check_methods, check_whole
+from towerjax.types.refusals import a_type
+from towerjax.types.trees import named_leaves
 
 _OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate")
 _EXHAUSTED: Any = object()

@@ -16,7 +16,7 @@ from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_local
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import is_key, parts_of, put_parts
+from towerjax.types.trees import is_key, parts_of, put_parts
 
 
 @jax.tree_util.register_static

@@ -1,4 +1,4 @@
-"""Check that devices can hold each leaf; an error names the others, with a remedy."""
+"""What devices do not hold, how two trees differ, and the texts that say so."""
 
 import collections
 import dataclasses
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from towerjax.types import PyTree, named_leaves
+from towerjax.types.trees import held_dtype, is_deleted, named_leaves
+from towerjax.types.values import PyTree
 
 _NO_ARRAY = (
     "keep apart what is no array, and put it back in the function (of Equinox: params,"
@@ -22,12 +22,6 @@ _NO_ARRAY = (
 _TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
 _VIEW = "view it as numbers, x.view(np.uint8)"
 _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-
-
-def is_deleted(x: Any) -> bool:
-    """Whether ``x`` is an array whose buffers were donated."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    return is_array and x.is_deleted()
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
@@ -79,32 +73,6 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
         "register the class, jax.tree_util.register_dataclass, or pass a dict",
     ),
 ]
-
-
-def held_dtype(dtype: Any) -> Any:
-    """The dtype that an array of ``dtype`` has on a device."""
-    return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
-
-
-@functools.cache  # for each value of jax_enable_x64
-def _device_dtype_of(dtype: Any, _: bool) -> Any:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dtype
-    return jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
-
-
-def native(leaf: Any) -> Any:
-    """An array in native byte order, the only one that JAX takes."""
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-        return leaf.astype(leaf.dtype.newbyteorder("="))
-    return leaf
-
-
-def own_array(leaf: Any) -> jax.Array:
-    """A leaf as a JAX array that shares no memory with a NumPy array."""
-    # jnp.asarray alone would compile a program for each shape and dtype.
-    is_host = isinstance(leaf, np.ndarray | np.generic)
-    return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
@@ -230,29 +198,6 @@ def listed(items: Iterable[Any]) -> str:
     return "; ".join(few(items))
 
 
-def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """Whether ``x`` is an instance of ``kind``, without calling code of its class."""
-    return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
-
-
-def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """The tree with ``fn`` applied to each node of class ``kind``."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_of(kind))
-    return treedef.unflatten([fn(x) if isinstance(x, kind) else x for x in leaves])
-
-
-def parts_of(kind: Any, tree: PyTree) -> list[Any]:
-    """The nodes of class ``kind``, in tree order."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is_of(kind))
-    return [x for x in nodes if isinstance(x, kind)]
-
-
-def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
-    """The tree with its nodes of class ``kind`` replaced, in tree order."""
-    left = iter(new)
-    return map_parts(kind, lambda _: next(left), tree)
-
-
 def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """One message per leaf whose description differs from the expected one, by name."""
     if given == expected:
@@ -309,42 +254,9 @@ def _differing(given: Any, expected: Any) -> tuple[Any, Any]:
     return next(different, (given, expected))
 
 
-def has_tracers(tree: PyTree) -> bool:
-    """Whether any leaf is a tracer."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+class Portable(Exception):
+    """An error that is copied and pickled by its text, attributes and notes."""
 
-
-def is_traced(tree: PyTree) -> bool:
-    """Whether any leaf is a tracer, or a new array would be one."""
-    return has_tracers((tree, jax.device_put(np.int32(0))))
-
-
-def widen_dtype(dtype: Any) -> Any:
-    """The dtype in which values of ``dtype`` are added: float32 or wider."""
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-        return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
-    return promote_dtypes(dtype, jnp.float32)
-
-
-def promote_dtypes(*dtypes: Any) -> Any:
-    """The dtype that holds values of all these; a user's promotion may be strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)
-
-
-def is_key(x: Any) -> bool:
-    """Whether ``x`` is a typed random key, or an array of them."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def key_data(x: jax.Array) -> jax.Array:
-    """The words of a typed key, which collectives refuse; else the array itself."""
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """The inverse of `key_data`."""
-    if not is_key(x):
-        return data
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    def __reduce__(self) -> Any:
+        """The text and the attributes; the constructor is not called again."""
+        return type(self).__new__, (type(self), *self.args), vars(self)

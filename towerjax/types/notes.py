@@ -1,4 +1,4 @@
-"""Add what to write to errors about missing names, and to JAX's errors."""
+"""Notes on errors: what to write for a missing name, and what JAX's errors mean."""
 
 import contextlib
 import difflib

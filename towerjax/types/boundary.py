@@ -1,15 +1,17 @@
-"""The API boundary: an error that leaves it shows the user's lines, and not ours."""
+"""The API boundary: errors and warnings that leave it show the user's lines."""
 
 import contextlib
 import functools
 import pathlib
+import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 
-from towerjax.types import missing
+from towerjax.types import notes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
@@ -20,7 +22,7 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 
 def door(fn: _F) -> _F:
     """The function, with tracebacks cut as ``jax_traceback_filtering`` says."""
-    explain = missing.explain
+    explain = notes.explain
     tidy = _tidy
 
     def enter(*args: Any, **kwargs: Any) -> Any:
@@ -73,3 +75,19 @@ def _of_others(
     if is_ours:
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+# Frames of decorators, cached properties and finalizers lie between, too.
+_NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the user's line that called towerjax."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+            break
+        level = level + 1
+        frame = frame.f_back
+    warnings.warn(text, category, stacklevel=level)

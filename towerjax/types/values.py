@@ -1,0 +1,193 @@
+"""The nouns of a user: Sum, Rows, Whole, PerTower, TowerOutput, Reduction, Layout."""
+
+import dataclasses
+import enum
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+
+from towerjax.types.notes import explain_missing
+
+PyTree: TypeAlias = Any
+ArrayLike: TypeAlias = jax.typing.ArrayLike
+Metrics: TypeAlias = dict[str, Any]
+"""By its name the value of a metric, or of an evaluation its state."""
+
+
+class Reduction(enum.Enum):
+    """How the values of ``T`` towers become one value.
+
+    ``SUM`` adds them, ``MEAN`` adds them and divides by ``T``,
+    ``ONLY_FIRST_TOWER`` takes tower 0's, ``NONE`` forbids it: reducing the value is an
+    error.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_TOWER = "only_first_tower"
+    NONE = "none"
+
+    __repr__ = enum.Enum.__str__
+
+
+class Layout(enum.Enum):
+    """How one value lies on the devices.
+
+    ``MIRRORED``: one value, the same on every tower. ``PER_TOWER``: dim 0 runs
+    over towers (or over the examples, tower after tower) and is split over the
+    devices. ``PER_TOWER_STEPS``: dim 0 runs over steps and dim 1 is split.
+    ``SHARDED``: one value, split over the devices along its longest dim that their
+    number divides; a value without such a dim is mirrored.
+    """
+
+    MIRRORED = "mirrored"
+    PER_TOWER = "per_tower"
+    PER_TOWER_STEPS = "per_tower_steps"
+    SHARDED = "sharded"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A value that is added over micro-batches and towers, and never divided.
+
+    A metric state: as a metric its value is the total of all rows.
+
+    Attributes:
+      value: An array or a pytree of arrays, a tower's part; after the merge the total.
+        Dtypes narrower than 32 bits are added in 32.
+
+    Example:
+      >>> Sum(3.0).merge(Sum(4.0)).value
+      7.0
+    """
+
+    value: Any
+
+    def merge(self, other: "Sum") -> "Sum":
+        """The sum of both, leaf by leaf."""
+        return Sum(jax.tree.map(operator.add, self.value, other.value))
+
+    def compute(self) -> Any:
+        """The total."""
+        return self.value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """One result row for each row of the batch.
+
+    Attributes:
+      value: An array or a pytree of arrays ``[b, ...]``, of a tower's rows; after the
+        merge ``[B, ...]``, in the order of the batch.
+
+    Example:
+      >>> import numpy as np
+      >>> Rows(np.zeros((4, 2))).value.shape
+      (4, 2)
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A leaf of a batch that has no rows: the same on all towers, not split.
+
+    A temperature, an annealed rate, a teacher's parameters. It is traced, so a new
+    value compiles nothing, and the tower function gets the bare tree.
+
+    Attributes:
+      value: A pytree of arrays and numbers. Arrays that lie on all the step's devices
+        already are not copied.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     errors = w - batch["x"] * batch["scale"]
+      ...     return tj.Weighted.mean(errors**2, tower.weight)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
+      >>> batch = {"x": np.array([1, 3], np.float32), "scale": tj.Whole(2.0)}
+      >>> float(step(step.init(0.0), batch)[0].params)
+      4.0
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerTower:
+    """One value a tower, side by side.
+
+    Attributes:
+      values: A tuple of the towers' values, whose shapes may differ. Or an array
+        ``[T, ...]`` or any other pytree of them, a list and a named tuple included:
+        row ``t`` of each is tower ``t``'s.
+
+    Example:
+      >>> import numpy as np
+      >>> PerTower(np.array([3.0, 4.0])).values.shape
+      (2,)
+    """
+
+    values: Any
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            "A PerTower is no array: strategy.unwrap(x) is a list of all towers' values"
+            " and strategy.unwrap(x)[t] that of tower t; strategy.reduce makes one."
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerOutput:
+    """What a tower's loss function may return besides its loss.
+
+    Attributes:
+      loss: ``Weighted`` of two scalars, a sum of such, or with ``loss_reduction`` a
+        scalar.
+      metrics: Name -> ``Weighted``, ``Sum`` or another metric state (``tj.metrics``),
+        merged over towers and micro-batches; ``PerTower`` of one; or a plain array that
+        is the same on every tower, which is proved before the step is compiled. Of
+        several micro-batches a plain array's last value is kept: make it a state where
+        it depends on the rows.
+      local: The next value of the tower-local variables, of the same structure,
+        shapes and dtypes as ``tower.local``; None leaves them as they are.
+      extra: The next value of ``tower.extra``, of the same tree: ``Weighted`` and
+        ``Sum`` leaves are merged over towers and micro-batches, a bare array is proved
+        to be the same on every tower; None leaves it as it is. With ``update_extra``
+        of the step any tree of what a tower of `build_step` may return.
+
+    Example:
+      >>> import towerjax as tj
+      >>> TowerOutput(tj.Weighted(3.0, 2.0), {"hits": tj.Weighted(1.0, 2.0)})
+      TowerOutput(loss=Weighted(sum=3.0, weight=2.0), ...
+    """
+
+    loss: Any
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local: PyTree = None
+    extra: PyTree = None
+
+
+LossFn: TypeAlias = Callable[[PyTree, PyTree, Any], Any]
+"""``(params, batch, tower) -> Weighted | TowerOutput``: one tower's loss.
+
+The loss may be a sum of several ``Weighted``. ``batch`` holds the tower's own rows,
+``[b, ...]`` a leaf; ``tower`` is its `Tower`.
+"""
+
+MetricFn: TypeAlias = Callable[[PyTree, PyTree, Any], Mapping[str, Any]]
+"""``(params, batch, tower) -> {name: state}``: one tower's part of each metric.
+
+A state is ``Weighted`` or another metric state, see ``tj.metrics``.
+"""
+
+PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
+"""``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""
