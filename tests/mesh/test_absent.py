@@ -390,9 +390,9 @@ def test_the_command_report(shell):
 def test_commands_refuse_devices_that_they_do_not_know(shell):
     name = "of_user:make_step"
     for made, on, message in [
-        (name, "h200", "says not how many; write --on h200:8"),
+        (name, "h200", "does not say how many devices; write --on h200:8"),
         (name, "h300:8", "is not a known device"),
-        (name, "h200:x", "says not how many; write --on h200:8"),
+        (name, "h200:x", "does not say how many devices; write --on h200:8"),
         ("of_user:sgd", "h200:8", "cannot be called as sgd(strategy)"),
     ]:
         code, out, error = shell("report", made, "--on", on)

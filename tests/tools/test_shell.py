@@ -23,7 +23,7 @@ def interrupted():
 
 
 @pytest.mark.parametrize(("said", "arguments"), [
-    ("is no function: 3", ["of_user:value"]),
+    ("is not a function: 3", ["of_user:value"]),
     ("make_value() must return (step, state, batch), ", ["of_user:make_value"]),
     ("has no attribute 'nothing'", ["of_user:nothing"]),
     ("is not of the form module:name", ["of_user.py:value"]),

@@ -65,11 +65,11 @@ class Instead(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a ``towerjax`` command; return its exit code."""
-    about = "Replicated training with JAX. Arguments of one: towerjax command --help"
+    about = "Data-parallel training with JAX. Help for one: towerjax command --help"
     parser = Parser(prog="towerjax", description=about)
     version = __version__
     parser.add_argument("--version", action="version", version=f"towerjax {version}")
-    where = "show where an error was raised"
+    where = "show the Python traceback of an error"
     parser.add_argument("--traceback", action="store_true", help=where)
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
     for run, options in _OPTIONS.items():
@@ -141,7 +141,8 @@ def read_toml(*sources: str) -> dict[str, Any]:
 def launch(**options: Any) -> int:
     """Run a command in several local processes that form one job.
 
-    The first that fails ends the others, and its exit code is the job's.
+    If a process fails, the others are ended. The exit code of the job is that of the
+    first process that failed.
 
     Example:
       towerjax launch --processes 2 --devices-per-process 4 -- python train.py
@@ -150,8 +151,8 @@ def launch(**options: Any) -> int:
 
       towerjax launch --processes 2 --restarts 5 --hang-timeout 60 -- python train.py
 
-    exit code: 0 if all processes returned 0; 75 if the job is to be started again; else
-    that of the first that failed.
+    exit code: 0 if all processes returned 0; 75 if the job should be started again;
+    otherwise that of the first process that failed.
     """
     return launch_processes(**options)
 
@@ -159,8 +160,8 @@ def launch(**options: Any) -> int:
 def audit(make_step: str, json: bool = False) -> int:
     """Check that a step is the same on any number of towers.
 
-    It is proved, and what is merged of rows of the batch on two towers is compared with
-    one tower.
+    First the step is proved, without a run. Then two towers and one tower are run on
+    rows of the batch, and their merged results are compared.
 
     Example:
       towerjax audit train:make_step
@@ -195,9 +196,10 @@ def check(
 ) -> int:
     """Check a JAX program on several numbers of devices.
 
-    What its maps over devices call the same is proved, and that what it returns is the
-    same as on one device. Where that is not proved of a result, the program is run on
-    each number of devices, and what it returns and changes in place is compared.
+    First it is proved, without a run, that outputs which shard_map or pmap declare
+    replicated are the same on all devices, and that each result is the same as on one
+    device. If a result is not proved, the program is run on each number of devices.
+    Then its results are compared, and what it changes in place.
 
     Example:
       towerjax check train:make --devices 1 2 4
@@ -206,14 +208,14 @@ def check(
 
       towerjax check train:main --github --baseline meant.json
 
-    where main() is the script's own: without an argument it is run in a process for
-    each number of devices, and what it returns is compared.
+    where main() is the script's own function. A function without arguments is run in a
+    new process for each number of devices, and what it returns is compared.
 
-    exit code: 0 if nothing depends on them, 1 if something does that is not meant, or
-    the program died; 2 for wrong arguments.
+    exit code: 0 if nothing depends on the number of devices; 1 if something does that
+    is not in the baseline, or the program died; 2 for wrong arguments.
     """
     if json and github:
-        raise ValueError("--json and --github both print on stdout: say one of them.")
+        raise ValueError("--json and --github both print on stdout: pass one of them.")
     want_cpu_devices(max(devices))
     maker = resolve(make, "train:make")
     entries = read_baseline(baseline, make) if baseline is not None else []
@@ -229,7 +231,7 @@ def check(
     faults, meant, left = split_meant(looked.faults, entries)
     told = [*looked.told, *told_of_faults(faults)]
     told += [f"meant: {x.text}" for x in meant]
-    told += [f"note: no longer found, though meant: {x['text']}" for x in left]
+    told += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
     told = ["\n".join(x.splitlines()[:SCREEN]) for x in told]
     told += annotations(faults) if github else []
     outcome = {
@@ -249,10 +251,12 @@ def report(
 
     Example:
       towerjax report train:make_step --timed-calls 10
+
+    where make_step() returns (step, state, batch).
+
       towerjax report train:make_step --on h200:8
 
-    where make_step() returns (step, state, batch), and with --on make_step(strategy)
-    returns (step, params, batch), of which only the shapes are used.
+    where make_step(strategy) returns (step, params, batch). Only their shapes are used.
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
@@ -265,7 +269,7 @@ def report(
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
     if not callable(function := resolve(make_step, "train:make_step")):
-        raise ValueError(f"{make_step} is no function: {function!r}.")
+        raise ValueError(f"{make_step} is not a function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
     match made := function(*strategy):
@@ -273,8 +277,8 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
             return step, state, batch
     second = "params" if strategy else "state"
     raise ValueError(
-        f"{form} must return (step, {second}, batch), a step of towerjax and what it is"
-        f" called with, and returned {types_of(made)}."
+        f"{form} must return (step, {second}, batch), a step of towerjax and its"
+        f" arguments, but it returned {types_of(made)}."
     )
 
 
@@ -285,7 +289,7 @@ def _devices_of(text: str) -> Absent:
         return Absent(text)
     if not (target and number.isdecimal()):
         how = f"write --on {target or text}:8"
-        raise ValueError(f"--on {text!r} says not how many; {how}.")
+        raise ValueError(f"--on {text!r} does not say how many devices; {how}.")
     return Absent(target, int(number))
 
 
@@ -299,13 +303,15 @@ def bench(
 ) -> int:
     """Time a grid of steps, in turns with peers.
 
+    A peer is another implementation to compare with, such as a hand-written step.
+
     Example:
       towerjax bench mine:build 'towers=[1, 2]' 'batch=[64]' --out a.jsonl
       towerjax bench mine:build grid.toml --peer hand=mine:by_hand --out a.jsonl
 
-    where build(towers=..., batch=...) returns (call, state, batch), a step for example,
-    and grid.toml has a list for each argument of build, as the lines above.
-    Configurations that --out has are not timed again.
+    where build(towers=..., batch=...) returns (call, state, batch); call may be a step.
+    grid.toml has one list for each argument of build, as on the first line above.
+    Configurations that are in the file of --out are not timed again.
 
     exit code: 0 if all were timed, 1 if one failed, 2 for wrong arguments.
     """
@@ -326,44 +332,44 @@ _SEVERAL = {"nargs": "+"}
 # flag has its value in place of a type. What is not given is not passed.
 _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     launch: (
-        ("--processes", int, "how many", _NEEDED),
+        ("--processes", int, "how many processes", _NEEDED),
         ("-n", int, argparse.SUPPRESS, {"action": Instead, "const": "--processes"}),
-        ("--devices-per-process", int, "CPU devices of each; default: JAX's"),
-        ("--port", int, "where process 0 listens; default: a free one"),
-        ("--restarts", int, "restart after so many losses of a process"),
-        ("--towers", int, "the program's: go on without lost processes"),
-        ("--grace-seconds=grace_s", float, "SIGTERM to SIGKILL (5)"),
-        ("--hang-timeout=hang_timeout_s", float, "seconds of no sign of life"),
+        ("--devices-per-process", int, "CPU devices of each process (JAX's default)"),
+        ("--port", int, "the port of process 0 (a free one)"),
+        ("--restarts", int, "how often to restart after a lost process"),
+        ("--towers", int, "towers of the program: continue without lost processes"),
+        ("--grace-seconds=grace_s", float, "seconds from SIGTERM to SIGKILL (5)"),
+        ("--hang-timeout=hang_timeout_s", float, "seconds without a sign of life"),
         ("--step-timeout=step_timeout_s", float, "seconds without a step"),
-        ("command", str, "after --, with its arguments", _SEVERAL),
+        ("command", str, "after --: the program and its arguments", _SEVERAL),
     ),
     report: (
         _STEP,
-        ("--timed-calls", int, "time so many calls (default: none)"),
-        ("--on", str, "devices that are not here: h200:8, a100:64, v5e:2x4 ..."),
+        ("--timed-calls", int, "how many calls to time (0)"),
+        ("--on", str, "absent devices to compile for: h200:8, a100:64, v5e:2x4"),
         _JSON,
     ),
     bench: (
         ("build", str, "module:function"),
         ("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", _SEVERAL),
-        ("--out=results", str, "a file of results, as JSON lines", _NEEDED),
-        ("--peer", str, "name=module:function, timed too", {"action": "append"}),
-        ("--rounds", int, "at least 6 (11)"),
-        ("--seconds-per-round", float, "of each contender (0.25)"),
-        ("--retry-failed", True, "time again what failed before"),
-        ("--timeout=timeout_s", float, "seconds (1800)"),
-        ("--quiet=progress", False, "no progress"),
+        ("--out=results", str, "the file for results, as JSON lines", _NEEDED),
+        ("--peer", str, "name=module:function to time as well", {"action": "append"}),
+        ("--rounds", int, "rounds of timing, at least 6 (11)"),
+        ("--seconds-per-round", float, "seconds for each step or peer (0.25)"),
+        ("--retry-failed", True, "time configurations again that failed before"),
+        ("--timeout=timeout_s", float, "seconds for one configuration (1800)"),
+        ("--quiet=progress", False, "print no progress"),
         _JSON,
     ),
     audit: (_STEP, _JSON),
     check: (
         ("make", str, "module:function"),
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
-        ("--rtol", float, "the largest difference over a leaf's largest value (1e-4)"),
-        ("--run=always_run", True, "run it where all is proved, too"),
-        ("--github", True, "print a line for GitHub beside the code of each fault"),
-        ("--baseline", str, "a file of the faults that are meant"),
-        ("--write-baseline=new_baseline", str, "write what is found there, as meant"),
+        ("--rtol", float, "permitted difference over a leaf's largest value (1e-4)"),
+        ("--run=always_run", True, "run the program even if everything is proved"),
+        ("--github", True, "print each fault so that GitHub shows it in the code"),
+        ("--baseline", str, "a file of intended faults, which are not reported"),
+        ("--write-baseline=new_baseline", str, "write all faults there, as intended"),
         _JSON,
     ),
 }
