@@ -81,7 +81,7 @@ def seconds(make: Callable[..., tuple[Step, Any, Any]]) -> list[float]:
         step.strategy,
         state,
         batch,
-        parts=step.num_parts,
+        calls=step.num_calls,
         pads=False,
     )
     calls: list[Callable[[], Any]] = [

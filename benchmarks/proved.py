@@ -23,9 +23,9 @@ _TESTS = pathlib.Path(__file__).parents[1] / "tests"
 _KEPT = 4  # of each deck, in a small run
 
 
-def said_of(make: Callable[[], Any], padded: bool, verdicts_of: Any) -> tuple[str, str]:
+def said_of(make: Callable[[], Any], padded: bool, answers_for: Any) -> tuple[str, str]:
     """The worst that is said of a loss' leaves, and why."""
-    found = verdicts_of(make(), padded)
+    found = answers_for(make(), padded)
     for says in ("refuted", "unknown"):
         for each in found:
             if each.says == says:
@@ -42,7 +42,7 @@ def rows_of(decks: Any, padded: bool, most: int) -> Iterator[tuple[str, ...]]:
             losses = [*losses_of(deck, padded).items()][:most]
             start = time.process_time()
             said = {
-                name: said_of(make, padded, decks.verdicts_of) for name, make in losses
+                name: said_of(make, padded, decks.answers_for) for name, make in losses
             }
             seconds = time.process_time() - start
             counts = [

@@ -17,7 +17,7 @@ from jax import lax
 
 from benchmarks.models import MODELS, Model
 from towerjax import collectives
-from towerjax.data.shard import split_rows
+from towerjax.data.batch_rows import split_rows
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted

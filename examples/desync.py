@@ -46,5 +46,8 @@ batch["x"][11, 0] = np.nan
 try:
     tj.run(step, state, [batch], progress=False)
 except tj.NonFiniteError as error:
-    for place in error.places:
-        print(f"tower {place.tower}, {place.leaf}, step {place.step}:", place.part)
+    for at in error.locations:
+        print(
+            f"tower {at.tower}, {at.leaf}, step {at.step}:",
+            at.part,
+        )

@@ -1,8 +1,8 @@
-"""Train a small GPT whose parameters lie in parts on all devices, and let it write.
+"""Train a small GPT whose parameters are sharded over all devices, and let it write.
 
 The text is Python's installed standard library, byte by byte. Layers are stacked and
 scanned, each computed again in the backward pass, in bfloat16, the state in float32.
-`--state sharded` keeps a part of parameters, gradients and optimizer state on each
+`--state sharded` keeps a shard of parameters, gradients and optimizer state on each
 device (FSDP), and gathers a layer where it is used; the loss function is the same for
 every `--state`, and so is the loss. `--pinned` ends on the same bits in all of them.
 

@@ -1,4 +1,4 @@
-"""A vocabulary in parts: each device of a tower has some of the words.
+"""A sharded vocabulary: each device of a tower has some of the words.
 
 Logits are never whole: each device takes the exponentials of its words, and the logit
 of the label from the device that has it. The rows of a tower are split, too, over

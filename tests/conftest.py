@@ -29,8 +29,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
 quickly.compiled()
 # The models of tests are small, and are split all the same.
-LEAST_PART = placement.LEAST_PART
-placement.LEAST_PART = 1
+LEAST_SHARD = placement.LEAST_SHARD
+placement.LEAST_SHARD = 1
 
 
 # Files that compare bits throughout, with other processes too, or look at programs.

@@ -287,7 +287,7 @@ class Draw:
 
     @property
     def shares(self):
-        return self.towers * self.micro_batches * self.strategy.placement.row_parts
+        return self.towers * self.micro_batches * self.strategy.placement.row_shards
 
     @property
     def full(self):

@@ -1,4 +1,4 @@
-"""Programs of one tower of a loss, for several numbers of towers, and verdicts."""
+"""Programs of one tower of a loss, and what the proof answers about them."""
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def of_gradient(loss_fn):
 
 
 def equalities(fn, params, batch, *, padded=False, symbolic=False):
-    """The verdicts of ``fn(params, rows, tower) -> (arrays, leaves)``."""
+    """The proof's answers for ``fn(params, rows, tower) -> (arrays, leaves)``."""
     programs = []
     for towers in NUMBERS:
         rows = rows_of(towers, padded)
@@ -147,8 +147,8 @@ def equalities(fn, params, batch, *, padded=False, symbolic=False):
     return equal_to_one_tower(found, inputs, leaves, axes=[TOWER_AXIS], padded=padded)
 
 
-def verdict_of(loss_fn, params, batch, **options):
-    """The worst verdict of a loss, with its gradient where a rule says what that is."""
+def answer_for(loss_fn, params, batch, **options):
+    """The worst answer for a loss, with its gradient where a rule says what that is."""
     found = equalities(of_loss(loss_fn), params, batch, **options)
     rows = rows_of(1, False)
     program, _, _ = program_of(of_loss(loss_fn), params, batch, 1, rows)
@@ -161,6 +161,6 @@ SYMBOL = jax.export.symbolic_shape("n")
 
 
 def worst(found):
-    """The worst of some verdicts."""
+    """The worst of some answers."""
     order = ["refuted", "unknown", "proved"]
     return min(found, key=lambda x: order.index(x.says))

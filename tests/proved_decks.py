@@ -16,7 +16,7 @@ from towerjax.check.equality.of_step import StepToProve, equalities_of
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
 
-def verdicts_of(model, padded):
+def answers_for(model, padded):
     """What is proved of each leaf that a train step of the loss merges."""
     remainder = "pad" if padded else "error"
     step = tj.build_train_step(
@@ -26,7 +26,7 @@ def verdicts_of(model, padded):
     if model.local is not None:
         how["local"] = tj.TowerLocal(model.local, tj.Reduction.MEAN)
     plan, state = step.to_audit(step.init(model.params, **how))
-    rows = len(jax.tree.leaves(model.batch)[0]) // step.num_parts
+    rows = len(jax.tree.leaves(model.batch)[0]) // step.num_calls
     given = plan, step.strategy, state, model.batch, rows, padded
     return equalities_of(StepToProve(*given))
 

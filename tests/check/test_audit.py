@@ -613,7 +613,7 @@ def loss_alone(loss_fn, batch=ROWS, params=MODEL, leaves=None, **options):
     step = train_step(loss_fn, **options)
     pads = step.options.remainder == "pad"
     given = step.plan, step.strategy, step.init(params), batch
-    how = {"parts": 4, "pads": pads, "gradients": False, "leaves": leaves}
+    how = {"calls": 4, "pads": pads, "gradients": False, "leaves": leaves}
     return run_audit(*given, **how)
 
 

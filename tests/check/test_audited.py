@@ -363,7 +363,7 @@ def test_a_program_is_audited_once(counted, tmp_path, cache):
 
 
 @pytest.mark.slow
-def test_a_verdict_stays_beside_the_programs_of_a_cache(
+def test_an_audit_result_stays_beside_the_programs_of_a_cache(
     counted, tmp_path, monkeypatch, cache
 ):
     cache(str(tmp_path))
@@ -372,7 +372,7 @@ def test_a_verdict_stays_beside_the_programs_of_a_cache(
     train(step)
     assert len(counted) == 1 and step.audit_report == counted[0]
     [path] = (tmp_path / "audited").iterdir()
-    # A verdict under another program's name, one that was changed, one cut short.
+    # An audit result under another program's name, one that was changed, one cut short.
     train(step_of(scaled(2.0)))
     [other] = [x for x in (tmp_path / "audited").iterdir() if x != path]
     kept = json.loads(path.read_text())
@@ -415,13 +415,13 @@ def test_a_record_that_cannot_be_kept_is_a_line(tmp_path, monkeypatch, cache, na
         monkeypatch.setattr(where, what, fail)
     with pytest.warns(UserWarning, match="has passed, but its record cannot be kept"):
         audited.keep("program", some_report(), audited.folders_of_records())
-    assert known_verdict() is None
+    assert known_audit_result() is None
     monkeypatch.undo()
     assert not [*tmp_path.rglob("*program*")]
 
 
-def known_verdict():
-    return audited.verdict_on("program", audited.folders_of_records())
+def known_audit_result():
+    return audited.audit_result_of("program", audited.folders_of_records())
 
 
 def some_report():
@@ -442,7 +442,7 @@ def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
         outside.write_text(record)
         (tmp_path / "out" / "program.json").write_text(record)
         link.symlink_to(target)
-        assert known_verdict() is None
+        assert known_audit_result() is None
         outside.write_text("mine")
         (tmp_path / "out" / "program.json").write_text("mine")
         with pytest.warns(UserWarning, match="is a symbolic link"):
@@ -478,11 +478,11 @@ def test_a_malformed_record_is_none(tmp_path, cache):
     path.parent.mkdir()
     for text in [*FORGED, sealed(), b"\xff"]:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        found = known_verdict()
+        found = known_audit_result()
         assert found == (some_report() if text == sealed() else None), text
     path.unlink()
     os.mkfifo(path)
-    assert known_verdict() is None
+    assert known_audit_result() is None
 
 
 @pytest.mark.slow

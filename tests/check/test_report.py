@@ -146,9 +146,9 @@ def test_memory_counts_what_is_taken_over_once(of_eight):
     assert kinds["parameters"] == 4 * NUMBERS
     assert kinds["optimizer state"] == 2 * 4 * NUMBERS + 4
     assert kinds["batch"] == 4 * 6 * IN  # not the counts: nothing is padded
-    assert kinds["other"] == 4 + 4  # the step, and the verdict on those before
+    assert kinds["other"] == 4 + 4  # the step, and the step flag of those before
     assert memory.aliased == 3 * 4 * NUMBERS + 4
-    # The next step, the loss, the verdict, and the address of each result.
+    # The next step, the loss, the step flag, and the address of each result.
     assert kinds["results not aliased"] == 12 + 8 * (3 * 4 + 1 + 3)
     assert set(kinds) - {"temporaries", "code"} == {
         *("parameters", "optimizer state", "batch", "other", "results not aliased")

@@ -25,7 +25,7 @@ def says_of(step, state=None, batch=BATCH):
     """What is said of each leaf of a step."""
     state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
     plan, state = step.to_audit(state)
-    rows = len(jax.tree.leaves(batch)[0]) // step.num_parts
+    rows = len(jax.tree.leaves(batch)[0]) // step.num_calls
     given = plan, step.strategy, state, batch, rows, step.placer.may_pad
     return {x.leaf: x for x in equalities_of(StepToProve(*given))}
 

@@ -373,7 +373,7 @@ def test_a_run_tells_the_true_step_and_looks_only_into_its_batch(streaming):
         with pytest.raises(tj.NonFiniteError, match="in step [12]. That") as told:
             tj.run(streaming, streaming.init(START), given, **quiet)
         step = 2 if places else 1
-        assert (told.value.step, len(told.value.places) > 0) == (step, places > 0)
+        assert (told.value.step, len(told.value.locations) > 0) == (step, places > 0)
         assert told.value.history.skipped == (step,)
         assert int(told.value.state.step) >= 2
 

@@ -25,8 +25,8 @@ from layouts import with_verbs as mirrored
 import towerjax as tj
 from towerjax.collectives.ops import pack_sizes, sum_rows_over_towers
 from towerjax.collectives.packing import Packing
+from towerjax.data.batch_rows import Shares, counts_of_towers, fingerprint_of, fit_batch
 from towerjax.data.placer import Placer
-from towerjax.data.shard import Shares, counts_of_towers, fingerprint_of, fit_batch
 
 pytestmark = pytest.mark.slow
 R = tj.Reduction

@@ -584,7 +584,7 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing():
     with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as caught:
         train(broken(2), hooks=[lambda number, metrics: seen.append(number)])
     error = caught.value
-    assert error.step == 3 and {place.step for place in error.places} == {3}
+    assert error.step == 3 and {x.step for x in error.locations} == {3}
     assert seen == [1, 2]
     assert error.history.skipped == (3,)
     done = int(error.state.step)

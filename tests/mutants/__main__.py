@@ -8,11 +8,11 @@ import time
 from .catalogue import MUTANTS
 from .covers import kept
 from .generated import score
-from .runner import Job, Verdict, jobs_of, run_all
+from .runner import Job, Result, jobs_of, run_all
 
 
 def main() -> int:
-    """Print each verdict and the score.
+    """Print each result and the score.
 
     Returns:
       0 if every mutant was killed and every named test passes without one, else 1.
@@ -39,27 +39,27 @@ def main() -> int:
             print(f"{x.id}  {x.bug}\n     {x.where}\n     {' '.join(x.killed_by)}")
         return 0
 
-    def report(job: Job, verdict: Verdict) -> None:
+    def report(job: Job, result: Result) -> None:
         about = "" if job.mutant is None else f"  {job.mutant.bug}"
-        print(f"{verdict.cpu_seconds:5.1f} s  {verdict.outcome:8}  {job.name}{about}")
+        print(f"{result.cpu_seconds:5.1f} s  {result.outcome:8}  {job.name}{about}")
         if job.mutant is not None:
             print(f"{'':19} in {job.mutant.where}")
-        print(f"{'':19} {verdict.detail[:200]}", flush=True)
-        if not verdict.is_good:
-            print(verdict.output)
+        print(f"{'':19} {result.detail[:200]}", flush=True)
+        if not result.is_good:
+            print(result.output)
 
     start = time.monotonic()
     jobs = jobs_of(mutants)
-    verdicts = dict(zip(jobs, run_all(jobs, options.workers, report), strict=True))
-    for job, verdict in verdicts.items():
-        if not verdict.is_good:
-            print(f"{verdict.outcome}: {job.name}: {verdict.detail}")
-    killed = sum(v.outcome == "killed" for v in verdicts.values())
+    results = dict(zip(jobs, run_all(jobs, options.workers, report), strict=True))
+    for job, result in results.items():
+        if not result.is_good:
+            print(f"{result.outcome}: {job.name}: {result.detail}")
+    killed = sum(v.outcome == "killed" for v in results.values())
     seconds = time.monotonic() - start
-    cpu_seconds = sum(verdict.cpu_seconds for verdict in verdicts.values())
+    cpu_seconds = sum(result.cpu_seconds for result in results.values())
     print(f"{seconds:.0f} s, of cores {cpu_seconds:.0f} s")
     print(f"killed {killed} of {len(mutants)}")
-    return 0 if all(v.is_good for v in verdicts.values()) else 1
+    return 0 if all(v.is_good for v in results.values()) else 1
 
 
 if __name__ == "__main__":

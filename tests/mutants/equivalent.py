@@ -17,7 +17,7 @@ SAME: dict[tuple[str, str], str] = {
      "allow_nan=False) -> json.dumps({**table, 'crc32': _of_table(table)}, "
      "allow_nan=False)"):
         "how a file looks to who reads it",
-    ("towerjax.data.shard:may_wrap",
+    ("towerjax.data.batch_rows:may_wrap",
      'flipped: x.dtype.kind in "iu" and x.dtype.itemsize > 4 -> '
      "(x.dtype.kind in 'iu' or x.dtype.itemsize > 4)"):
         "more leaves are looked at, and each number of them fits",

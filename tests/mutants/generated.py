@@ -12,7 +12,7 @@ from typing import Any
 from .covers import Covered
 from .equivalent import SAME
 from .mutant import Mutant
-from .runner import ROOT, Job, Verdict, run_all
+from .runner import ROOT, Job, Result, run_all
 
 FLIPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -215,7 +215,7 @@ def run_rounds(
     mutants: Sequence[Mutant],
     covers: Mapping[str, Covered],
     workers: int,
-    report: Callable[[Job, Verdict], None],
+    report: Callable[[Job, Result], None],
 ) -> dict[str, list[Mutant]]:
     """Run each mutant against the tests of its line, until one fails by it.
 
@@ -228,22 +228,22 @@ def run_rounds(
     is_live: set[str] = set()
     while waiting:
         jobs = [jobs[0] for _, jobs in waiting if jobs]
-        verdicts = iter(_confirmed(jobs, run_all(jobs, workers, report), workers))
+        results = iter(_confirmed(jobs, run_all(jobs, workers, report), workers))
         left = []
         for mutant, jobs in waiting:
             became = "survived" if mutant.id in is_live else "not run"
             if jobs:
-                verdict = next(verdicts)
-                if verdict.outcome == "survived":
+                result = next(results)
+                if result.outcome == "survived":
                     is_live.add(mutant.id)
-                if verdict.outcome in ("survived", "not live"):
+                if result.outcome in ("survived", "not live"):
                     left.append((mutant, jobs[1:]))
                     continue
                 became = "killed"
-                renamed = "not found:" in verdict.detail  # since recorded
-                if verdict.detail.startswith(mutant.id) or renamed:
+                renamed = "not found:" in result.detail  # since recorded
+                if result.detail.startswith(mutant.id) or renamed:
                     became = "not made"
-                elif verdict.detail.startswith("no answer"):
+                elif result.detail.startswith("no answer"):
                     became = "no answer"
             found.setdefault(became, []).append(mutant)
         waiting = left
@@ -251,29 +251,29 @@ def run_rounds(
 
 
 def _confirmed(
-    jobs: Sequence[Job], verdicts: Sequence[Verdict], workers: int
-) -> list[Verdict]:
-    """The verdicts; that of a test which fails without the mutant, too, is none.
+    jobs: Sequence[Job], results: Sequence[Result], workers: int
+) -> list[Result]:
+    """The results; that of a test which fails without the mutant, too, is none.
 
     Tests that end only without the mutant kill it.
     """
     plain: dict[int, Job] = {}
-    for i, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
-        if verdict.detail.startswith("no answer"):
+    for i, (job, result) in enumerate(zip(jobs, results, strict=True)):
+        if result.detail.startswith("no answer"):
             plain[i] = dataclasses.replace(job, mutant=None)
-        elif verdict.failed is not None:
-            last = [*job.tests, verdict.failed].index(verdict.failed)
+        elif result.failed is not None:
+            last = [*job.tests, result.failed].index(result.failed)
             tests = job.tests[: last + 1]
             plain[i] = Job(f"{job.name}, as it is", tests, None)
-    found = list(verdicts)
-    again = run_all([*plain.values()], workers, lambda job, verdict: None)
-    for i, verdict in zip(plain, again, strict=True):
+    found = list(results)
+    again = run_all([*plain.values()], workers, lambda job, result: None)
+    for i, result in zip(plain, again, strict=True):
         if found[i].detail.startswith("no answer"):
-            if verdict.outcome == "passed":
+            if result.outcome == "passed":
                 found[i] = dataclasses.replace(found[i], detail="it does not end")
-        elif verdict.outcome == "failed":
-            print(f"fails without a mutant, too: {verdict.detail}", flush=True)
-            found[i] = dataclasses.replace(verdict, outcome="survived")
+        elif result.outcome == "failed":
+            print(f"fails without a mutant, too: {result.detail}", flush=True)
+            found[i] = dataclasses.replace(result, outcome="survived")
     return found
 
 
@@ -288,9 +288,9 @@ def score(
     mutants = [x for x in all_mutants(under) if (x.where, x.bug) not in SAME]
     drawn = sample(mutants, number, seed)
 
-    def report(job: Job, verdict: Verdict) -> None:
-        print(f"{verdict.cpu_seconds:5.1f} s  {verdict.outcome:8}  {job.name}")
-        print(f"{'':19} {verdict.detail[:200]}", flush=True)
+    def report(job: Job, result: Result) -> None:
+        print(f"{result.cpu_seconds:5.1f} s  {result.outcome:8}  {job.name}")
+        print(f"{'':19} {result.detail[:200]}", flush=True)
 
     found = run_rounds(drawn, covers, workers, report)
     for became in ("not made", "not run", "no answer", "survived"):

@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Result:
     """What became of a job.
 
     Attributes:
@@ -111,7 +111,7 @@ def first_in_children(call: Callable[[], None]) -> None:
         forked.FIRST.append(call)
 
 
-def run_here(job: Job) -> Verdict:
+def run_here(job: Job) -> Result:
     """Run the job's tests in this process, which must not have run any before."""
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     options += [] if job.mutant is None else ["-x"]
@@ -121,10 +121,10 @@ def run_here(job: Job) -> Verdict:
         try:
             first()
         except MutantError as error:
-            return Verdict("broken", str(error))
+            return Result("broken", str(error))
         code = int(pytest.main([*options, *job.tests], plugins=[recorder]))
-        verdict = _verdict(job, recorder, code, bool(is_live.read()))
-    return dataclasses.replace(verdict, failed=recorder.failed)
+        result = _result_of(job, recorder, code, bool(is_live.read()))
+    return dataclasses.replace(result, failed=recorder.failed)
 
 
 def begin(mutant: Mutant | None, is_live: str) -> None:
@@ -142,22 +142,22 @@ def begin(mutant: Mutant | None, is_live: str) -> None:
     apply(mutant, pytest.MonkeyPatch(), live)
 
 
-def _verdict(job: Job, recorder: _Recorder, code: int, is_live: bool) -> Verdict:
+def _result_of(job: Job, recorder: _Recorder, code: int, is_live: bool) -> Result:
     bad = "failed" if job.mutant is None else "broken"
     if code not in (0, 1):
         why = {4: "no such test, or it cannot be collected", 5: "no tests"}
-        return Verdict(bad, why.get(code, f"pytest ended with {code}"))
+        return Result(bad, why.get(code, f"pytest ended with {code}"))
     if job.mutant is None:
         if recorder.failed or not recorder.passed:
-            return Verdict("failed", recorder.detail or "nothing was run")
-        return Verdict("passed", f"{len(recorder.passed)} tests")
+            return Result("failed", recorder.detail or "nothing was run")
+        return Result("passed", f"{len(recorder.passed)} tests")
     if not is_live:
-        return Verdict("not live", f"its statement never ran under {job.tests}")
+        return Result("not live", f"its statement never ran under {job.tests}")
     if recorder.failed is None:
-        return Verdict("survived", f"{', '.join(job.tests)} passed")
+        return Result("survived", f"{', '.join(job.tests)} passed")
     if not recorder.is_fair:
-        return Verdict("broken", f"it only crashed: {recorder.detail}")
-    return Verdict("killed", recorder.detail)
+        return Result("broken", f"it only crashed: {recorder.detail}")
+    return Result("killed", recorder.detail)
 
 
 def _child(job: Job, output: str, answer: Any) -> None:
@@ -168,15 +168,15 @@ def _child(job: Job, output: str, answer: Any) -> None:
     gc.freeze()  # what the server imported stays; it is not looked through
     # Plugins take longer to start than most of these tests.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    verdict = run_here(job)
-    answer.send(dataclasses.replace(verdict, cpu_seconds=time.process_time()))
+    result = run_here(job)
+    answer.send(dataclasses.replace(result, cpu_seconds=time.process_time()))
     answer.close()
     sys.stdout.flush()
     # Nothing of the tests is waited for.
     os._exit(0)
 
 
-def run_apart(job: Job, context: Any) -> Verdict:
+def run_apart(job: Job, context: Any) -> Result:
     """Run the job's tests in a process of their own."""
     start = time.monotonic()
     mine, theirs = context.Pipe(duplex=False)
@@ -186,18 +186,18 @@ def run_apart(job: Job, context: Any) -> Verdict:
         theirs.close()
         bad = "failed" if job.mutant is None else "broken"
         try:
-            verdict = Verdict(bad, f"no answer in {TIMEOUT_S:g} s")
+            result = Result(bad, f"no answer in {TIMEOUT_S:g} s")
             if mine.poll(TIMEOUT_S):
-                verdict = mine.recv()
+                result = mine.recv()
         except EOFError:
-            verdict = Verdict(bad, "its process died")
+            result = Result(bad, "its process died")
         process.kill()
         process.join()
         seconds = time.monotonic() - start
         text = output.read()
         missing = [line for line in text.splitlines() if "not found:" in line]
-        detail = "; ".join([verdict.detail, *missing])
-        return dataclasses.replace(verdict, detail=detail, seconds=seconds, output=text)
+        detail = "; ".join([result.detail, *missing])
+        return dataclasses.replace(result, detail=detail, seconds=seconds, output=text)
 
 
 def jobs_of(mutants: Sequence[Mutant]) -> list[Job]:
@@ -211,8 +211,8 @@ def jobs_of(mutants: Sequence[Mutant]) -> list[Job]:
 
 
 def run_all(
-    jobs: Sequence[Job], workers: int, report: Callable[[Job, Verdict], None]
-) -> list[Verdict]:
+    jobs: Sequence[Job], workers: int, report: Callable[[Job, Result], None]
+) -> list[Result]:
     """Run jobs, several at a time."""
     # A server that has imported everything and has no threads forks each process.
     context = multiprocessing.get_context("forkserver")

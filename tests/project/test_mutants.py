@@ -81,7 +81,7 @@ def test_in_a_child():
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory):
+def results(tmp_path_factory):
     file = tmp_path_factory.mktemp("scored") / "test_tiny.py"
     file.write_text(TINY)
     jobs = [
@@ -91,18 +91,18 @@ def verdicts(tmp_path_factory):
     for name in ("test_rest", "test_wrong"):
         jobs.append(Job(name, (f"{file}::{name}",), None))
     seen = []
-    found = run_all(jobs, 2, lambda job, verdict: seen.append(verdict))
+    found = run_all(jobs, 2, lambda job, result: seen.append(result))
     assert len(seen) == len(jobs)
     return dict(zip([job.name for job in jobs], found, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_what_becomes_of_a_mutant(verdicts, name):
+def test_what_becomes_of_a_mutant(results, name):
     outcome = re.match("killed|survived|not live|broken", name)[0]
-    assert verdicts[name].outcome == outcome, verdicts[name]
-    assert verdicts[name].is_good == (outcome == "killed")
-    assert verdicts[name].detail
+    assert results[name].outcome == outcome, results[name]
+    assert results[name].is_good == (outcome == "killed")
+    assert results[name].detail
 
 
 @pytest.mark.slow
@@ -120,10 +120,10 @@ def test_lines_that_a_child_runs_are_of_the_test_that_started_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_mutant_the_tests_pass(verdicts):
-    assert verdicts["test_rest"].outcome == "passed"
-    assert verdicts["test_wrong"].outcome == "failed"
-    assert "test_wrong: AssertionError" in verdicts["test_wrong"].detail
+def test_without_a_mutant_the_tests_pass(results):
+    assert results["test_rest"].outcome == "passed"
+    assert results["test_wrong"].outcome == "failed"
+    assert "test_wrong: AssertionError" in results["test_wrong"].detail
 
 
 def mutant(where, old, new):
@@ -150,10 +150,10 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
         with pytest.raises(MutantError, match="2 ti"):
             apply(mutant(rng, "return", ""), patch, print)
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    door = "tf1.reduce:map_elements"
+    place = "tf1.reduce:map_elements"
     inner = tj.tf1.MirroredStrategy.map
     with pytest.MonkeyPatch.context() as patch:
-        apply(mutant(door, "if not elements", "if True"), patch, print)
+        apply(mutant(place, "if not elements", "if True"), patch, print)
         with pytest.raises(ValueError, match="there are no elements"):
             tj.tf1.MirroredStrategy(towers=2).map(np.sin, [1.0])
     assert tj.tf1.MirroredStrategy.map is inner

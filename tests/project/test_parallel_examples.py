@@ -1,4 +1,4 @@
-"""Tensor, expert and context parallel, a vocabulary in parts: one device's numbers."""
+"""Tensor, expert and context parallel, a sharded vocabulary: one device's numbers."""
 
 import functools
 import importlib

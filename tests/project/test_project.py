@@ -135,7 +135,7 @@ def test_contrib_is_written_on_the_public_names():
 
 def modules_imported(path):
     nodes = nodes_of(path)
-    if path.name == "step.py":  # whose methods and types are doors of those after it
+    if path.name == "step.py":  # whose methods and types lead to those after it
         nodes = parsed(path).body
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "")[:9] == "towerjax.":

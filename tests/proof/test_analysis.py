@@ -158,7 +158,9 @@ REFUSED = cases(Refused) | dict(
     custom_vjp_value=lambda w, x: clipped(w, x),
     library_jit=lambda w, x: jnp.argsort(x[0]),  # here
     stateful_random=lambda w, x: lax.rng_uniform(w[0], w[1], (3,)),  # here
-    a_name_like_ours=lambda w, x: checkpoint_name(x.sum(), "towerjax.shared"),  # here
+    a_name_like_ours=lambda w, x: checkpoint_name(
+        x.sum(), "towerjax.replicated"
+    ),  # here
 )
 
 

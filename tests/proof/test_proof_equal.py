@@ -15,7 +15,7 @@ import split_rows
 from equal_programs import params_and_batch, run_on_towers
 from jax import lax
 from jax.extend.core import InconclusiveDimensionOperation
-from one_tower_programs import equalities, of_loss, program_of, rows_of, verdict_of
+from one_tower_programs import answer_for, equalities, of_loss, program_of, rows_of
 
 import towerjax as tj
 from towerjax.proof.equal import kinds
@@ -32,25 +32,25 @@ ONLY_PADDED = {name for name in SPLIT if "padding" in name}
 """Wrong only where towers have some."""
 
 
-def verdict_on(fn, **options):
-    return verdict_of(fn, PARAMS, BATCH, **options)
+def answer_for_loss(fn, **options):
+    return answer_for(fn, PARAMS, BATCH, **options)
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_function_that_depends_on_the_split_is_not_proved(name):
-    assert verdict_on(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"
+    assert answer_for_loss(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_function_that_does_not_is_proved(name, padded):
-    found = verdict_on(TOGETHER[name], padded=padded)
+    found = answer_for_loss(TOGETHER[name], padded=padded)
     assert found.says == "proved", found
 
 
 @pytest.mark.parametrize("name", TOGETHER_UNPADDED)
 def test_a_function_of_towers_without_padding_is_proved(name):
-    found = verdict_on(TOGETHER_UNPADDED[name])
+    found = answer_for_loss(TOGETHER_UNPADDED[name])
     assert found.says == "proved", found
 
 
@@ -59,7 +59,7 @@ def test_a_number_of_rows_may_be_a_symbol():
     found = {}
     for name, fn in TOGETHER.items():
         try:
-            found[name] = verdict_on(fn, symbolic=True).says
+            found[name] = answer_for_loss(fn, symbolic=True).says
         except (InconclusiveDimensionOperation, NotImplementedError, ValueError):
             found[name] = "asks for the number"
     odd = {name for name, says in found.items() if says != "proved"}
@@ -74,7 +74,9 @@ def test_a_number_of_rows_may_be_a_symbol():
 )
 def test_what_depends_on_the_split_is_not_proved_of_a_symbol(name):
     try:
-        says = verdict_on(SPLIT[name], symbolic=True, padded=name in ONLY_PADDED).says
+        says = answer_for_loss(
+            SPLIT[name], symbolic=True, padded=name in ONLY_PADDED
+        ).says
     except (InconclusiveDimensionOperation, TypeError, ValueError):
         return  # the program asks for the number
     assert says != "proved"
@@ -87,7 +89,7 @@ def test_programs_that_compute_of_other_values_are_not_proved():
         first, second = (x, y) if tower.num_towers == 1 else (y, x)
         return tj.Sum((jnp.tanh(first) + 2 * jnp.tanh(second)).sum())
 
-    assert verdict_on(fn).says == "unknown"
+    assert answer_for_loss(fn).says == "unknown"
 
 
 def test_what_is_equal_for_two_numbers_of_towers_alone_is_not_proved():
@@ -95,7 +97,7 @@ def test_what_is_equal_for_two_numbers_of_towers_alone_is_not_proved():
         y = batch["y"][:24]
         return tj.Sum(y.reshape(-1, len(y) // (1 + (len(y) > 12))).max(1).sum())
 
-    assert verdict_on(fn).says == "unknown"
+    assert answer_for_loss(fn).says == "unknown"
 
 
 LOSSES = {
@@ -111,12 +113,12 @@ LOSSES = {
 
 @pytest.mark.parametrize("text", LOSSES)
 def test_what_is_refuted_says_the_factor(text):
-    found = verdict_on(LOSSES[text])
+    found = answer_for_loss(LOSSES[text])
     assert found.says == "refuted" and text in found.why, found
 
 
 def test_what_is_unknown_says_since_which_line():
-    found = verdict_on(SPLIT["sorted_rows"])
+    found = answer_for_loss(SPLIT["sorted_rows"])
     lines = pathlib.Path(split_functions.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "jnp.sort(b" in text)
     told = "the tower's rows in another order times rows"
@@ -142,7 +144,7 @@ def said_of(deck, params, batch, **options):
     """The names of the losses by what is said of them."""
     found = {"proved": set(), "unknown": set(), "refuted": set()}
     for name, fn in deck.items():
-        found[verdict_of(fn, params, batch, **options).says].add(name)
+        found[answer_for(fn, params, batch, **options).says].add(name)
     return found
 
 
@@ -261,12 +263,12 @@ def test_short_floats_are_numbers():
         number = np.asarray(3.0 + factor.dtype.type(tower.num_towers) ** 2)
         return tj.Sum((batch["y"] * number.astype(jnp.bfloat16)).sum())
 
-    assert verdict_on(fn).says != "proved"
+    assert answer_for_loss(fn).says != "proved"
     one = lambda p, b, t: tj.Sum((b["y"] * np.ones(1, jnp.bfloat16)[0]).sum())  # noqa: E731
-    assert verdict_on(one).says == "proved"
+    assert answer_for_loss(one).says == "proved"
 
 
-def test_metrics_beside_a_loss_have_verdicts_of_their_own():
+def test_metrics_beside_a_loss_have_answers_of_their_own():
     def fn(params, batch, tower):
         mean = tj.Weighted.mean(batch["y"] * params["b"], tower.weight)
         best = lax.pmax(batch["y"].max(), tower.axis_names)
@@ -281,7 +283,7 @@ def test_a_factor_of_the_number_of_towers_is_said_with_its_line():
     def fn(params, batch, tower):
         return tj.Weighted.mean(batch["y"] / tower.num_towers, tower.weight)
 
-    found = verdict_on(fn)
+    found = answer_for_loss(fn)
     assert "1/T times" in found.why and "since a factor at" in found.why
     assert "numbers of towers" in found.advice
 

@@ -223,13 +223,13 @@ def test_the_tower_and_the_leaf_are_named():
     data = [bad_batch(infinite=[3])]
     with pytest.raises(tj.NonFiniteError) as caught:
         tj.run(step, step.init(BAD_PARAMS), data, progress=False)
-    [place] = caught.value.places
-    assert (place.tower, place.leaf) == (1, "params/b")
-    assert (place.part, place.kind, place.step) == ("gradient", "infinity", 1)
+    [at] = caught.value.locations
+    assert (at.tower, at.leaf) == (1, "params/b")
+    assert (at.part, at.kind, at.step) == ("gradient", "infinity", 1)
     assert "tower 1, params/b, step 1: infinity in the gradient" in str(caught.value)
 
-    places = step.locate(step.init(BAD_PARAMS), bad_batch(zero=[10], infinite=[14]))
-    assert [(p.tower, p.leaf, p.kind) for p in places] == [
+    locations = step.locate(step.init(BAD_PARAMS), bad_batch(zero=[10], infinite=[14]))
+    assert [(p.tower, p.leaf, p.kind) for p in locations] == [
         (5, "params/a/r", "NaN"),
         (7, "params/b", "infinity"),
     ]
@@ -241,14 +241,14 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place(in_turn)
     step = in_turn
     poisoned = batch() | {"m": np.where(np.arange(16) == 7, np.nan, 1.0)}
     poisoned["m"] = poisoned["m"].astype(np.float32)
-    [place] = step.locate(step.init(params()), poisoned)
-    assert (place.tower, place.leaf, place.part) == (3, "metrics/mean/sum", "metric")
+    [at] = step.locate(step.init(params()), poisoned)
+    assert (at.tower, at.leaf, at.part) == (3, "metrics/mean/sum", "metric")
 
     bad = params()
     bad["Dense_1"]["bias"][1] = -np.inf
     with pytest.raises(tj.NonFiniteError) as caught:
         tj.run(step, step.init(bad), [batch()], progress=False)
-    assert len(caught.value.places) > 8
+    assert len(caught.value.locations) > 8
     told = "Found: towers 0-7, params/Dense_1/bias, step 1: infinity in the parameter"
     told += ", which came with an earlier step"
     assert f"{told}; towers 0-7, loss/sum, step 1: " in str(caught.value)
@@ -263,7 +263,7 @@ def test_run_looks_for_the_place_of_a_refused_step():
     with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as caught:
         tj.run(step, step.init(BAD_PARAMS), data, progress=False)
     error = caught.value
-    assert [(p.tower, p.step, p.leaf, p.part) for p in error.places] == [
+    assert [(p.tower, p.step, p.leaf, p.part) for p in error.locations] == [
         (3, 3, "loss/sum", "loss"),
         (3, 3, "params/c", "gradient"),
     ]
@@ -304,10 +304,10 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
     words = jax.jit(jax.vmap(lambda key, t: jax.random.key_data(
         jax.random.fold_in(key, t)), (None, 0)))  # fmt: skip
     for number in (1, 2, 2**31 + 1):  # the int32 of a state wraps round
-        places = step.locate(state, bad_batch(), number=number)
+        locations = step.locate(state, bad_batch(), number=number)
         odd = np.asarray(words(of_step(np.uint32(number - 1)), np.arange(4)))[:, 0] % 2
-        assert {place.step for place in places} <= {number}
-        seen.append(sorted({place.tower for place in places}))
+        assert {at.step for at in locations} <= {number}
+        seen.append(sorted({at.tower for at in locations}))
         assert seen[-1] == np.flatnonzero(odd).tolist()
     assert seen[0] != seen[1]
 

@@ -1,4 +1,4 @@
-"""The state in parts: the same numbers, less on each device."""
+"""A sharded state: the same numbers, less on each device."""
 
 import functools
 import types
@@ -151,7 +151,7 @@ def test_what_cannot_be_sharded_is_refused(state, options, text):
 
 @pytest.mark.slow
 def test_small_leaves_stay_whole(monkeypatch):
-    monkeypatch.setattr(placement, "LEAST_PART", conftest.LEAST_PART)
+    monkeypatch.setattr(placement, "LEAST_SHARD", conftest.LEAST_SHARD)
     params = {str(n): np.zeros(n, np.float32) for n in (508, 512)}
 
     def fn(params, batch, tower):

@@ -196,10 +196,10 @@ def test_a_step_of_parts_and_rows_within_is_that_of_numpy(loss, strategy):
             assert len([x for x in found if x.num_devices == 4]) == 1
 
 
-ALIKE = P()
+REPLICATED = P()
 
 
-def by_hand(fn, outs=ALIKE, ins=ALIKE):
+def by_hand(fn, outs=REPLICATED, ins=REPLICATED):
     specs = {"in_specs": ins, "out_specs": outs, "check_vma": False}
     return jax.shard_map(fn, axis_names={"model"}, **specs)
 

@@ -65,7 +65,7 @@ def fn_under_jit():
     return jax.jit(step.fn)(step.init(W), BATCH)
 
 
-DOORS = {
+ENTRIES = {
     "train": lambda: train(train_step()),
     "micro_batches": lambda: train(train_step(micro_batches=2)),
     "check": lambda: train_step().check(W, BATCH),
@@ -98,10 +98,10 @@ def filtering():
 
 @pytest.mark.few_fast(5)
 @pytest.mark.usefixtures("filtering")
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_a_mistake_shows_the_users_lines_alone(name):
     with pytest.raises(TypeError) as caught:
-        DOORS[name]()
+        ENTRIES[name]()
     error = caught.value
     files = [x.filename for x in traceback.extract_tb(error.__traceback__)]
     assert {*files} == {__file__}
@@ -170,7 +170,7 @@ def test_what_a_user_calls_of_python_is_shown():
     assert files[-1] == statistics.__file__ and files.count(__file__) == 3
 
 
-def test_a_class_has_doors_where_a_user_may_enter():
+def test_a_class_is_a_boundary_where_a_user_may_enter():
     @doors
     class Entered:
         def __init__(self): ...
@@ -184,7 +184,7 @@ def test_a_class_has_doors_where_a_user_may_enter():
 
 def test_all_frames_are_kept_where_jax_keeps_its_own():
     with pytest.raises(TypeError) as caught:
-        DOORS["train"]()
+        ENTRIES["train"]()
     files = [x.filename for x in traceback.extract_tb(caught.value.__traceback__)]
     assert sum("towerjax/step" in file for file in files) > 5
     assert sum("/jax/_src/" in file for file in files) > 5

@@ -20,7 +20,7 @@ import towerjax as tj
 from towerjax.contrib import LocalSGD
 from towerjax.mesh import placement
 
-placement.LEAST_PART = 1  # as in tests/conftest.py
+placement.LEAST_SHARD = 1  # as in tests/conftest.py
 FOUR = tj.Mirrored(towers=4)
 VERBS = tj.tf1.with_verbs(FOUR)
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
@@ -284,7 +284,7 @@ def not_finite(me):
     try:
         tj.run(step, step.init(np.float32(1)), [rows(8), data, rows(8)])
     except tj.NonFiniteError as error:
-        return [[p.step, p.tower, p.leaf, p.part, p.kind] for p in error.places]
+        return [[p.step, p.tower, p.leaf, p.part, p.kind] for p in error.locations]
 
 
 def sharded(me):
@@ -307,7 +307,7 @@ def sharded(me):
 
 
 def bits_of_parts(me):
-    """The bits of a state in parts, two towers on each of four devices."""
+    """The bits of a sharded state, two towers on each of four devices."""
     return pinned("sharded")
 
 

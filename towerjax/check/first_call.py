@@ -12,19 +12,19 @@ from towerjax.check.audit.advice import crosses_rows
 from towerjax.check.audit.audit import run_audit
 from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.audit.kept import (
+    audit_result_of,
     folders_of_records,
     keep,
     noting_its_audit,
     program_hash,
     refuse_unasked,
     told_not_audited,
-    verdict_on,
 )
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
 from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
 from towerjax.check.equality.traced_passes import StepToProve
+from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import with_shared
 from towerjax.mesh.transfer import readable
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
@@ -83,7 +83,7 @@ def before_first(
     wanted = _wanted(step, asked)
     if wanted is False:
         return
-    is_split = step.num_parts > 1 or crosses_rows(traced, batch.rows)
+    is_split = step.num_calls > 1 or crosses_rows(traced, batch.rows)
     if is_split or asked.audit:
         sample = functools.partial(_sample, step, state, batch, traced, asked)
         _prove(step, state, batch.args, traced, sample, is_asked=bool(wanted))
@@ -98,7 +98,7 @@ def prove_alone(
 ) -> None:
     """Prove a step equal to one tower, if it is to be, where nothing can run."""
     wanted = _wanted(step, Asked())
-    if wanted is not False and step.num_parts > 1:
+    if wanted is not False and step.num_calls > 1:
         sample = lambda _: f"Not audited: {why}"  # noqa: E731
         _prove(step, state, args, traced, sample, is_asked=bool(wanted))
 
@@ -113,7 +113,7 @@ def audit_step(
         # Of what only the audit makes, and judges: what is not finite, too.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
-            how = {"parts": step.num_parts, "pads": step.placer.may_pad} | options
+            how = {"calls": step.num_calls, "pads": step.placer.may_pad} | options
             report = run_audit(plan, step.strategy, state, batch, **how)
     finally:
         took = time.perf_counter() - start
@@ -140,15 +140,15 @@ def equality_of_step(
     Where padding counts in a sum, a padded batch is refused; then full ones are to be
     proved.
     """
-    rows, _, shared = args
+    rows, _, replicated = args
     with jax.transfer_guard("allow"):  # of constants, which are looked at
         plan, state = step.to_audit(state)
         to_prove = StepToProve(
             plan,
             step.strategy,
             state,
-            with_shared(rows, [Whole(x) for x in shared]),
-            jax.tree.leaves(rows)[0].shape[0] // step.num_parts,
+            with_replicated(rows, [Whole(x) for x in replicated]),
+            jax.tree.leaves(rows)[0].shape[0] // step.num_calls,
             padded=step.placer.may_pad,
         )
         equality = equality_of(to_prove)
@@ -212,10 +212,10 @@ def _sample(
     Where towers have variables of their own, a difference is told. Elsewhere it is
     raised.
     """
-    parts_and_pads = {"parts": step.num_parts, "pads": step.placer.may_pad}
-    program = program_hash(traced, **parts_and_pads)
+    calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
+    program = program_hash(traced, **calls_and_pads)
     folders = folders_of_records(asked.folder)
-    report = verdict_on(program, folders)
+    report = audit_result_of(program, folders)
     _found(step, report=report)
     try:
         if report is not None:

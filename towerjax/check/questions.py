@@ -1,4 +1,4 @@
-"""What one asks of a step without a call: proof, program, report, places of NaN."""
+"""What one asks of a step without a call: proof, program, report, locations of NaN."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from towerjax.check.report.report import StepReport, report_on, time_program
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import place
 from towerjax.step.run.compile import Program, compile_step
-from towerjax.step.run.programs import send_shared
+from towerjax.step.run.programs import send_replicated
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced, trace
-from towerjax.step.state.faults import Place
+from towerjax.step.state.faults import Location
 from towerjax.step.state.train_state import (
     TrainState,
     split_state,
@@ -37,7 +37,7 @@ def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
         traced_pass.towers.rehearse()
     proof = traced.proof
     equality = equality_of_step(step, state, args, traced)
-    if step.num_parts > 1 and step.options.audit is not False:
+    if step.num_calls > 1 and step.options.audit is not False:
         equality.refuse()
     return dataclasses.replace(proof, unproved=equality.unproved)
 
@@ -86,12 +86,12 @@ def report_step(
     if not timed_calls:
         program = step.program(state, batch)
         return report_on(program, placement, step.unproved)
-    placed = send_shared(step.place_batch(batch))
+    placed = send_replicated(step.place_batch(batch))
     program = step.program(state, placed)
     state = step.start(state)
     copied = place(state, placement, state_layout(step.strategy), state.params)
-    verdict = [step.verdicts.none] * program.plan.gives_verdict
-    others = *placed.args, *verdict
+    step_flag = [step.step_flags.none] * program.plan.gives_step_flag
+    others = *placed.args, *step_flag
     timing = time_program(program, copied, others, timed_calls)
     report = report_on(program, placement, step.unproved)
     return dataclasses.replace(report, timing=timing)
@@ -99,11 +99,11 @@ def report_step(
 
 def locate_nonfinite(
     step: Step[Any], state: TrainState, batch: PyTree, number: int | None
-) -> tuple[Place, ...]:
+) -> tuple[Location, ...]:
     """Which towers' values of a step are not finite; ``number`` is the step's."""
     placement = step.strategy.placement
     state = step.start(state)
-    placed = send_shared(step.place_batch(batch))
+    placed = send_replicated(step.place_batch(batch))
     number = step_number(state) + 1 if number is None else number
     before = np.asarray(number - 1).astype(np.int32)
     at = place(before, placement, Layout.MIRRORED)
@@ -111,5 +111,5 @@ def locate_nonfinite(
     locator = dataclasses.replace(step.programs, plan=step.plan.flagging())
     program = locator.program(donated_kept, placed)
     (flags,) = locator(program, donated_kept, placed)
-    places = [place for x in jax.device_get(flags) for place in x.places(number)]
-    return tuple(dict.fromkeys(places))  # each pass has the parameters
+    locations = [y for x in jax.device_get(flags) for y in x.locations(number)]
+    return tuple(dict.fromkeys(locations))  # each pass has the parameters

@@ -98,7 +98,7 @@ class Packing:
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
         """The leaves of buffers without leading dims."""
         starts: Sequence[Any] = [slot.start for slot in self.slots]
-        # The smallest: a large one may lie in parts, and would be gathered.
+        # The smallest: a large one may be sharded, and would be gathered.
         full = (buffer for buffer in buffers if buffer.size)
         witness = min(full, key=lambda x: x.size, default=None)
         shares = self.num_buffers < len(self.slots)

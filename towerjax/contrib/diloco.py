@@ -218,10 +218,10 @@ class Rounds:
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
         """The next state, the loss of the last round, and which step was refused."""
-        common = dataclasses.replace(state, opt_state=(), local={})
+        replicated = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
-        local = on_each(self._between, state.local, *returned, common)
+        local = on_each(self._between, state.local, *returned, replicated)
         own = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
@@ -243,7 +243,7 @@ class Rounds:
         loss: tj.Weighted,
         grads: tj.Weighted,
         after: Tree,
-        common: tj.TrainState,
+        replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
         """A tower's variables after its step from its own rows."""
         own = variables[_MINE].value
@@ -255,7 +255,7 @@ class Rounds:
         merged = {"loss": loss, "grads": grads, "metrics": {}, "local": after}
 
         def attempt(given: Tree) -> tuple[jax.Array, Tree, None]:
-            before = _of_one(common, *given)
+            before = _of_one(replicated, *given)
             after, _ = self.fns.update(before, merged)
             if after.extra is not before.extra:
                 raise ValueError(
@@ -271,7 +271,7 @@ class Rounds:
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
         mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
-        faults = own.faults.at[common.step % self._period].add(~fine)
+        faults = own.faults.at[replicated.step % self._period].add(~fine)
         own = Own(part, opt_state, own.weight + weight, mean, faults)
         return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
 

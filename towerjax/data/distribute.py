@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import numpy as np
 
-from towerjax.data import shard
+from towerjax.data import batch_rows
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
@@ -42,13 +42,13 @@ class InputOptions:
     """How a data set is distributed; see ``strategy.distribute_dataset``."""
 
     split: Split
-    remainder: shard.Remainder
+    remainder: batch_rows.Remainder
     micro_batches: int
     prefetch: int
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, get_args(Split))
-        shard.check_remainder(self.remainder)
+        batch_rows.check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)
         cast_ints(self)
@@ -61,7 +61,7 @@ class _Pulled(NamedTuple):
     sizes: list[int]  # how many examples each has
     bare: bool = False  # they had no dim over examples
     sparse: SparseRows | None = None  # the sparse leaves of one for all
-    shared: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
+    replicated: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
 
 
 class DistributedDataset:
@@ -95,8 +95,10 @@ class DistributedDataset:
         self._asks_peers = own_part and processes > 1
         self._capacities: list[Capacity] = []
         remainder = options.remainder
-        parts = options.micro_batches
-        self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
+        micro_batches = options.micro_batches
+        self._placer = Placer(
+            placement, remainder=remainder, micro_batches=micro_batches
+        )
         # What divides a tower's rows.
         self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
@@ -147,7 +149,7 @@ class DistributedDataset:
                 continue
             most_rows = max(rows, most_rows)
             counts = [
-                shard.counts_of_towers(n, rows, self._towers // len(sizes))
+                batch_rows.counts_of_towers(n, rows, self._towers // len(sizes))
                 for sizes in ([0] if x is None else x for x in sizes_of_all)
                 for n in sizes
             ]
@@ -163,7 +165,7 @@ class DistributedDataset:
         remainder = self._options.remainder
         shared_by = self._placer.shared_by._replace(towers=self._towers)
         for element in elements:
-            whole, shared = shard.without_shared(element)
+            whole, replicated = batch_rows.without_replicated(element)
             leaves = jax.tree.leaves(whole)
             if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
@@ -171,16 +173,16 @@ class DistributedDataset:
                     " split='elements' where each tower takes an element."
                 )
             if self._asks_peers:  # sparse leaves: no process knows others' capacities
-                shard.refuse_other_than_rows(whole)
+                batch_rows.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
-                return _Pulled([batch], [0], shared=shared)
-            batch, num_valid = shard.fit_batch(
+                return _Pulled([batch], [0], replicated=replicated)
+            batch, num_valid = batch_rows.fit_batch(
                 batch, shared_by, remainder, may_drop_all=True
             )
             if num_valid == 0:
                 continue
-            return _Pulled([batch], [num_valid], sparse=sparse, shared=shared)
+            return _Pulled([batch], [num_valid], sparse=sparse, replicated=replicated)
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
@@ -192,10 +194,10 @@ class DistributedDataset:
             if bare:
                 taken[tower] = jax.tree.map(_as_one_row, taken[tower])
         for element in taken:
-            shard.refuse_other_than_rows(element)
-            shard.refuse_wrapping(element)
+            batch_rows.refuse_other_than_rows(element)
+            batch_rows.refuse_wrapping(element)
         _refuse_unlike_elements(taken)
-        sizes = [shard.count_examples(x) for x in taken]
+        sizes = [batch_rows.count_examples(x) for x in taken]
         missing = self._towers - len(taken)
         remainder = self._options.remainder
         if not taken or (missing and remainder == "drop"):
@@ -212,7 +214,7 @@ class DistributedDataset:
                 " 'drop' for the end."
             )
         each = self._placer.shared_by._replace(towers=1)
-        fitted = [shard.fit_batch(x, each, remainder) for x in taken]
+        fitted = [batch_rows.fit_batch(x, each, remainder) for x in taken]
         rows = [x for x, _ in fitted]
         return _Pulled(rows, [size for _, size in fitted], all(is_bare))
 
@@ -224,14 +226,16 @@ class DistributedDataset:
     def _build(self, taken: _Pulled, rows: int) -> PyTree:
         """The round's batch, with leaves ``[towers * rows, ...]``."""
         size = rows * self._towers // len(taken.trees)
-        trees = [shard.resize(tree, size) for tree in taken.trees]
+        trees = [batch_rows.resize(tree, size) for tree in taken.trees]
         if len(trees) > 1:
             return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
         if taken.sparse is None:
             return trees[0]
-        parts = self._options.micro_batches
-        capacity = capacity_for(taken.sparse.needed(rows // parts), self._capacities)
-        return taken.sparse.put_back(trees[0], self._towers, parts, capacity)
+        micro_batches = self._options.micro_batches
+        capacity = capacity_for(
+            taken.sparse.needed(rows // micro_batches), self._capacities
+        )
+        return taken.sparse.put_back(trees[0], self._towers, micro_batches, capacity)
 
     def _place(self, taken: _Pulled, rows: int, counts: np.ndarray) -> PlacedBatch:
         tree = self._build(taken, rows)
@@ -242,8 +246,8 @@ class DistributedDataset:
         else:
             arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
             whole = tree
-        shared = self._placer.place_shared([*taken.shared], tree)
-        placed = self._placer.wrap_arrays(arrays, counts, shared, whole)
+        replicated = self._placer.place_replicated([*taken.replicated], tree)
+        placed = self._placer.wrap_arrays(arrays, counts, replicated, whole)
         return dataclasses.replace(placed, bare=True) if bare else placed
 
     def _pull(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.data.shard import count_examples, with_shared, without_shared
+from towerjax.data.batch_rows import count_examples, with_replicated, without_replicated
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import door
@@ -19,7 +19,7 @@ from towerjax.types.refusals import a_type
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
     """A function that takes rows of the data, by a slice or by numbers."""
-    rows, shared = without_shared(data)
+    rows, replicated = without_replicated(data)
     sparse, dense = SparseRows.put_aside(rows)
 
     def take(at: Any) -> PyTree:
@@ -27,8 +27,8 @@ def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
         if sparse.leaves:
             examples = len(jax.tree.leaves(dense)[0])
             batch = sparse.take(np.arange(examples)[at], batch)
-        if shared:
-            batch = with_shared(batch, [Whole(x) for x in shared])
+        if replicated:
+            batch = with_replicated(batch, [Whole(x) for x in replicated])
         return batch
 
     return take
@@ -155,7 +155,7 @@ def batches(
       >>> [b.tolist() for b in batches(np.arange(5), 2)]
       [[0, 1], [2, 3], [4]]
     """
-    num_examples = count_examples(SparseRows.put_aside(without_shared(data)[0])[1])
+    num_examples = count_examples(SparseRows.put_aside(without_replicated(data)[0])[1])
     check_whole("batch_size", batch_size, 1)
     check_whole("epochs", epochs, or_none=True)
     check_whole("seed", seed, 0, math.inf, or_none=True)

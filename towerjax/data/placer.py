@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.sparse_rows import is_sparse, num_rows, splits_entries
-from towerjax.data import shard
+from towerjax.data import batch_rows
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import (
@@ -28,7 +28,7 @@ from towerjax.types.trees import held_dtype, native
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,
     "num_valid": Layout.PER_TOWER,
-    "shared": Layout.MIRRORED,
+    "replicated": Layout.MIRRORED,
 }
 """The layouts of ``PlacedBatch.args``, which are a program's arguments."""
 
@@ -41,7 +41,7 @@ class PlacedBatch:
     args: tuple[PyTree, PyTree, PyTree]
     counts: np.ndarray  # [T]: how many of each tower's rows are examples
     rows: int  # b, the rows of each tower
-    signature: shard.Signature  # of arrays and shared
+    signature: batch_rows.Signature  # of arrays and replicated
     placement: Placement  # the towers and devices that it was placed for
     # Of the first batch of a signature, where several processes have the whole batch:
     # it must be the same on all.
@@ -99,8 +99,8 @@ class PlacedBatch:
         self.check_placement(self.placement)
         rows = self.arrays
         if not self.bare:
-            rows = shard.split_rows(rows, self.placement.num_towers)
-        return shard.with_shared(jax.tree.map(PerTower, rows), self.args[2])
+            rows = batch_rows.split_rows(rows, self.placement.num_towers)
+        return batch_rows.with_replicated(jax.tree.map(PerTower, rows), self.args[2])
 
     def unpadded(self) -> PerTower:
         """`per_tower` of a batch without padding; raise if it has padding."""
@@ -138,7 +138,7 @@ class Placer:
         self,
         placement: Placement,
         *,
-        remainder: shard.Remainder,
+        remainder: batch_rows.Remainder,
         micro_batches: int = 1,
         calls: int | None = None,
     ) -> None:
@@ -147,16 +147,16 @@ class Placer:
         # How many calls share the rows; None is towers times micro-batches.
         self.calls: int = calls or placement.num_towers * micro_batches
         towers = placement.num_towers
-        parts = placement.row_parts
-        self.shared_by = shard.Shares(towers, self.calls // towers, parts)
+        parts = placement.row_shards
+        self.shared_by = batch_rows.Shares(towers, self.calls // towers, parts)
         self.shares = math.prod(self.shared_by)  # what divides the rows
-        self._remainder: shard.Remainder = remainder
+        self._remainder: batch_rows.Remainder = remainder
         self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.
         self.full_sizes: dict[int, int] = {}
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
-        self._signatures: dict[shard.Signature, shard.Signature] = {}
+        self._signatures: dict[batch_rows.Signature, batch_rows.Signature] = {}
         # Of a key of `flatten_with_key`: a batch without arrays, which would stay
         # alive, whether it may wrap, and what makes each leaf an argument.
         self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
@@ -176,11 +176,11 @@ class Placer:
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
-        leaves, treedef, key = shard.flatten_with_key(batch)
+        leaves, treedef, key = batch_rows.flatten_with_key(batch)
         if (known := self._templates.get(key)) is not None:
             template, may_wrap, converts = known
             if may_wrap:
-                shard.refuse_wrapping(batch)
+                batch_rows.refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
                 self.placement.require_present()
                 arrays = batch
@@ -192,68 +192,70 @@ class Placer:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return template.with_arrays(arrays)
         refuse_traced("batch", batch)
-        rows, counts, shared = self._fit(batch)
+        rows, counts, replicated = self._fit(batch)
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
-        placed = self.wrap_arrays(arrays, counts, shared, rows)
-        is_same = key is not None and shard.flatten_with_key(rows)[2] == key
+        placed = self.wrap_arrays(arrays, counts, replicated, rows)
+        is_same = key is not None and batch_rows.flatten_with_key(rows)[2] == key
         # Entries are sorted and numbered anew, in arrays of the same shapes too.
         if is_same and not splits_entries(batch):  # placed unchanged
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
-            self._templates[key] = template, shard.may_wrap(batch), converts
+            self._templates[key] = template, batch_rows.may_wrap(batch), converts
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
-        rows, shared = shard.without_shared(batch)
-        shard.refuse_other_than_rows(rows)
-        shard.count_examples(rows, shapes=True)
-        shard.refuse_wrapping(rows)
+        rows, replicated = batch_rows.without_replicated(batch)
+        batch_rows.refuse_other_than_rows(rows)
+        batch_rows.count_examples(rows, shapes=True)
+        batch_rows.refuse_wrapping(rows)
 
-        def fit(rows: PyTree, shared: PyTree) -> tuple[PyTree, ...]:
-            batch = shard.with_shared(rows, [Whole(x) for x in shared])
+        def fit(rows: PyTree, replicated: PyTree) -> tuple[PyTree, ...]:
+            batch = batch_rows.with_replicated(rows, [Whole(x) for x in replicated])
             return self.fit_traced(batch).args
 
         held = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), rows
         )
-        return jax.eval_shape(fit, held, shared)
+        return jax.eval_shape(fit, held, replicated)
 
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
         """One batch of arrays or tracers for one step; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
-        rows, shared = shard.without_shared(batch)
-        shard.refuse_other_than_rows(rows)
-        rows, num_valid = shard.fit_batch(rows, self.shared_by, self._remainder)
-        rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
+        rows, replicated = batch_rows.without_replicated(batch)
+        batch_rows.refuse_other_than_rows(rows)
+        rows, num_valid = batch_rows.fit_batch(rows, self.shared_by, self._remainder)
+        rows, replicated = jax.tree.map(
+            lambda x: jnp.asarray(native(x)), (rows, replicated)
+        )
         towers = self.placement.num_towers
         each = jax.tree.leaves(rows)[0].shape[0] // towers
-        counts = shard.counts_of_towers(num_valid, each, towers)
-        return self._wrap((rows, jnp.asarray(counts), shared), counts, None)
+        counts = batch_rows.counts_of_towers(num_valid, each, towers)
+        return self._wrap((rows, jnp.asarray(counts), replicated), counts, None)
 
     def wrap_arrays(
         self,
         arrays: PyTree,
         counts: np.ndarray,
-        shared: Sequence[PyTree] = (),
+        replicated: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
         """A `PlacedBatch` of arrays that are on the devices already."""
         placed = self._place_counts(counts, Layout.PER_TOWER)
-        return self._wrap((arrays, placed, [*shared]), counts, batch)
+        return self._wrap((arrays, placed, [*replicated]), counts, batch)
 
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
         """A `PlacedBatch`; the first of a signature has a fingerprint."""
-        new = shard.batch_signature(args[0], args[2])
+        new = batch_rows.batch_signature(args[0], args[2])
         signature = self._signatures.setdefault(new, new)
         fingerprint = None
         if batch is not None and signature is new and self.placement.num_processes > 1:
-            fingerprint = shard.fingerprint_of((batch, args[2]))
+            fingerprint = batch_rows.fingerprint_of((batch, args[2]))
         first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
         if is_sparse(first):
             rows = num_rows(first)
@@ -263,31 +265,36 @@ class Placer:
         return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
-        """``(rows, counts, shared)``, padded to the smallest earlier size that fits."""
-        rows, held = shard.without_shared(batch)
-        shared = self.place_shared(held, rows)
+        """``(rows, counts, replicated)``, padded to the least fitting earlier size."""
+        rows, held = batch_rows.without_replicated(batch)
+        replicated = self.place_replicated(held, rows)
         sparse, dense = SparseRows.put_aside(rows)
         leaves = jax.tree.leaves(dense)
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
         sizes = [n for n in self.full_sizes if n >= most]
         size = min(sizes, default=most + -most % self.shares)
-        dense, num_valid = shard.fit_batch(
+        dense, num_valid = batch_rows.fit_batch(
             dense, self.shared_by, self._remainder, full_size=size
         )
         padded = jax.tree.leaves(dense)[0].shape[0]
         self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
         towers = self.placement.num_towers
-        parts = self._micro_batches
-        needed = sparse.needed(padded // (towers * parts))
+        micro_batches = self._micro_batches
+        needed = sparse.needed(padded // (towers * micro_batches))
         capacity = capacity_for(needed, self._capacities)
-        counts = shard.counts_of_towers(num_valid, padded // towers, towers)
-        return sparse.put_back(dense, towers, parts, capacity), counts, shared
+        counts = batch_rows.counts_of_towers(num_valid, padded // towers, towers)
+        return (
+            sparse.put_back(dense, towers, micro_batches, capacity),
+            counts,
+            replicated,
+        )
 
-    def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
+    def place_replicated(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
         """The values of `Whole` leaves on all devices, copied only where needed."""
         refuse_unheld(
-            "batch", shard.with_shared(jax.tree.map(lambda _: None, rows), held)
+            "batch",
+            batch_rows.with_replicated(jax.tree.map(lambda _: None, rows), held),
         )
 
         def place_leaf(x: Any) -> Any:

@@ -28,7 +28,7 @@ TRANSPOSED = Tag("transpose")
 HAS_EXAMPLES = Tag("towerjax.has_examples")
 
 # A mean's factor, or a term beside it, that is the same on all towers.
-SHARED = Tag("towerjax.shared")
+MUST_BE_REPLICATED = Tag("towerjax.replicated")
 
 # Scope of the sums of a batch norm, which each micro-batch has of its own.
 BATCH_NORM = Tag("TowerBatchNorm")

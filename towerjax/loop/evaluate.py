@@ -114,7 +114,7 @@ def check_evaluate(evaluate: Any) -> None:
     """Raise unless ``evaluate`` is an `EvaluationStep`."""
     example = "tj.build_eval_step(metric_fn, strategy)"
     check_methods("evaluate", evaluate, "place_batch __call__", example)
-    if isinstance(evaluate, Step) and evaluate.plan.gives_verdict:
+    if isinstance(evaluate, Step) and evaluate.plan.gives_step_flag:
         raise ValueError(
             f"evaluate={shown(evaluate)} is a step that trains: it returns a state, and"
             f" takes over the one that it is given. Pass {example}."

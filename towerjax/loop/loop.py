@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from towerjax.data.batch_rows import Signature
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import Signature
 from towerjax.data.stream import Source, Stream
 from towerjax.jaxprs.flops import Flops
 from towerjax.loop.checkpoint.checkpointer import Saving
@@ -24,7 +24,7 @@ from towerjax.loop.throughput import Throughput
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of_all
-from towerjax.step.run.verdicts import send_to_host
+from towerjax.step.run.step_flags import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.faults import NonFiniteError, integers_text
 from towerjax.step.state.next_state import NONE
@@ -38,7 +38,7 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    verdict: jax.Array  # as of `Step.dispatch`
+    step_flag: jax.Array  # as of `Step.dispatch`
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -162,9 +162,9 @@ class Loop:
         if placed.signature not in self._flops:
             self._compile(placed)
         with jax.profiler.StepTraceAnnotation("train", step_num=after), self.guard:
-            point.state, metrics, verdict = self._step.dispatch(point.state, placed)
-            self._in_flight.append(Call(metrics, verdict, placed, wait_s))
-            send_to_host((metrics, verdict), placed.placement)
+            point.state, metrics, step_flag = self._step.dispatch(point.state, placed)
+            self._in_flight.append(Call(metrics, step_flag, placed, wait_s))
+            send_to_host((metrics, step_flag), placed.placement)
             every = None if self._saving is None else self._saving.options.every
             point.advance(options.eval_every, every)
             self._source.use(stream.get_state())
@@ -252,28 +252,28 @@ class Loop:
         if number != self._recorded:
             return self._step.refused(number)
         try:
-            places = self._step.locate(state, placed, number=number)
-            outcome = "" if places else ": all values were finite"
+            locations = self._step.locate(state, placed, number=number)
+            outcome = "" if locations else ": all values were finite"
             after = f"after step {step_number(state)}{outcome}"
             note = f"To find this the batch was run again, {after}."
-            has_nan = any(x.part == "loss" and "NaN" in x.kind for x in places)
+            has_nan = any(x.part == "loss" and "NaN" in x.kind for x in locations)
             if has_nan and (integers := integers_text(placed.arrays)):
                 why = "an integer label that is no class makes a loss NaN"
                 note += f" Of its integers {integers}; {why}."
         except RuntimeError as failure:  # such as too little memory
-            places = ()
-            note = f"Looking for the place failed: {failure}"
-        error = self._step.refused(number, places)
+            locations = ()
+            note = f"Looking for the location failed: {failure}"
+        error = self._step.refused(number, locations)
         error.add_note(note)
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
         """Record the oldest step in history and files; return it if it was refused."""
         call = self._in_flight[0]
-        metrics, verdict = jax.device_get((call.metrics, call.verdict))
+        metrics, step_flag = jax.device_get((call.metrics, call.step_flag))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
-        is_told = self._step.options.on_nonfinite != "ignore" and verdict != NONE
-        refused = int(verdict) % 2**32 if is_told else None
+        is_told = self._step.options.on_nonfinite != "ignore" and step_flag != NONE
+        refused = int(step_flag) % 2**32 if is_told else None
         time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
             number = self._recorded + 1

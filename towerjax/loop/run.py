@@ -72,7 +72,7 @@ def run(
         ``steps`` counts from the state that is passed. See
         <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
       audit: Whether the step is audited before its first call; None: as it was built.
-        Its verdict is kept in the checkpointer's folder, too.
+        Its audit result is kept in the checkpointer's folder, too.
       progress: None shows a bar on a terminal and in a notebook, else a plain line now
         and then, both on stderr; True always shows a bar, False nothing. Names of
         metrics, ``["accuracy"]``, are shown as by None, beside the loss.

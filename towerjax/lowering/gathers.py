@@ -1,4 +1,4 @@
-"""Gather a parameter where it is used; the derivative adds its gradient in parts."""
+"""Gather a parameter where it is used; the derivative adds its gradient in shards."""
 
 import functools
 from collections.abc import Callable
@@ -19,55 +19,55 @@ from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.types import PyTree
 
 
-def gather(part: jax.Array, dim: int) -> jax.Array:
+def gather(shard: jax.Array, dim: int) -> jax.Array:
     """The whole value, gathered from the devices' shards along ``dim``."""
-    return lax.all_gather(part, DEVICE_AXIS, axis=dim, tiled=True)
+    return lax.all_gather(shard, DEVICE_AXIS, axis=dim, tiled=True)
 
 
 def scatter(x: jax.Array, dim: int) -> jax.Array:
-    """This device's part of the sum over devices of a value."""
+    """This device's shard of the sum over devices of a value."""
     x = hide_complex(x)
     return lax.psum_scatter(x, DEVICE_AXIS, scatter_dimension=dim, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gather_cast(part: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
+def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
     """The whole value, cast before it is sent.
 
-    Its gradient is added over devices in the bits of ``part``, and scattered; or with
+    Its gradient is added over devices in the bits of ``shard``, and scattered; or with
     ``sink``, an array of the whole shape, it is that of ``sink``, and of this device.
     """
-    return gather(part.astype(dtype), dim)
+    return gather(shard.astype(dtype), dim)
 
 
 def _gather_first(
-    part: jax.Array, sink: Any, dim: int, dtype: Any
+    shard: jax.Array, sink: Any, dim: int, dtype: Any
 ) -> tuple[jax.Array, tuple[Any, Any]]:
     # Arrays without elements, which say what the gradients are of.
-    empty = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (part, sink))
-    return gather(part.astype(dtype), dim), empty
+    empty = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (shard, sink))
+    return gather(shard.astype(dtype), dim), empty
 
 
 def _gather_last(
     dim: int, dtype: Any, empty: tuple[Any, Any], grad: jax.Array
 ) -> tuple[Any, Any]:
-    part, sink = empty
+    shard, sink = empty
     if sink is None:
-        return scatter(grad.astype(part.dtype), dim), None
+        return scatter(grad.astype(shard.dtype), dim), None
     return None, grad.astype(sink.dtype)
 
 
 gather_cast.defvjp(_gather_first, _gather_last)
 
 
-def gathering_again(fn: Callable[..., PyTree], parts: PyTree, *args: PyTree) -> PyTree:
-    """``fn(parts, *args)``, whose derivative makes again what it needs of parts alone.
+def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) -> PyTree:
+    """``fn(shards, *args)``; its derivative makes again what it needs of shards alone.
 
     So what a step of a loop has gathered is not kept for all steps. `jax.checkpoint`
     with a policy would keep what a `jax.checkpoint` in ``fn`` is to compute again.
     """
-    leaves, treedef = jax.tree.flatten((parts, *args))
-    number = len(jax.tree.leaves(parts))
+    leaves, treedef = jax.tree.flatten((shards, *args))
+    number = len(jax.tree.leaves(shards))
 
     @jax.custom_vjp
     def run(leaves: list[Any]) -> PyTree:
@@ -92,8 +92,8 @@ def gathering_again(fn: Callable[..., PyTree], parts: PyTree, *args: PyTree) -> 
         made = _Made(closed, number, results)
         kept = [None if i in made.numbers else x for i, x in enumerate(kept)]
 
-        def back(parts: list[Any], kept: list[Any], grads: PyTree) -> list[Any]:
-            again = dict(zip(made.numbers, made.values(parts), strict=True))
+        def back(shards: list[Any], kept: list[Any], grads: PyTree) -> list[Any]:
+            again = dict(zip(made.numbers, made.values(shards), strict=True))
             every = [again.get(i, x) for i, x in enumerate(kept)]
             (found,) = of_pull.unflatten(every)(grads)
             new = dict(zip(moved, found, strict=True))
@@ -146,11 +146,11 @@ class _Made:
         self._closed = closed
         self._eqns = needed_eqns(eqns, self._results)
 
-    def values(self, parts: list[Any]) -> list[Any]:
+    def values(self, shards: list[Any]) -> list[Any]:
         """These results, made again."""
         body = self._closed.jaxpr
-        others = [None] * (len(body.invars) - len(parts))
-        walk = Interpreter(body, self._closed.consts, [*parts, *others])
+        others = [None] * (len(body.invars) - len(shards))
+        walk = Interpreter(body, self._closed.consts, [*shards, *others])
         for eqn in self._eqns:
             walk.evaluate(eqn)
         return [walk.read(x) for x in self._results]

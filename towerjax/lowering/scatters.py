@@ -18,8 +18,8 @@ def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
     """A jaxpr, closed or not, which XLA compiles rightly within a tower of devices.
 
     XLA writes to one index of an array that it splits within a tower on every device,
-    and where the index is not of the device's part, it writes what it has read there.
-    If it has cut the part out of the whole, it merges the two slices and reads another
+    and where the index is not of the device's shard, it writes what it has read there.
+    If it has cut the shard out of the whole, it merges the two slices and reads another
     place, until JAX 0.12: https://github.com/openxla/xla/issues/49121. So the operand
     of each scatter is behind a barrier.
 

@@ -1,8 +1,8 @@
 """Run a program on sharded parameters, gathered where it uses them.
 
 The program is traced with whole parameters and proved. Evaluated here, a parameter
-stays in its part, a `Shard`, until an equation really needs it: a cast to fewer bits is
-done before it is sent, a scan gathers one layer at a time, what is computed again is
+stays a `Shard` until an equation really needs all of it: a cast to fewer bits is done
+before it is sent, a scan gathers one layer at a time, what is computed again is
 gathered again. A loss is so evaluated before it is differentiated: its derivative adds
 the gradient of what was gathered over devices, and scatters it there. So no device
 holds all parameters at once, nor a whole gradient, and no model is written for it.
@@ -25,15 +25,15 @@ from towerjax.jaxprs import tags
 from towerjax.jaxprs.equation import loop_sizes, open_jaxpr, scopes_of
 from towerjax.jaxprs.interpreter import Interpreter, eqn_context, evaluate_eqn
 from towerjax.lowering.gathers import gathering_again
-from towerjax.lowering.parts import (
+from towerjax.lowering.sharded_values import (
     Shard,
     Uniform,
     elementwise,
     is_elementwise,
     is_shard,
     is_uniform,
-    on_parts,
-    scatter_part,
+    on_each_shard,
+    scatter_shard,
     whole,
     with_barrier,
 )
@@ -52,15 +52,15 @@ def shapes_of_whole(tree: PyTree) -> PyTree:
 def on_shards(
     fn: Callable[..., PyTree],
     *args: PyTree,
-    alike: bool = False,
+    replicated: bool = False,
     sums: Callable[[PyTree], list[int | None]] | None = None,
 ) -> PyTree:
     """``fn(*args)``, where some arguments are a `Shard`; so may be some results.
 
-    ``alike``: whether all values are the same on all devices, as in an update, and not
-    those of a device's own towers. Then what is computed of parts is a part, too.
+    ``replicated``: whether all values are replicated over devices, as in an update, and
+    not those of a device's own towers. Then what is computed of shards is a shard, too.
     ``sums(shapes of results)``: dims of those that are to be added over devices, and to
-    be parts of these sums; the others are then whole.
+    be shards of these sums; the others are then whole.
     """
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     if not any(map(is_shard, leaves)):
@@ -70,7 +70,7 @@ def on_shards(
     fresh = [x.fresh() if is_shard(x) else x for x in leaves]
     dims = enumerate([] if sums is None else sums(out))
     scattered = {i: dim for i, dim in dims if dim is not None}
-    body = _Body(closed, alike=alike, is_update=alike, sums=scattered)
+    body = _Body(closed, replicated=replicated, is_update=replicated, sums=scattered)
     values = body.run(fresh)
     if sums is not None:
         values = [x if i in scattered else whole(x) for i, x in enumerate(values)]
@@ -79,7 +79,7 @@ def on_shards(
 
 
 class _Body:
-    """A program, closed or not, that is run on parts.
+    """A program, closed or not, that is run on shards.
 
     ``sums``: the dims of those results that are added over devices, and scattered.
     """
@@ -88,13 +88,13 @@ class _Body:
         self,
         program: Any,
         *,
-        alike: bool,
+        replicated: bool,
         is_update: bool = False,
         sums: dict[int, int] | None = None,
     ) -> None:
         self._body: Jaxpr = open_jaxpr(program)
         self._consts: Sequence[Any] = getattr(program, "consts", ())
-        self._alike = alike
+        self._replicated = replicated
         # What an update returns, one device stores and reads again, where it is part of
         # another value. Computed anew of whole values, it would be fused otherwise.
         outs = self._body.outvars if is_update else ()
@@ -129,20 +129,20 @@ class _Body:
                 out = self._evaluate(eqn, operands)
             for var, x in zip(eqn.outvars, out, strict=True):
                 is_stored = var in self._stored and is_shard(x)
-                walk.values[var] = x.of(x.part) if is_stored else x
+                walk.values[var] = x.of(x.data) if is_stored else x
         results = [walk.read(x) for x in self._body.outvars]
         made = set[Any]()
         for eqn in self._body.eqns:
             made |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
         for number, dim in self._sums.items():
             if self._body.outvars[number] not in made:
-                results[number] = scatter_part(results[number], dim)
+                results[number] = scatter_shard(results[number], dim)
         return results
 
     def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """An equation that gathers what it needs, just before it runs."""
-        by_elements = self._alike and is_elementwise(eqn)
-        if self._alike and is_uniform(eqn):
+        by_elements = self._replicated and is_elementwise(eqn)
+        if self._replicated and is_uniform(eqn):
             return [Uniform(whole(operands[0]), eqn.params["shape"])]
         if not by_elements:
             operands = [x.whole if isinstance(x, Uniform) else x for x in operands]
@@ -155,14 +155,14 @@ class _Body:
             return self._loop_of_towers(eqn, operands)
         if eqn.primitive.name in _ENTERED and (inner := _inner(eqn)) is not None:
             return self._enter(eqn, inner, operands, inside)
-        kept = (elementwise if by_elements else on_parts)(eqn, operands)
+        kept = (elementwise if by_elements else on_each_shard)(eqn, operands)
         return evaluate_eqn(eqn, [whole(x) for x in operands]) if kept is None else kept
 
     def _enter(
         self, eqn: JaxprEqn, inner: Any, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
         """The results of a call of another program."""
-        body = _Body(inner, alike=self._alike, sums=inside)
+        body = _Body(inner, replicated=self._replicated, sums=inside)
         params = eqn.params
         if eqn.primitive.name not in _CHECKPOINT:
             return body.run(operands)
@@ -195,7 +195,7 @@ class _Body:
         ]
         sharded = [i for i, x in enumerate(xs) if is_shard(x)]
         sums = {i: dim - 1 for i, dim in inside.items()}  # without the dim of the trips
-        body = _Body(params["jaxpr"], alike=self._alike, sums=sums)
+        body = _Body(params["jaxpr"], replicated=self._replicated, sums=sums)
 
         def run(
             shards: list[Any], consts: list[Any], carry: list[Any], others: list[Any]
@@ -205,7 +205,7 @@ class _Body:
                 rows[i] = shard.row()
             held = [x.fresh() if is_shard(x) else x for x in consts]
             out = body.run([*held, *carry, *rows])
-            return [x.part if i in inside else whole(x) for i, x in enumerate(out)]
+            return [x.data if i in inside else whole(x) for i, x in enumerate(out)]
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             shards = [rows[i] for i in sharded]
@@ -227,8 +227,8 @@ class _Body:
         at = eqn.params["cond_nconsts"]
         until = at + params["body_nconsts"]
         of_cond = [whole(x) for x in operands[:at]]
-        goes_on = _Body(params["cond_jaxpr"], alike=self._alike)
-        body = _Body(params["body_jaxpr"], alike=self._alike)
+        goes_on = _Body(params["cond_jaxpr"], replicated=self._replicated)
+        body = _Body(params["body_jaxpr"], replicated=self._replicated)
 
         def step(carry: list[Any]) -> list[Any]:
             held = [x.fresh() if is_shard(x) else x for x in operands[at:until]]

@@ -367,14 +367,14 @@ def over_local_towers(
     tower_fn: Callable[..., tuple[PyTree, PyTree]],
     axes: TowerAxes,
     per_tower: PyTree,
-    *common: PyTree,
+    *replicated: PyTree,
     stack_sums: bool,
     number: jax.Array | None = None,
     programs: TowerPrograms | None = None,
     name: str = "tower",
     is_lowered: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
+    """``tower_fn(tower_id, own, *replicated) -> (sums, kept)`` of a device's towers.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
     and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
@@ -396,7 +396,7 @@ def over_local_towers(
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
         own = jax.tree.map(lambda x: x[0], per_tower)
-        sums, kept = lowered_fn(first, own, *common)
+        sums, kept = lowered_fn(first, own, *replicated)
         kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
         if stack_sums:
             sums = jax.tree.map(lambda x: x[None], sums)
@@ -404,26 +404,26 @@ def over_local_towers(
     numbers = first + jnp.arange(axes.num_local, dtype=jnp.int32)
     towers = (numbers, per_tower)
     if not axes.in_turn:
-        sums, kept = _together(lower, towers, common)
+        sums, kept = _together(lower, towers, replicated)
         if not stack_sums:
             sums = jax.tree.map(add_rows, sums)
         return sums, kept
     if not stack_sums:
-        return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
+        return scan_and_add(lambda tower: lowered_fn(*tower, *replicated), towers)
     number = numbers[0] if number is None else number
-    return map_in_turn(_isolate(lower, common), towers, axes.num_local, number)
+    return map_in_turn(_isolate(lower, replicated), towers, axes.num_local, number)
 
 
 def _together(
     lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
     towers: tuple[PyTree, ...],
-    common: tuple[PyTree, ...],
+    replicated: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
     """The results of a device's towers, ``[k, ...]``, which run together."""
-    program, tree = lower((*jax.tree.map(lambda x: x[0], towers), *common))
+    program, tree = lower((*jax.tree.map(lambda x: x[0], towers), *replicated))
 
     def of_tower(leaves: list[jax.Array]) -> PyTree:
-        return evaluate_program(program, tree, (leaves, common))
+        return evaluate_program(program, tree, (leaves, replicated))
 
     try:  # of leaves: vmap takes sparse arrays apart in another way
         return jax.vmap(of_tower, axis_name=LOCAL_AXIS)(jax.tree.leaves(towers))
@@ -438,7 +438,7 @@ def _together(
 
 def _isolate(
     lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
-    common: tuple[PyTree, ...],
+    replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
     """The function of one tower, lowered, between barriers.
 
@@ -449,7 +449,7 @@ def _isolate(
     """
 
     def run(tower: tuple[PyTree, ...]) -> PyTree:
-        args = (*tower, *common)
+        args = (*tower, *replicated)
         program, tree = lower(args)
         body = program.jaxpr
         leaves = jax.tree.leaves(args)

@@ -38,7 +38,7 @@ SPECS = {
 # A leaf of fewer elements a device stays whole: to gather it takes longer than to hold
 # it. On 8 CPU devices steps of small models take 0.8 to 1.0 of the time, for 0 to 7 %
 # more memory of a state of a megabyte or more.
-LEAST_PART = 128
+LEAST_SHARD = 128
 NO_MESH = AbstractMesh((), ())
 WHOLE = PartitionSpec()
 
@@ -99,7 +99,7 @@ class Placement:
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
     # Of an array that is split over devices; see `split_dim`.
-    part_run: int = dataclasses.field(default=1, compare=False)
+    shard_run: int = dataclasses.field(default=1, compare=False)
     within: tuple[tuple[str, int], ...] = ()  # a tower's own axes, with their sizes
     rows: str | None = None  # the one of these along which its rows are split
     specs: Specs | None = None  # how its parameters are split over them
@@ -110,7 +110,7 @@ class Placement:
         return math.prod(size for _, size in self.within)
 
     @functools.cached_property
-    def row_parts(self) -> int:
+    def row_shards(self) -> int:
         """The number of devices over which a tower's rows are split."""
         return dict(self.within).get(self.rows or "", 1)
 
@@ -262,7 +262,7 @@ class Placement:
 
     def split_rows(self, rows: PyTree) -> PyTree:
         """A tower's rows, split over its devices if they are; in a tower function."""
-        size = self.row_parts
+        size = self.row_shards
 
         def split(x: Any) -> Any:
             if is_key(x) or not jnp.ndim(x):
@@ -280,17 +280,17 @@ class Placement:
     def split_dim(self, x: Any, within: PartitionSpec = WHOLE) -> int | None:
         """The longest dim, whole ``within`` towers, of a multiple of ``D``; or None.
 
-        A part has at least `LEAST_PART` elements, and runs of ``part_run``.
+        A shard has at least `LEAST_SHARD` elements, and runs of ``shard_run``.
         """
         shape = np.shape(x)
         count = self.num_devices
-        if math.prod(shape) < LEAST_PART * count:
+        if math.prod(shape) < LEAST_SHARD * count:
             return None
 
         def may_split(dim: int, size: int) -> bool:
             run = math.prod(shape[dim:]) // count
             is_whole = within[dim] is None if dim < len(within) else True
-            fits = size > 0 and size % count == 0 and run % self.part_run == 0
+            fits = size > 0 and size % count == 0 and run % self.shard_run == 0
             return is_whole and fits
 
         dims = [i for i, n in enumerate(shape) if may_split(i, n)]

@@ -181,7 +181,7 @@ class Weighted(_LossTerm):
                 " in an earlier pass of tj.build_step, whose .value is a number."
             )
         if isinstance(factor, Tracer):
-            factor = checkpoint_name(factor, tags.SHARED)
+            factor = checkpoint_name(factor, tags.MUST_BE_REPLICATED)
         return Weighted(map_values(lambda x: x * factor, self.sum), self.weight)
 
     __rmul__ = __mul__
@@ -303,7 +303,7 @@ def penalty(value: ArrayLike) -> Means:
     """
     refuse_no_numbers("tj.penalty: value", value)
     if isinstance(value, Tracer):
-        value = checkpoint_name(value, tags.SHARED)
+        value = checkpoint_name(value, tags.MUST_BE_REPLICATED)
     return Means((), value)
 
 

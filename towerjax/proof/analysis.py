@@ -39,9 +39,9 @@ from towerjax.jaxprs.equation import (
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
 from towerjax.proof import findings
 from towerjax.proof.marks import (
-    ALIKE,
     ALL,
     NOTHING,
+    REPLICATED,
     Context,
     Mark,
     apply_collective,
@@ -103,7 +103,10 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
-        ins = [ALIKE if isinstance(v, Literal) else known(v, ALIKE) for v in eqn.invars]
+        ins = [
+            REPLICATED if isinstance(v, Literal) else known(v, REPLICATED)
+            for v in eqn.invars
+        ]
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
             continue
@@ -111,7 +114,10 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
         written = refs(eqn)
         rule = _opaque if written and rule is not _of_unknown else rule
         env |= zip(eqn.outvars + written, rule(eqn, ins, context), strict=True)
-    outs = [ALIKE if isinstance(v, Literal) else known(v, ALIKE) for v in jaxpr.outvars]
+    outs = [
+        REPLICATED if isinstance(v, Literal) else known(v, REPLICATED)
+        for v in jaxpr.outvars
+    ]
     return outs, env
 
 
@@ -178,7 +184,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         differs = context.axis in named_axes(eqn)
     else:
         context.noted.append(findings.Unread(source, user_line(site)))
-    mark = Mark(ALL, source, site) if differs else ALIKE
+    mark = Mark(ALL, source, site) if differs else REPLICATED
     return _for_each_result(mark, eqn)
 
 
@@ -203,8 +209,8 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     name = given_name(eqn)
     [mark] = ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
-        return [ALIKE]
-    if name == tags.SHARED and mark.along:
+        return [REPLICATED]
+    if name == tags.MUST_BE_REPLICATED and mark.along:
         context.noted.append(findings.Dependence(mark.source, origin_line(mark)))
     return ins
 
@@ -232,17 +238,17 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     line = user_line((eqn, context.outer))
     is_map = name == "shard_map"
     along = {}
-    alike = 0
+    replicated = 0
     if is_map and context.axis is None and any(m.source == COPIES for m in ins):
         return _map_copies((eqn, context.outer), ins)
     if is_map and context.axis != _NO_AXIS:
         along = along_each_axis((eqn, context.outer))
         outs = [names_in(spec) for spec in eqn.params["out_specs"]]
-        alike = sum(axis not in names for axis in along for names in outs)
-    split = len(along) * len(eqn.outvars) - alike
+        replicated = sum(axis not in names for axis in along for names in outs)
+    split = len(along) * len(eqn.outvars) - replicated
     for mesh in meshes_of(eqn):
         typed = eqn.params.get("check_vma", False)
-        what = name, mesh.axis_names, mesh.size, line, along, alike, split, typed
+        what = name, mesh.axis_names, mesh.size, line, along, replicated, split, typed
         context.noted.append(findings.OwnMesh(*what))
     return _call(eqn, ins, context) if is_map else ins
 
@@ -265,8 +271,8 @@ def along_each_axis(
         inputs = ["what in_specs split" if x else None for x in is_split]
         analysis = analyse(params["jaxpr"], inputs, axis, sizes[axis], site)
         pairs = zip(analysis.outputs, may_differ, strict=True)
-        alike = tuple([None if may else x for x, may in pairs])
-        analyses[axis] = dataclasses.replace(analysis, outputs=alike)
+        outputs = tuple([None if may else x for x, may in pairs])
+        analyses[axis] = dataclasses.replace(analysis, outputs=outputs)
     return analyses
 
 
@@ -281,7 +287,7 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
         for mark, spec, var in zip(ins, params["in_specs"], body.invars, strict=True)
     ]
     if specs == [*params["in_specs"]]:
-        return [ALIKE] * len(outs)
+        return [REPLICATED] * len(outs)
     along = along_each_axis(site, specs, outs).values()
     each = list(zip(*[x.outputs for x in along], strict=True)) or [()] * len(outs)
     differs = [next(filter(None, x), None) for x in each]
@@ -326,7 +332,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
     carry = ins[tests + bodies :]
     # The body may not run at all: then the results are the initial carry.
-    *outs, predicate = _fixed_point(trip, [*carry, ALIKE], context.noted)[1]
+    *outs, predicate = _fixed_point(trip, [*carry, REPLICATED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
 
@@ -362,7 +368,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Kernels, Refs, unknown control flow: every result depends on every operand."""
 
     def trip(marks: _Marks) -> _Marks:
-        choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [ALIKE])
+        choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [REPLICATED])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
         for jaxpr in sub_jaxprs(eqn):
             env = _propagate(jaxpr, marks * len(jaxpr.invars), inner)[1]

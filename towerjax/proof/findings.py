@@ -55,8 +55,8 @@ class OwnMesh(NamedTuple):
     size: int  # how many devices
     line: str
     along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
-    alike: int  # how many results are called the same, over all axes
-    split: int
+    replicated: int  # how many results are declared replicated, over all axes
+    split: int  # how many are declared split
     typed: bool  # by check_vma=True, with which jax.grad adds up over devices
 
 

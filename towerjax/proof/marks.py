@@ -71,13 +71,13 @@ class Mark(NamedTuple):
     before: Any = None  # the mark of the operand that the dependence comes from
 
 
-ALIKE = Mark()
+REPLICATED = Mark()
 """The mark of a value that is the same on all towers."""
 
 
 def join(marks: Iterable[Mark]) -> Mark:
     """The mark of a value made of several; the first that differs is its origin."""
-    joined = ALIKE
+    joined = REPLICATED
     for mark in marks:
         if mark.along and mark is not joined:
             origin = joined if joined.along else mark
@@ -124,7 +124,7 @@ class Context(NamedTuple):
     control: Site | None = None  # the innermost equation whose predicate differs
 
     def enter(
-        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = ALIKE
+        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = REPLICATED
     ) -> "Context":
         """The context inside an equation."""
         site = (eqn, self.outer)

@@ -109,12 +109,12 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
 
 
 def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
-    """Raise where an update that each device runs on its parts maps over a mesh."""
+    """Raise where an update that each device runs on its shards maps over a mesh."""
     for site in all_sites(jaxpr):
         if site[0].primitive.name == "shard_map":
             line = user_line(site) or "a line of a library"
             raise ValueError(
-                f"shard_map at {line} is in an update of a state in parts, of which"
+                f"shard_map at {line} is in an update of a sharded state, of which"
                 " with tj.PinnedTree() each device computes its own. Leave it out, or"
                 " say state='mirrored'."
             )

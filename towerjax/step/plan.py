@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, get_args
 
+from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.data.shard import Remainder, check_remainder
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import owned
+from towerjax.step.state.accumulators import unmark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -100,7 +100,7 @@ class Passes:
         merged = list[PyTree]()
         finite = list[PyTree]()
         for each in self.in_turn(merged):
-            before = (owned(self.given(merged)),) if merged else ()
+            before = (unmark_per_tower(self.given(merged)),) if merged else ()
             out = call(each, (state, *batch, before))
             merged.append(out[0])
             finite.append(out[1])
@@ -128,10 +128,10 @@ class Plan:
       next: What the step returns, of what the passes give.
       states: Which states its calls take, and what they return.
       ins: By its name, a prefix tree of layouts for each argument of its program.
-      outs: Such a tree for the results, for those that are not `TowersOwn`.
+      outs: Such a tree for the results, for those that are not `PerTowerValue`.
       donates: Whether results may take over the buffers of the first argument.
-      gives_verdict: Whether its results are an `Outcome`, and its program takes the
-        verdict of the call before.
+      gives_step_flag: Whether its results are an `Outcome`, and its program takes the
+        step flag of the call before.
       accepts: Whether ``next`` is a `NextState`: what is donated is kept unless the
         step is accepted.
       by_tower: Whether each tower refuses a step for itself, and not all of them.
@@ -148,7 +148,7 @@ class Plan:
     ins: dict[str, PyTree]
     outs: PyTree = Layout.MIRRORED
     donates: bool = False
-    gives_verdict: bool = False
+    gives_step_flag: bool = False
     accepts: bool = False
     by_tower: bool = False
     keeps_local: bool = False
@@ -167,8 +167,8 @@ class Plan:
 
     def towers_on(self, strategy: Strategy) -> "Plan":
         """The passes on other towers, without checks and without micro-batches."""
-        alike = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
-        return dataclasses.replace(self, strategy=strategy, passes=alike)
+        passes = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
+        return dataclasses.replace(self, strategy=strategy, passes=passes)
 
     def flagging(self) -> "Plan":
         """The towers once more, without an update, to flag what is not finite."""
@@ -226,7 +226,7 @@ def training_plan(
         ins,
         Outcome(ins["state"], *[Layout.MIRRORED] * 3),
         donates=options.donate,
-        gives_verdict=True,
+        gives_step_flag=True,
         accepts=True,
         by_tower=by_tower,
         keeps_local=keeps_local,

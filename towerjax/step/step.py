@@ -1,4 +1,4 @@
-"""`Step`: a plan, its programs and the verdicts on its calls."""
+"""`Step`: a plan, its programs and the step flags of its calls."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from towerjax.step.run.checked import Checked
 from towerjax.step.run.compile import Program
 from towerjax.step.run.programs import Programs
 from towerjax.step.run.prove import Proof
+from towerjax.step.run.step_flags import StepFlags
 from towerjax.step.run.trace import Traced
-from towerjax.step.run.verdicts import Verdicts
 from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable
-from towerjax.step.state.faults import NonFiniteError, Place
+from towerjax.step.state.faults import Location, NonFiniteError
 from towerjax.step.state.first_state import first_shapes, first_state, placed_state
 from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
@@ -51,13 +51,13 @@ class Step(Generic[_Result]):
         self.placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_parts = self.placer.calls  # T A: how many tower calls share a batch
+        self.num_calls = self.placer.calls  # T A: how many tower calls share a batch
         self.checked = Checked()
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.exact
         self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
-        self.verdicts = Verdicts(placement, self.refused if raises else None)
+        self.step_flags = StepFlags(placement, self.refused if raises else None)
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing()
@@ -174,15 +174,15 @@ class Step(Generic[_Result]):
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """``(state, metrics, verdict)`` of a step, without a look at the verdict.
+        """``(state, metrics, step_flag)`` of a step, without a look at the step flag.
 
         That is ``()`` int32: -1, or the step's number if it was refused.
         """
-        before, out = self.trained.outputs(state, batch, self.verdicts.none)
-        return *self.plan.states.result(before, out, batch), out.verdict
+        before, out = self.trained.outputs(state, batch, self.step_flags.none)
+        return *self.plan.states.result(before, out, batch), out.step_flag
 
     def outputs(
-        self, state: PyTree, batch: PlacedBatch, *verdict: jax.Array
+        self, state: PyTree, batch: PlacedBatch, *step_flag: jax.Array
     ) -> tuple[TrainState, PyTree]:
         """The state as it was given to the program, and the program's results."""
         policy = self.plan.states
@@ -197,7 +197,7 @@ class Step(Generic[_Result]):
         first = split_state(state)
         program = programs.program(first, batch, kind, hook)
         try:
-            return state, programs(program, first, batch, *verdict)
+            return state, programs(program, first, batch, *step_flag)
         except (RuntimeError, TypeError, ValueError):
             if not is_usable(state):  # the devices failed after they had taken it
                 raise
@@ -206,7 +206,7 @@ class Step(Generic[_Result]):
             check_like("state", placed, program.state, OTHER_STATE, OF_THIS_STEP)
             if placed is state:
                 raise
-            return placed, programs(program, split_state(placed), batch, *verdict)
+            return placed, programs(program, split_state(placed), batch, *step_flag)
 
     def __call__(self, state: PyTree, batch: PyTree) -> _Result:
         """The next state, and the metrics of this step.
@@ -229,18 +229,18 @@ class Step(Generic[_Result]):
             loop, waits for the last of all states. That step changed nothing, and
             ``state`` is still usable.
         """
-        at = getattr(state, "step", None)  # by which its verdict is known
-        self.verdicts.check(at)
+        at = getattr(state, "step", None)  # by which its step flag is known
+        self.step_flags.check(at)
         placed = self.placer.place(batch, by_call=True)
-        if not self.plan.gives_verdict:
+        if not self.plan.gives_step_flag:
             return self.plan.states.result(*self.outputs(state, placed), placed)
-        line = self.verdicts.take(at)
+        line = self.step_flags.take(at)
         try:
-            before, out = self.outputs(state, placed, line.verdict)
-            now = {"at": out.now["step"], "verdict": out.verdict}
+            before, out = self.outputs(state, placed, line.step_flag)
+            now = {"at": out.now["step"], "step_flag": out.step_flag}
             line = dataclasses.replace(line, **now)
         finally:
-            self.verdicts.put(line)
+            self.step_flags.put(line)
         return self.plan.states.result(before, out, placed)
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
@@ -406,7 +406,7 @@ class Step(Generic[_Result]):
 
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None
-    ) -> tuple[Place, ...]:
+    ) -> tuple[Location, ...]:
         """Which towers' values of a step are not finite, before any reduction.
 
         Runs the towers once more, in a program of its own, without an update.
@@ -417,7 +417,7 @@ class Step(Generic[_Result]):
           number: The step's, ``error.step`` of a refused one; None is the state's next.
 
         Returns:
-          The places, pass after pass: after one, all towers may have what one had.
+          The locations, pass after pass: after one, all towers may have what one had.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -425,8 +425,8 @@ class Step(Generic[_Result]):
           ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
           >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
           >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
-          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
-          >>> place.tower, place.leaf, place.part, place.kind
+          >>> [at] = step.locate(step.init({"w": 0.0}), batch)[1:]
+          >>> at.tower, at.leaf, at.part, at.kind
           (1, 'params/w', 'gradient', 'infinity')
         """
         from towerjax.check.questions import locate_nonfinite
@@ -454,17 +454,19 @@ class Step(Generic[_Result]):
         before_first(self, traced, state, batch)
 
     def settle(self) -> None:
-        """Wait for the steps so far and read their verdicts, at the end of a loop.
+        """Wait for the steps so far and read their step flags, at the end of a loop.
 
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
         """
-        self.verdicts.settle()
+        self.step_flags.settle()
 
-    def refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
-        """The error of a step that was refused, with the places that are known."""
+    def refused(
+        self, number: int, locations: Sequence[Location] = ()
+    ) -> NonFiniteError:
+        """The error of a step that was refused, with the locations that are known."""
         how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
-        return NonFiniteError(number % 2**32, places, **how)
+        return NonFiniteError(number % 2**32, locations, **how)
 
 
 TrainStep: TypeAlias = Step[tuple[TrainState, Metrics]]

@@ -283,7 +283,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     # It takes the batches of a step of several towers.
     placer = Placer(
-        strategy.placement, remainder=options.remainder, calls=step.num_parts
+        strategy.placement, remainder=options.remainder, calls=step.num_calls
     )
     made: Any = Step(step.plan.on(strategy, options), placer=placer)
     return made

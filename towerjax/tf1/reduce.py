@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.sparse_rows import IndexedRows
+import towerjax as tj
 from towerjax.towers import values
 from towerjax.towers.reduce import reduce_values
 from towerjax.towers.strategies import Strategy
@@ -51,7 +51,7 @@ def map_elements(
         (elements, args, kwargs), self.placement
     )
     results = [fn(x, *args, **kwargs) for x in elements]
-    if parts_of(IndexedRows, results):
+    if parts_of(tj.sparse.IndexedRows, results):
         raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")
     own = [results[t :: self.num_towers] for t in range(self.num_towers)]
     stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731

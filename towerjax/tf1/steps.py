@@ -11,8 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from towerjax.data.batch_rows import (
+    refuse_unlike,
+    row_weights,
+    split_rows,
+    with_replicated,
+)
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import refuse_unlike, row_weights, split_rows, with_shared
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.tf1.call import call_for_each_tower
@@ -129,7 +134,7 @@ def _run_steps(
     strategy, fn, bare = steps
     num_towers = strategy.num_towers
     values = {}
-    batches, num_valid, shared = arrays
+    batches, num_valid, replicated = arrays
 
     def step(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
         def of_towers(x: jax.Array) -> PerTower:
@@ -140,7 +145,7 @@ def _run_steps(
         weight = row_weights(num_valid[i][:, None], 0, rows)
         ctx = MultiStepContext(strategy, PerTower(weight))
         batch = jax.tree.map(of_towers, batches)
-        batch = with_shared(batch, jax.tree.map(lambda x: x[i], shared))
+        batch = with_replicated(batch, jax.tree.map(lambda x: x[i], replicated))
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)

@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr
-from towerjax.lowering.parts import Shards
 from towerjax.lowering.scatters import hold_indexed
+from towerjax.lowering.sharded_values import Shards
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.mesh.processes import require_same
@@ -50,8 +50,8 @@ def over_devices(
     """Make ``device_fn``, which runs on every device, a function of global values.
 
     ``traced``: its jaxpr on one of several devices and the shapes of its results.
-    ``shards``: which mirrored leaves devices take and return in parts; ``device_fn`` is
-    given a `Shard` for each of these, and may return one.
+    ``shards``: which mirrored leaves devices take and return in shards; ``device_fn``
+    is given a `Shard` for each of these, and may return one.
     """
     if placement.num_devices > 1 or placement.within:
         device_fn = _trace_in_mesh(device_fn, placement, traced, shards)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from towerjax.data.batch_rows import Remainder
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
-from towerjax.data.shard import Remainder
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
 from towerjax.towers.values import unwrap
@@ -53,7 +53,7 @@ class StrategyMethods(StrategyFields):
     one value a tower, and all else is one that all towers share. Refused, by a
     ``ValueError``, are another number of towers than the strategy's, a value of each
     tower where one is needed, what no device holds, and devices that are not there. Of
-    several processes the first one's shared values are used.
+    several processes the first one's replicated values are used.
     """
 
     reduce = reduce_values

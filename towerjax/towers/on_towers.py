@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.lowering.parts import Shards
+from towerjax.lowering.sharded_values import Shards
 from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.data.shard import refuse_other_than_rows
+from towerjax.data.batch_rows import refuse_other_than_rows
 from towerjax.jaxprs import tags
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted

@@ -25,7 +25,7 @@ from towerjax.types.options import cast_ints, check_choice, check_takes, check_w
 from towerjax.types.refusals import a_type
 
 # Compilers fuse the additions and products of a few elements otherwise than those of
-# many, and round otherwise. With so many, parts have the bits of whole arrays.
+# many, and round otherwise. With so many, shards have the bits of whole arrays.
 _EXACT_RUN = 128
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -57,9 +57,9 @@ class Mirrored(StrategyMethods):
       axis_name: A name of the axis of all towers for code with a fixed axis name, such
         as ``"batch"``; ``tower.axis_names`` holds it.
       state: The layout of a step's state: ``"mirrored"``, whole on each device;
-        ``"sharded_optimizer"``: each device holds and updates a part of the optimizer's
-        state (ZeRO-1); ``"sharded"``: of parameters and gradients too, gathered where
-        the loss uses them (FSDP); see
+        ``"sharded_optimizer"``: each device holds and updates a shard of the
+        optimizer's state (ZeRO-1); ``"sharded"``: of parameters and gradients too,
+        gathered where the loss uses them (FSDP); see
         <https://github.com/towerjax/towerjax/blob/main/docs/how_to/larger_than_a_device.md>.
       within: The axes of a tower of several devices, with their sizes, such as
         ``{"model": 2}``, kept as pairs. In a tower function
@@ -152,7 +152,7 @@ class Mirrored(StrategyMethods):
             executor=self.executor,
             axis_name=self.axis_name,
             absent=self.devices if isinstance(self.devices, Absent) else None,
-            part_run=_EXACT_RUN if self.exact else 1,
+            shard_run=_EXACT_RUN if self.exact else 1,
             within=tuple(dict(self.within).items()),
             rows=self.rows,
             specs=self.specs,
@@ -367,9 +367,9 @@ def _check_choices(strategy: Mirrored) -> None:
         raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
     if strategy.state == "sharded_optimizer" and isinstance(ops, PinnedTree):
         raise ValueError(
-            f"state={strategy.state!r} lets each device update a part, and rounds sums"
-            " of all by their number, but tj.PinnedTree() promises the same bits on any"
-            " devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
+            f"state={strategy.state!r} lets each device update its shard, and rounds"
+            " sums of all by their number, but tj.PinnedTree() promises the same bits"
+            " on any devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
         )
     axes = dict(strategy.within)
     if strategy.executor == "pmap" and axes:

@@ -18,7 +18,7 @@ from towerjax.collectives.reduce import (
     takes_first,
 )
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.data.shard import row_weights
+from towerjax.data.batch_rows import row_weights
 from towerjax.jaxprs import tags
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Weighted

@@ -146,7 +146,7 @@ def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
-    """The ``T`` towers' values, or trees, as a list; ``[value]`` of a shared one."""
+    """The ``T`` towers' values, or trees; ``[value]`` if it is replicated."""
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 

@@ -44,7 +44,7 @@ def door(fn: _F) -> _F:
 
 
 def doors(cls: _C) -> _C:
-    """The class, with each of its own public methods made a `door`."""
+    """The class, with each of its own public methods made an `door`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:

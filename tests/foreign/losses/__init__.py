@@ -85,6 +85,6 @@ def said_of(loss: Loss, padded: bool) -> list[Equality]:
         given["local"] = tj.TowerLocal(zeros(loss.local), tj.Reduction.MEAN)
     state = step.init(zeros(loss.params), **given)
     plan, state = step.to_audit(state)
-    rows = ROWS // step.num_parts
+    rows = ROWS // step.num_calls
     to_prove = StepToProve(plan, strategy, state, loss.batch, rows, padded)
     return equalities_of(to_prove)

@@ -24,10 +24,10 @@ BATCH = {"x": X, "y": np.arange(8, dtype=np.float32)}
 AXIS = "towerjax_tower"
 
 
-ALIKE = P()
+REPLICATED = P()
 
 
-def on_mesh(fn, ins=ALIKE, outs=ALIKE, size=4, check_vma=False):
+def on_mesh(fn, ins=REPLICATED, outs=REPLICATED, size=4, check_vma=False):
     """``fn`` on a mesh of its own, which is none of the step's."""
     mesh = Mesh(np.array(jax.devices()[:size]), ("mine",))
     specs = {"in_specs": ins, "out_specs": outs, "check_vma": check_vma}
@@ -92,7 +92,7 @@ def mean_of_equals(g):
 
 def along_an_axis_of_one(g):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("mine", "alone"))
-    specs = {"in_specs": P("alone"), "out_specs": ALIKE, "check_vma": False}
+    specs = {"in_specs": P("alone"), "out_specs": REPLICATED, "check_vma": False}
     return jax.shard_map(lambda g: 2.0 * g, mesh=mesh, **specs)(g)
 
 

@@ -10,8 +10,8 @@ from proved_decks import (
     RIGHT,
     UNMASKED,
     WRONG,
+    answers_for,
     right_of,
-    verdicts_of,
     wrong_of,
 )
 
@@ -30,7 +30,7 @@ def unproved(makes, padded):
     """The names of the losses of which a leaf is not proved."""
     names = set()
     for name, make in makes.items():
-        if any(x.says != "proved" for x in verdicts_of(make(), padded)):
+        if any(x.says != "proved" for x in answers_for(make(), padded)):
             names.add(name)
     return names
 

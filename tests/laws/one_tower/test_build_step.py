@@ -571,8 +571,8 @@ def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
     step = tj.build_step((first, second), update_fn, mirrored(2, 1))
     batch = data(8)
     batch["y"][5] = np.nan
-    places = step.locate(step.init(params()), batch)
-    found = [(place.tower, place.leaf) for place in places]
+    locations = step.locate(step.init(params()), batch)
+    found = [(location.tower, location.leaf) for location in locations]
     assert found[:3] == [(1, "mean/sum"), (0, "loss/sum"), (0, "own/a/sum")]
     assert found[3:] == [(1, "loss/sum"), (1, "own/a/sum")]
 

@@ -1,4 +1,4 @@
-"""Parameters in parts, gathered where they are used: numbers, memory, what is sent."""
+"""Sharded parameters, gathered where they are used: numbers, memory, what is sent."""
 
 import dataclasses
 import functools

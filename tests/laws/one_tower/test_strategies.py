@@ -282,12 +282,12 @@ def test_a_placement_has_each_option_of_its_strategy():
     options = {"axis_name": "batch", "executor": "pmap"}
     place = tj.Mirrored(devices=FOUR, towers=8, **options).placement
     assert {name: getattr(place, name) for name in options} == options
-    assert (place.devices, place.num_towers, place.part_run) == (FOUR, 8, 1)
+    assert (place.devices, place.num_towers, place.shard_run) == (FOUR, 8, 1)
     options = {"tower_loop": "scan", "within": (("model", 2),), "rows": "model"}
     others = {"specs": {"w": jax.P("model")}, "cross_tower_ops": tj.PinnedTree()}
     place = tj.Mirrored(devices=FOUR, **options, **others).placement
     assert {name: getattr(place, name) for name in options} == options
-    assert place.num_towers == 2 and place.part_run > 1
+    assert place.num_towers == 2 and place.shard_run > 1
     assert place.specs is not None and place.absent is None
     absent = tj.Absent("a100", 2)
     assert tj.Mirrored(devices=absent).placement.absent == absent

@@ -254,9 +254,11 @@ def test_a_gradient_that_is_not_finite_is_refused_at_its_step(kind):
     assert error.step == 2 and error.history.skipped == (2,)
     towers = strategy.num_towers
     named = ("1/w", "value") if kind == "passes" else ("params/w", "gradient")
-    place, *others = error.places  # after a first pass all towers have it
-    assert (place.tower, place.step) == (5 * towers // 8, 2)
-    assert (place.leaf, place.part) == named and bool(others) == (kind == "passes")
+    location, *others = error.locations  # after a first pass all towers have it
+    assert (location.tower, location.step) == (5 * towers // 8, 2)
+    assert (location.leaf, location.part) == named and bool(others) == (
+        kind == "passes"
+    )
     done = [x for i, x in enumerate(rows_of_norms()) if i != 1]
     w = jax.device_get(error.state.params)["w"]
     assert np.isfinite(w).all()
@@ -277,7 +279,7 @@ def test_a_parameter_that_is_not_finite_came_with_an_earlier_step():
     with pytest.raises(tj.NonFiniteError, match="^The loss of step 3 was") as caught:
         tj.run(step, step.init(FIRST), rows_of_norms(bad=[1]), progress=False)
     error = caught.value
-    assert {x.step for x in error.places} == {3}
+    assert {x.step for x in error.locations} == {3}
     told = "params/w, step 3: NaN in the parameter, which came with an earlier step"
     assert told in str(error) and "go on from a state before that" in str(error)
     assert str(error).endswith("With guard='loss' no step looks at its gradients.")

@@ -18,7 +18,7 @@ from refusals import refused
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
-from towerjax.step.run.verdicts import NONE, Lineage, Verdicts
+from towerjax.step.run.step_flags import NONE, Lineage, StepFlags
 
 TWO = ("cpu:0", "cpu:1")
 SGD = optax.sgd(0.01)
@@ -956,7 +956,7 @@ def poisoned():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raise", "ignore"])
-def test_nan_on_one_tower_gives_one_verdict(policy):
+def test_nan_on_one_tower_gives_one_step_flag(policy):
     step = build(on_nonfinite=policy)
     state, _ = step(step.init(start()), good())
     before = jax.device_get(state.params)
@@ -1059,18 +1059,18 @@ def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
         float(step(step.init(start()), good())[1]["loss"])
 
 
-def test_a_call_that_fails_keeps_the_verdict_of_those_before(monkeypatch):
+def test_a_call_that_fails_keeps_the_step_flag_of_those_before(monkeypatch):
     step = build()
     state = step.init(start())
     after, _ = step(state, poisoned())
-    monkeypatch.setattr(step.verdicts, "check", lambda at: None)
+    monkeypatch.setattr(step.step_flags, "check", lambda at: None)
     with pytest.raises(ValueError, match="was donated to"):
         step(after.replace(params=state.params), good())
     with pytest.raises(tj.NonFiniteError, match="of step 1 "):
         step.settle()
 
 
-class Verdict:
+class StepFlag:
     """One that arrives when it is told to, and counts who waits for it."""
 
     def __init__(self, number=NONE):
@@ -1090,29 +1090,29 @@ class Verdict:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
+def test_step_flags_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
     placement = SimpleNamespace(
         platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
     )
-    verdicts = Verdicts(placement, tj.NonFiniteError)
-    given = [Verdict() for _ in range(15)] + [Verdict(2)]
+    step_flags = StepFlags(placement, tj.NonFiniteError)
+    given = [StepFlag() for _ in range(15)] + [StepFlag(2)]
     state = object()
-    line = Lineage(state, Verdict())
-    for i, verdict in enumerate(given):
+    line = Lineage(state, StepFlag())
+    for i, step_flag in enumerate(given):
         if i == 15:  # a call of 8 before is waited for, so that few are in flight
             given[6].has_arrived = True
-        verdicts.put(line)
-        verdicts.check(state)
-        line = verdicts.take(state)
-        line.verdict = verdict
-    verdicts.put(line)
-    assert not any(verdict.waits for verdict in given)
+        step_flags.put(line)
+        step_flags.check(state)
+        line = step_flags.take(state)
+        line.step_flag = step_flag
+    step_flags.put(line)
+    assert not any(step_flag.waits for step_flag in given)
     given[-1].has_arrived = True
     if processes == 2:
         for _ in range(15):  # the other process may not see it yet
-            verdicts.check(state)
+            step_flags.check(state)
     with pytest.raises(tj.NonFiniteError, match="of step 2 "):
-        verdicts.check(state)
+        step_flags.check(state)
 
 
 @pytest.mark.slow

@@ -332,7 +332,7 @@ ANYTHING += [np.ones((2, 2), np.float32), np.array(["a", "b"]), np.array([{}], o
 ONE = tj.TrainState.create(np.float32(1), optax.sgd(1.0))
 TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
 # fmt: off
-DOORS = {
+ENTRIES = {
     "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
     "mode": (lambda x: tj.EarlyStopping("loss", 1, mode=x), dict(enumerate(ANYTHING))),
     "axis": (lambda x: tj.Weighted.mean(np.ones(2), axis=x),
@@ -359,9 +359,9 @@ DOORS = {
 # fmt: on
 
 
-@pytest.mark.parametrize("argument", DOORS)
-def test_anything_odd_is_refused_at_the_door_by_name(argument):
-    call, values = DOORS[argument]
+@pytest.mark.parametrize("argument", ENTRIES)
+def test_anything_odd_is_refused_at_the_boundary_by_name(argument):
+    call, values = ENTRIES[argument]
     for value in values.values():
         refuse(functools.partial(call, value), argument)
 

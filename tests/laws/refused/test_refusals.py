@@ -14,7 +14,7 @@ from layouts import with_verbs as mirrored
 from refusals import refused
 
 import towerjax as tj
-from towerjax.step.state.faults import Differing, Place
+from towerjax.step.state.faults import Differing, Location
 
 R = tj.Reduction
 ops = tj.collectives
@@ -637,12 +637,12 @@ def test_a_reduction_that_is_added_to_the_others_is_nowhere_a_sum():
             call()
 
 
-PLACES = [Place(3, 1, "params/w", "gradient", "NaN")]
+LOCATIONS = [Location(3, 1, "params/w", "gradient", "NaN")]
 ERRORS = [
     tj.CheckpointError("no manifest"),
     tj.ReplicationError("loss depends on the tower"),
     tj.DesyncError(131, [Differing("cpu:5", "params/w")]),
-    tj.NonFiniteError(3, PLACES),
+    tj.NonFiniteError(3, LOCATIONS),
     tj.testing.SplitError(
         [tj.testing.Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]
     ),

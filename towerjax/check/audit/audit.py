@@ -28,7 +28,7 @@ def run_audit(
     state: TrainState,
     batch: PyTree,
     *,
-    parts: int,
+    calls: int,
     pads: bool,
     gradients: bool = True,
     leaves: Callable[[str], bool] | None = None,
@@ -39,7 +39,7 @@ def run_audit(
     is of one device: what is wrong in a `shard_map` over a tower's own axes differs.
 
     The rows are the batch's first: few, or where the function takes no few, as many as
-    a tower function is called with, in one of ``parts`` calls; two at least. Where
+    a tower function is called with, in one of ``calls``; two at least. Where
     batches may be padded, they are compared once more with half as many for the second
     tower, and with more padding on the one: what counts padding differs. Where nothing
     in the function says which rows are padding, full batches alone are compared, and a
@@ -50,10 +50,10 @@ def run_audit(
     """
     rows = _on_host(batch)
     step = StepToAudit(plan, strategy, state, rows, gradients, leaves)
-    audit = _of_fewest_rows(step, parts=parts, pads=pads)
+    audit = _of_fewest_rows(step, calls=calls, pads=pads)
     if unmasked := audit.unmasked():
         total = len(feed.batches(rows, 1))
-        if total % (parts * strategy.placement.row_parts):
+        if total % (calls * strategy.placement.row_shards):
             refuse_padding(total, unmasked)
         audit = audit.unpadded()
     try:
@@ -72,11 +72,11 @@ def _run_or_advise(audit: Audit) -> AuditReport:
         raise advise(audit, error) from None
 
 
-def _of_fewest_rows(step: StepToAudit, *, parts: int, pads: bool) -> Audit:
+def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
     """The audit, traced for the least number of rows that the function takes."""
-    split = step.strategy.placement.row_parts
+    split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
-    called_with = min(-(-total // parts), total // 2)
+    called_with = min(-(-total // calls), total // 2)
     called_with -= 0 if pads else called_with % split  # what is dropped is not padded
     if not called_with:
         raise NotAudited(

@@ -1,4 +1,4 @@
-"""Which programs can be audited, and which were: verdicts, kept once a program."""
+"""Which programs can be audited, and which were: audit results, kept once a program."""
 
 import contextlib
 import dataclasses
@@ -121,13 +121,13 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
 
 
 def folders_of_records(*others: str | None) -> list[str]:
-    """Where verdicts are kept: beside JAX's programs, and in ``others``."""
+    """Where audit results are kept: beside JAX's programs, and in ``others``."""
     config: Any = jax.config
     folders = [config.jax_compilation_cache_dir, *others]
     return [os.fspath(folder) for folder in folders if folder]
 
 
-def verdict_on(program: str | None, folders: Sequence[str]) -> AuditReport | None:
+def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport | None:
     """What an audit of the program found, if any is kept; the same on all processes."""
     if program is None:
         return None
@@ -136,7 +136,7 @@ def verdict_on(program: str | None, folders: Sequence[str]) -> AuditReport | Non
 
 
 def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> None:
-    """Keep a verdict in these folders; say where it cannot be."""
+    """Keep an audit result in these folders; say where it cannot be."""
     if program is None or jax.process_index() != 0:
         return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
@@ -181,7 +181,7 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """What ties a verdict to its program: one that was copied or cut has another.
+    """What ties an audit result to its program: one that was copied or cut has another.
 
     It is no signature: who may write the folder may put other programs beside it, too.
     """
@@ -218,7 +218,7 @@ def _read_text(folder: str, program: str) -> bytes:
 
 
 def _path(folder: str, program: str) -> Any:
-    """The file of a verdict: a path of this machine, or of a store."""
+    """The file of an audit result: a path of this machine, or of a store."""
     is_stored = "://" in folder
     made = epath.Path(folder) if is_stored else pathlib.Path(folder)
     return made / "audited" / f"{program}.json"

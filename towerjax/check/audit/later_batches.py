@@ -14,7 +14,7 @@ import numpy as np
 from towerjax.check.audit.run_towers import DRAWS, RowsToRun
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.data import feed
-from towerjax.data.shard import with_shared, without_shared
+from towerjax.data.batch_rows import with_replicated, without_replicated
 from towerjax.types import PyTree, Whole
 from towerjax.types.trees import is_key
 
@@ -67,7 +67,7 @@ class Splits:
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
     """The sum of each row's numbers, so that one tower may have the smaller ones."""
-    rows, _ = without_shared(split.rows)
+    rows, _ = without_replicated(split.rows)
     total = np.zeros(count)
     for x in jax.tree.leaves(rows, is_leaf=is_sparse):
         if not (is_sparse(x) or is_key(x)):
@@ -95,7 +95,7 @@ def _with_arrays(
     batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
 ) -> PyTree | None:
     """The batch with its arrays changed; None where ``change`` is None of each."""
-    rows, held = without_shared(batch)
+    rows, held = without_replicated(batch)
     leaves, tree = jax.tree.flatten(rows, is_leaf=is_sparse)
     fixed = [is_sparse(x) or is_key(x) for x in leaves]
     made = [
@@ -106,7 +106,7 @@ def _with_arrays(
         return None
     pairs = zip(leaves, made, strict=True)
     rows = tree.unflatten([old if new is None else new for old, new in pairs])
-    return with_shared(rows, [Whole(x) for x in held])
+    return with_replicated(rows, [Whole(x) for x in held])
 
 
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:

@@ -84,15 +84,15 @@ class Towers:
         passes: Passes | None = None,
         narrow: bool = False,
     ) -> None:
-        alike = on_one_group(strategy, number, narrow=narrow)
+        on_group = on_one_group(strategy, number, narrow=narrow)
         self.number = number
         self.rows = rows
         self._effort = 0 if passes is None else 1  # without gradients it is soon there
-        self._placement = alike.placement
+        self._placement = on_group.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
         plan = dataclasses.replace(plan, passes=passes or plan.passes)
-        self._plan = plan.towers_on(alike).merging()
+        self._plan = plan.towers_on(on_group).merging()
         own = dataclasses.replace(state, local=_local_of(state.local, number))
         self.state = place(own, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}

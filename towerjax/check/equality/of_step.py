@@ -48,9 +48,9 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       step: The step.
 
     Returns:
-      A verdict for each leaf; one of the whole step where it cannot be traced for other
-      numbers of rows. What is proved with a symbol for the rows of a tower holds for
-      any number of them; else it is proved for numbers that the step may have.
+      An answer for each leaf; one for the whole step where it cannot be traced for
+      other numbers of rows. What is proved with a symbol for the rows of a tower holds
+      for any number of them; else it is proved for numbers that the step may have.
     """
     if why := _why_not_traced(step):
         return _of_whole_step(why)
@@ -93,12 +93,12 @@ def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
         traced = traced_passes(step, alone, of_symbol=of_symbol)
-        found = _verdicts_of(traced, step)
+        found = _of_passes(traced, step)
         programs = [x for each in traced for x in each.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return found
     traced = traced_passes(step, whole, of_symbol=of_symbol)
-    return worst_of(found + _verdicts_of(traced, step))
+    return worst_of(found + _of_passes(traced, step))
 
 
 def line_of_own_devices(traced: Traced) -> str:
@@ -108,8 +108,8 @@ def line_of_own_devices(traced: Traced) -> str:
     return f"at {lines[0]}" if lines else ""
 
 
-def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
-    """The verdicts of all passes; those of a later one hold if those before it do."""
+def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
+    """The answers for all passes; those for a later one hold if those before it do."""
     found = []
     for number, each in enumerate(traced, 1):
         if why := _why_not_walked(each):
@@ -178,7 +178,7 @@ def _read_in_parts(plan: Plan) -> str | None:
 def _with_sums(
     found: Sequence[Equality], each: PassToProve, step: StepToProve, read: str | None
 ) -> list[Equality]:
-    """The verdicts, where of means so named sum and weight have to be the same, too."""
+    """The answers, where of means so named sum and weight have to be the same, too."""
     leaves = each.outputs
     pairs = [
         (x.name, leaves[x.weight].name)
@@ -202,9 +202,9 @@ def _with_sums(
 
 def _why_not_walked(each: PassToProve) -> str:
     """Why nothing can be said of a pass; "" if something can."""
-    if not each.is_alike:
+    if not each.has_same_leaves:
         return "towers return other leaves for another number of towers"
-    if each.in_parts and any(_meets(x.jaxpr, each.axes) for x in each.programs):
+    if each.in_micro_batches and any(_meets(x.jaxpr, each.axes) for x in each.programs):
         return "towers meet, of the rows of one micro-batch each"
     return ""
 

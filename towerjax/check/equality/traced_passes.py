@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, InconclusiveDimensionOperation, Literal
 
 from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.collectives.sparse_rows import IndexedRows
-from towerjax.data.shard import without_shared
+from towerjax.data.batch_rows import without_replicated
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
@@ -29,7 +29,7 @@ from towerjax.step.state.accumulators import (
     CARRIED,
     JOINED,
     MERGED,
-    OWN,
+    PER_TOWER,
     ROWS,
     SAME,
     SHOWN,
@@ -86,8 +86,8 @@ class PassToProve:
     inputs: list[Given]
     outputs: list[MergedLeaf]
     axes: list[str]
-    in_parts: bool  # whether a tower has several micro-batches
-    is_alike: bool  # whether such leaves are returned for each number of towers
+    in_micro_batches: bool  # whether a tower has several micro-batches
+    has_same_leaves: bool  # whether the leaves are the same for each number of towers
     loss_reduction: Reduction | None = None  # what a bare loss means
 
 
@@ -95,12 +95,12 @@ class _Split(NamedTuple):
     """How a batch is split: over so many towers, and of each into micro-batches."""
 
     towers: int
-    parts: int = 1
+    micro_batches: int = 1
 
     @property
     def number(self) -> int:
         """The number of all micro-batches."""
-        return self.towers * self.parts
+        return self.towers * self.micro_batches
 
 
 def traced_passes(
@@ -126,29 +126,29 @@ def traced_passes(
     own = _Split(step.strategy.num_towers, 1 if takes_gradient else several)
     splits = [*map(_Split, NUMBERS_OF_TOWERS)]
     splits += [] if own in splits else [own]
-    in_parts = several > 1 and not takes_gradient
+    in_micro_batches = several > 1 and not takes_gradient
     columns = []
     for split in splits:
         plan = dataclasses.replace(step.plan, passes=passes)
-        alike = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
-        alike = alike.changed(micro_batches=split.parts)
+        of_split = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
+        of_split = of_split.changed(micro_batches=split.micro_batches)
         rows = _symbol_for(step) if of_symbol else _rows_for(step, split, splits)
-        columns.append([*_trace_passes(alike, step, split, rows, in_parts)])
+        columns.append([*_trace_passes(of_split, step, split, rows, in_micro_batches)])
     found = []
     for each in zip(*columns, strict=True):
         programs, inputs, outputs, axes, bare = zip(*each, strict=True)
         if not any(outputs):
             continue  # it merges nothing
-        is_alike = all(x == outputs[0] for x in outputs)
+        has_same_leaves = all(x == outputs[0] for x in outputs)
         given = [*programs], inputs[0], outputs[0], axes[0]
-        found.append(PassToProve(*given, several > 1, is_alike, bare[0]))
+        found.append(PassToProve(*given, several > 1, has_same_leaves, bare[0]))
     return found
 
 
 def _symbol_for(step: StepToProve) -> Any:
     """The rows of a tower, whatever number they are."""
     [rows] = jax.export.symbolic_shape("n")
-    return rows * step.strategy.placement.row_parts
+    return rows * step.strategy.placement.row_shards
 
 
 def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int:
@@ -159,14 +159,14 @@ def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int
     """
     number = split.number
     each = max(step.rows, 2)
-    each += -each % step.strategy.placement.row_parts
+    each += -each % step.strategy.placement.row_shards
     if step.padded:
         return each * _PADDED_ROWS.get(number, 11 if number % 7 == 0 else 7)
     return each * math.lcm(*[x.number for x in splits]) // number
 
 
 def _trace_passes(
-    passes: Passes, step: StepToProve, split: _Split, rows: Any, in_parts: bool
+    passes: Passes, step: StepToProve, split: _Split, rows: Any, in_micro_batches: bool
 ) -> Iterator[tuple[Any, ...]]:
     """What a `PassToProve` has of one split, of each pass, one after another.
 
@@ -182,29 +182,31 @@ def _trace_passes(
     def of_local(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
 
-    own, shared = without_shared(step.batch)
+    own, replicated = without_replicated(step.batch)
     counts = jax.ShapeDtypeStruct((number,), jnp.int32)
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    shared = jax.tree.map(lambda x: x if is_shape(x) else jnp.asarray(x), shared)
-    shared = shapes_of(shared)
+    replicated = jax.tree.map(
+        lambda x: x if is_shape(x) else jnp.asarray(x), replicated
+    )
+    replicated = shapes_of(replicated)
     state = map_parts(
         TowerLocal,
         lambda variable: jax.tree.map(of_local, variable),
         shapes_of(step.state),
     )
-    given = state, jax.tree.map(of_all, own), counts, shared
+    given = state, jax.tree.map(of_all, own), counts, replicated
     merged = list[PyTree]()
     kinds = list[PyTree]()
     for pass_ in passes.in_turn(merged):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []
-        closed, tree = _trace_tower(pass_, (*given, before), in_parts)
-        program = TowerProgram(closed, split.number, rows, split.parts)
+        closed, tree = _trace_tower(pass_, (*given, before), in_micro_batches)
+        program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
-        inputs = [*_inputs_of(step, pass_, own, shared), *later]
+        inputs = [*_inputs_of(step, pass_, own, replicated), *later]
         # The next micro-batch reads what one leaves in a variable.
-        variables = [] if in_parts else _variables_of(step, inputs)
-        inputs += [Given.MICRO_BATCH] if in_parts else []
+        variables = [] if in_micro_batches else _variables_of(step, inputs)
+        inputs += [Given.MICRO_BATCH] if in_micro_batches else []
         outputs = _leaves_of_tower(tree, variables)
         if pass_.merges_sums:
             outputs = _gradients_as_means(outputs, pass_.loss)
@@ -214,15 +216,15 @@ def _trace_passes(
 
 
 def _trace_tower(
-    pass_: Pass, args: tuple[PyTree, ...], in_parts: bool
+    pass_: Pass, args: tuple[PyTree, ...], in_micro_batches: bool
 ) -> tuple[ClosedJaxpr, PyTree]:
     """The program of one tower, and the `Returned` that it gives, as shapes.
 
-    Where it is ``in_parts`` it is that of a micro-batch, the number of which it takes.
+    With ``in_micro_batches`` it is that of one micro-batch, and takes its number.
     """
     axes = pass_.strategy.placement.abstract_axes
     layouts = *pass_.ins.values(), Layout.MIRRORED
-    index = jax.ShapeDtypeStruct((), jnp.int32) if in_parts else None
+    index = jax.ShapeDtypeStruct((), jnp.int32) if in_micro_batches else None
 
     def first(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
@@ -230,8 +232,8 @@ def _trace_tower(
     def on_device(*args: PyTree) -> PyTree:
         *given, index = args
         towers = DeviceTowers(pass_, axes, {}, *given)
-        if in_parts:
-            sums, tree = towers.run_part(index)
+        if in_micro_batches:
+            sums, tree = towers.run_micro_batch(index)
             return put_sums(first(tree), sums)
         sums, (tree, _) = towers.run()
         is_stacked = pass_.strategy.cross_tower_ops.needs_every_tower
@@ -243,7 +245,7 @@ def _trace_tower(
 
 
 def _inputs_of(
-    step: StepToProve, pass_: Pass, own: PyTree, shared: PyTree
+    step: StepToProve, pass_: Pass, own: PyTree, replicated: PyTree
 ) -> list[Given]:
     """What each input of a tower's program is, but what a pass before it merged.
 
@@ -259,7 +261,7 @@ def _inputs_of(
         inputs += [kind] * len(jax.tree.leaves(x))
     of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
     inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
-    return inputs + [Given.REPLICATED] * len(jax.tree.leaves(shared))
+    return inputs + [Given.REPLICATED] * len(jax.tree.leaves(replicated))
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
@@ -295,11 +297,11 @@ _MERGES = {
     ROWS: Merge.ROWS,
     JOINED: Merge.TABLE_ROWS,
     MERGED: Merge.OTHER,
-    OWN: Merge.PER_TOWER,
+    PER_TOWER: Merge.PER_TOWER,
 }
 
 
-_ALIKE = ADDED, SHOWN, SAME, ROWS  # what is the same however the batch is split
+_REPLICATED = ADDED, SHOWN, SAME, ROWS  # what is the same however the batch is split
 
 
 def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
@@ -405,7 +407,7 @@ def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
     """The shapes of what a tower's results are merged to, for the next pass."""
 
     def of(x: Returned) -> PyTree:
-        if x.how in (*_ALIKE, MERGED) and x.how is not ROWS:
+        if x.how in (*_REPLICATED, MERGED) and x.how is not ROWS:
             return x.value
         is_joined = x.how in (ROWS, JOINED)
 
@@ -425,7 +427,7 @@ def _kinds_given_later(tree: PyTree) -> PyTree:
 
     def of(x: Returned) -> PyTree:
         # Of a table the rows are in the towers' order, which depends on the split.
-        kind = Given.REPLICATED if x.how in _ALIKE else Given.PER_TOWER
+        kind = Given.REPLICATED if x.how in _REPLICATED else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 
     return map_parts(Returned, of, tree)

@@ -193,14 +193,14 @@ def _pairs(
         raise ValueError(f"{named} results differ: {listed(names)}.")
     pairs: dict[str, tuple[Any, Any]] = dict.fromkeys(others, (None, None))
     for name in [name for name in want if name in got]:
-        *pair, how = _alike(got[name], want[name], rtol)
+        *pair, how = _as_compared(got[name], want[name], rtol)
         pairs[name] = pair[0], pair[1]
         if how:
             differing.setdefault(how, {})[name] = None
     return pairs
 
 
-def _alike(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
+def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
     """Both in one shape, and what of the first was taken where devices differ.
 
     Rows that `jax.pmap` has split are joined. A state is as many copies. Of what else

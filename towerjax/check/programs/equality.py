@@ -79,7 +79,7 @@ def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
       programs: The program for each number of devices, of the same global arguments.
 
     Returns:
-      A verdict for each result that is a number, the worst of all pairs.
+      An answer for each result that is a number, the worst of all pairs.
     """
     found = list[Equality]()
     ordered = sorted(programs.items())
@@ -89,7 +89,7 @@ def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
 
 
 def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
-    """The verdicts for two numbers of devices."""
+    """The answers for two numbers of devices."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:

@@ -95,11 +95,11 @@ class ProgramReport:
         if self.equal:
             number = sum(x.says == "proved" for x in self.equal)
             yield f"the same as on one device: {number} of {len(self.equal)} results"
-        alike = dict[tuple[str, str], list[str]]()
+        by_answer = dict[tuple[str, str], list[str]]()
         for x in self.equal:
             if x.says != "proved":
-                alike.setdefault((x.says, x.why), []).append(x.leaf)
-        for (says, why), (first, *more) in alike.items():
+                by_answer.setdefault((x.says, x.why), []).append(x.leaf)
+        for (says, why), (first, *more) in by_answer.items():
             leaves = f"{first} and {len(more)} more" if more else first
             yield f"  {Equality(leaves, says, why)}"
 
@@ -200,7 +200,7 @@ def proved(
     jaxpr = traced.jaxpr
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
-    maps = list({(x.line, *x.along, x.alike, x.split): x for x in every}.values())
+    maps = list({(x.line, *x.along, x.replicated, x.split): x for x in every}.values())
     told = list[str]()
     notes = list[str]()
     for x in maps:
@@ -222,9 +222,11 @@ def proved(
         )
     notes += dict.fromkeys(_elsewhere(jaxpr))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
-    lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
+    lines = [
+        f"{_at(x)}: {x.replicated} results are the same, {x.split} split" for x in maps
+    ]
     told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
-    same = sum(x.alike for x in maps)
+    same = sum(x.replicated for x in maps)
     return ProgramReport(*told_of, same, len(kept) - len(drifts), tuple(equal))
 
 

@@ -114,8 +114,8 @@ def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
     for i, x in enumerate(args):
         kind = _kind([x])
         leaves = flatten(x)[0]
-        alike = [j for j, of_result in enumerate(kinds) if of_result == kind]
-        at = [i] if i in alike else alike * (len(leaves) > 1)
+        of_its_kind = [j for j, of_result in enumerate(kinds) if of_result == kind]
+        at = [i] if i in of_its_kind else of_its_kind * (len(leaves) > 1)
         if at and any(isinstance(leaf, _SHAPED) for leaf in leaves):
             places[i] = None if is_one else at[0]
     return places

@@ -197,7 +197,7 @@ def report_on(
     program: Program, placement: Placement, unproved: Mapping[str, str] | None
 ) -> StepReport:
     """The report on a step's program, of which some leaves are not proved."""
-    names = [*program.plan.ins, "verdict"]
+    names = [*program.plan.ins, "step_flag"]
     report = _make_report(program.call, names, placement, program.seconds)
     return dataclasses.replace(report, unproved=unproved, counted=program.flops)
 

@@ -38,6 +38,12 @@ from towerjax.proof.equal import (  # noqa: F401
     shapes,
     sums,
 )
+from towerjax.proof.equal.answer import Merge as Merge
+from towerjax.proof.equal.answer import (
+    ProvedResult,
+    answer_for,
+    answer_for_table_rows,
+)
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
@@ -46,12 +52,6 @@ from towerjax.proof.equal.kinds import (
     Known,
     copy,
     rows,
-)
-from towerjax.proof.equal.verdict import Merge as Merge
-from towerjax.proof.equal.verdict import (
-    ProvedResult,
-    verdict_of,
-    verdict_of_table_rows,
 )
 from towerjax.proof.equal.walk import kinds_of_results
 
@@ -75,13 +75,13 @@ class TowerProgram(NamedTuple):
       jaxpr: Its closed jaxpr.
       towers: T; where a tower has several micro-batches, the number of all of these.
       rows: The rows of one of them: a number, or a symbol that all programs share.
-      parts: How many micro-batches a tower has.
+      micro_batches: How many micro-batches a tower has.
     """
 
     jaxpr: ClosedJaxpr
     towers: int
     rows: Any
-    parts: int = 1
+    micro_batches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class MergedLeaf:
     """A result of a tower's program, and how it is merged.
 
     Attributes:
-      name: Its name in the verdict.
+      name: Its name in the answer.
       merge: How the towers' values become one.
       weight: Of a MEAN, the number of the result that it is divided by.
       becomes: Of a PER_TOWER, the number of the input that it is in the next step,
@@ -159,16 +159,16 @@ def equal_to_one_tower(
         not be in the proportion of the numbers of towers, or be one symbol.
 
     Returns:
-      One verdict for each leaf but those of PER_TOWER; where pairs of programs differ,
-      the worst.
+      One answer for each leaf except those of PER_TOWER; where pairs of programs
+      differ, the worst.
     """
     pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
-    found = [_verdicts(programs[0].jaxpr, x, outputs, padded) for x in pairs]
+    found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
     return worst_of([x for each in found for x in each])
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
-    """The worst verdict on each leaf, in the order of the first ones."""
+    """The worst answer for each leaf, in the order of the first ones."""
     found: dict[str, Equality] = {}
     for equality in equalities:
         known = found.get(equality.leaf)
@@ -211,9 +211,9 @@ def _results_of_pair(
 ) -> list[ProvedResult]:
     """What is known of the results for two numbers of towers."""
     first, second = pair
-    each = [(x.towers, x.rows, x.parts) for x in pair]
-    towers, rows_each, parts = zip(*each, strict=True)
-    sizes = Sizes(towers, rows_each, padded, parts)
+    each = [(x.towers, x.rows, x.micro_batches) for x in pair]
+    towers, rows_each, micro_batches = zip(*each, strict=True)
+    sizes = Sizes(towers, rows_each, padded, micro_batches)
     numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
     ins = [_INPUTS.get(x, numbers) for x in inputs]
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
@@ -224,25 +224,25 @@ def _results_of_pair(
     ]
 
 
-def _verdicts(
+def _answers(
     program: ClosedJaxpr,
     results: Sequence[ProvedResult],
     outputs: Sequence[MergedLeaf],
     padded: bool,
 ) -> list[Equality]:
-    """The verdicts for two numbers of towers, of one of which this is the program."""
+    """The answers for two numbers of towers, of one of which this is the program."""
     found = []
     for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
             continue
         if leaf.indices is not None:
             at = results[leaf.indices]
-            verdict = verdict_of_table_rows(result.value, at, padded)
+            answer = answer_for_table_rows(result.value, at, padded)
         else:
             weight = None if leaf.weight is None else results[leaf.weight].value
             has_rows = result.times_rows == 1
-            verdict = verdict_of(leaf.merge, result.value, weight, has_rows)
-        says, why, advice = verdict
+            answer = answer_for(leaf.merge, result.value, weight, has_rows)
+        says, why, advice = answer
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says == "proved" and not fits:
             says = "unknown"

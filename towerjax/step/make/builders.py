@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.data.shard import Remainder
+from towerjax.data.batch_rows import Remainder
 from towerjax.step.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import (
@@ -13,7 +13,7 @@ from towerjax.step.plan import (
     state_ins,
     training_plan,
 )
-from towerjax.step.state.accumulators import as_own
+from towerjax.step.state.accumulators import mark_per_tower
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.policies import Read, StatePolicy
 from towerjax.step.state.train_state import TrainState
@@ -125,7 +125,7 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
     def finish(
         _: PyTree, __: PyTree, merged: list[PyTree], ___: PyTree
     ) -> tuple[PyTree]:
-        return (as_own(merged[0]),)
+        return (mark_per_tower(merged[0]),)
 
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")

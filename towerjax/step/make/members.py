@@ -11,7 +11,7 @@ from towerjax.mesh.transfer import place
 from towerjax.step.plan import Passes, Plan, state_ins
 from towerjax.step.run.compile import inline
 from towerjax.step.run.prove import Proof
-from towerjax.step.state.accumulators import owned
+from towerjax.step.state.accumulators import unmark_per_tower
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.policies import StatePolicy
@@ -72,7 +72,7 @@ class Members:
             ins,
             outs,
             donates=True,
-            gives_verdict=True,
+            gives_step_flag=True,
             audited=self._first,
         )
         self.step = Step(plan)
@@ -126,7 +126,7 @@ class Members:
             proofs.append(traced.proof)
             now = {name: x for name, x in out.now.items() if name != "step"}
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-            return donated, now, owned(out.metrics), out.verdict
+            return donated, now, unmark_per_tower(out.metrics), out.step_flag
 
         donated, now, metrics, refused = self._over(train)(donated, kept["rng"])
         now["step"] = kept["step"] + 1

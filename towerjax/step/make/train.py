@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
-from towerjax.data.shard import Remainder
+from towerjax.data.batch_rows import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import TowerFn

@@ -1,7 +1,7 @@
 """The gradient of a loss: the losses are added first, and then differentiated once.
 
-``of_part(trained, zeros)`` gives the results of one part of a batch, of one tower or of
-all towers of a device, whose losses it has added; and the ids of its lookups. So one
+``of_micro_batch(trained, zeros)`` gives the results of one micro-batch, of one tower or
+of all towers of a device, whose losses it has added; and the ids of its lookups. So one
 derivative is the sum of the gradients of these towers, and no program of gradients is
 added up.
 """
@@ -23,8 +23,8 @@ from towerjax.types.trees import map_parts, widen_dtype
 
 Zeros: TypeAlias = Sequence[jax.Array]
 Ids: TypeAlias = list[jax.Array]
-OfPart: TypeAlias = Callable[[PyTree, Zeros], tuple[Any, Ids]]
-"""``(trained, zeros) -> (results, ids)``, of one part of a batch."""
+OfMicroBatch: TypeAlias = Callable[[PyTree, Zeros], tuple[Any, Ids]]
+"""``(trained, zeros) -> (results, ids)``, of one micro-batch."""
 
 
 class Tables(Protocol):
@@ -148,7 +148,7 @@ def vjp(
 
 
 def gradient_of(
-    of_part: OfPart,
+    of_micro_batch: OfMicroBatch,
     trained: PyTree,
     tables: Tables,
     *,
@@ -156,7 +156,7 @@ def gradient_of(
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """What a part returns, a dict, and the gradient of its loss by ``trained``.
+    """What a micro-batch returns, a dict, and the gradient of its loss by ``trained``.
 
     ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
     are those of several means, over all towers and micro-batches. ``share``: which
@@ -166,7 +166,7 @@ def gradient_of(
     def sums_of(
         trained: PyTree, zeros: Zeros
     ) -> tuple[list[list[jax.Array]], tuple[Any, PyTree], Ids]:
-        tree, ids = of_part(trained, zeros)
+        tree, ids = of_micro_batch(trained, zeros)
         losses = LossSums.each(with_fixed_weights(values_of(tree[loss]), trained))
         return [[*x.sums, *x.shared] for x in losses], (losses, tree), ids
 
@@ -189,12 +189,12 @@ def gradient_of(
 
 
 def gradients_of_terms(
-    of_part: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
+    of_micro_batch: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
-    """What ``of_part(trained)`` returns, and the gradient of each sum by itself."""
+    """What ``of_micro_batch(trained)`` returns, and the gradient of each sum alone."""
 
     def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
-        tree = of_part(trained)
+        tree = of_micro_batch(trained)
         losses = LossSums.each(values_of(tree[loss]))
         return [total for x in losses for total in x.sums], (losses, tree)
 

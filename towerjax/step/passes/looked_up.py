@@ -157,7 +157,7 @@ class TracedLoss:
         program = jax.make_jaxpr(of_leaves)(*leaves)
         return cls(program, Lookups.of(program, 0, trained), returned)
 
-    def of_part(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
+    def of_micro_batch(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
         """What the function returns, and the ids of its lookups."""
         values, ids = self.lookups.evaluate(jax.tree.leaves(trained), zeros)
         return put_parts(jax.Array, self.returned, map(jnp.asarray, values)), ids
@@ -170,11 +170,11 @@ class TracedLoss:
         ``differentiated(results, trained)`` gives the values of the function's results.
         """
 
-        def of_part(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Any, Ids]:
-            results, ids = self.of_part(trained, zeros)
+        def of_micro_batch(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Any, Ids]:
+            results, ids = self.of_micro_batch(trained, zeros)
             return differentiated(results, trained), results, ids
 
-        values, pull, results = vjp(of_part, trained, self.lookups)
+        values, pull, results = vjp(of_micro_batch, trained, self.lookups)
 
         def pull_back(cotangents: PyTree) -> PyTree:
             grads, _ = pull(cotangents)
@@ -185,12 +185,14 @@ class TracedLoss:
     def gradient(self, trained: PyTree) -> tuple[PyTree, Gradient]:
         """``(rest, gradient of the loss)`` of a function that returns (loss, rest)."""
 
-        def of_part(trained: PyTree, zeros: Zeros) -> tuple[dict[str, PyTree], Ids]:
-            (loss, rest), ids = self.of_part(trained, zeros)
+        def of_micro_batch(
+            trained: PyTree, zeros: Zeros
+        ) -> tuple[dict[str, PyTree], Ids]:
+            (loss, rest), ids = self.of_micro_batch(trained, zeros)
             return {"loss": loss, "rest": rest}, ids
 
         tree, gradient = gradient_of(
-            of_part,
+            of_micro_batch,
             trained,
             self.lookups,
             loss="loss",

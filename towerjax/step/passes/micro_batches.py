@@ -28,7 +28,7 @@ from towerjax.types.version import page
 
 
 def scan_micro_batches(
-    of_part: Callable[..., PyTree],
+    of_micro_batch: Callable[..., PyTree],
     numbered: tuple[jax.Array, PyTree],
     local: PyTree,
     *,
@@ -37,17 +37,17 @@ def scan_micro_batches(
     """The merged results of ``A`` micro-batches, which are run by ``scan``.
 
     Args:
-      of_part: ``(index, rows, local) -> tree`` of `Returned`.
+      of_micro_batch: ``(index, rows, local) -> tree`` of `Returned`.
       numbered: The numbers of all, ``[A]``, and their rows, leaves ``[A, ...]``.
       local: The towers' variables before the first one.
-      of_several: Whether ``of_part`` is that of a device's towers, which has
+      of_several: Whether ``of_micro_batch`` is that of a device's towers, which has
         added their sums and returns a row of each other value for each tower.
 
     Returns:
-      A tree of `Returned`, as of one part.
+      A tree of `Returned`, as of one micro-batch.
     """
     first = jax.tree.map(lambda x: x[0], numbered)
-    program, shapes = jax.make_jaxpr(of_part, return_shape=True)(*first, local)
+    program, shapes = jax.make_jaxpr(of_micro_batch, return_shape=True)(*first, local)
     treedef = jax.tree.structure(shapes)
     run = jaxpr_as_fun(program)
     parts = parts_of(Returned, shapes)

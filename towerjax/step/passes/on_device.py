@@ -16,9 +16,9 @@ from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.ops import sum_over_towers
 from towerjax.collectives.sparse_rows import num_rows
-from towerjax.data.shard import split_rows, with_shared
+from towerjax.data.batch_rows import split_rows, with_replicated
 from towerjax.lowering.dependents import rounds_shared_values
-from towerjax.lowering.parts import is_shard
+from towerjax.lowering.sharded_values import is_shard
 from towerjax.lowering.shards import on_shards, shapes_of_whole
 from towerjax.lowering.tower_axis import (
     TowerPrograms,
@@ -28,11 +28,11 @@ from towerjax.lowering.tower_axis import (
 )
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
-from towerjax.step.passes.added import Added, dim_in_parts, sums_in_parts, targets_of
+from towerjax.step.passes.added import Added, dim_of_shards, sums_in_shards, targets_of
 from towerjax.step.passes.derivative import (
     Ids,
     LossSums,
-    OfPart,
+    OfMicroBatch,
     Zeros,
     gradient_of,
     gradients_of_terms,
@@ -43,7 +43,7 @@ from towerjax.step.passes.micro_batches import (
     numbered_rows,
     scan_micro_batches,
 )
-from towerjax.step.passes.one_pass import OwnArgs, Pass, TowersFlags
+from towerjax.step.passes.one_pass import Pass, PerTowerArgs, TowersFlags
 from towerjax.step.state.accumulators import (
     ADDED,
     JOINED,
@@ -68,7 +68,7 @@ def on_device(
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """The function that each device runs: ``(merged, what the pass looks at)``.
 
-    What is merged and each tower's own is `TowersOwn`.
+    What is merged and each tower's own is `PerTowerValue`.
     """
 
     def run(*args: PyTree) -> tuple[PyTree, PyTree]:
@@ -98,7 +98,7 @@ class DeviceTowers:
     state: PyTree
     batch: PyTree
     num_valid: jax.Array
-    shared: PyTree
+    replicated: PyTree
     merged: PyTree
 
     @functools.cached_property
@@ -109,8 +109,8 @@ class DeviceTowers:
         if self.axes.num_local == 1:
             return True
         # Else the gradients of towers would be added up in these few bits.
-        program, _ = self._program_of_part
-        shapes = jax.tree.structure(self._part_shapes)
+        program, _ = self._program_of_micro_batch
+        shapes = jax.tree.structure(self._micro_batch_shapes)
         tower_id, own, _, trained, *_ = shapes.unflatten(program.jaxpr.invars)
         inputs = [tower_id, *jax.tree.leaves(own)], jax.tree.leaves(trained)
         return not rounds_shared_values(program, *inputs, self.axes.tower_axis)
@@ -127,27 +127,29 @@ class DeviceTowers:
         return self.pass_.trained is not None and self.pass_.differentiates
 
     @functools.cached_property
-    def own(self) -> OwnArgs:
+    def own(self) -> PerTowerArgs:
         """Each tower's own arguments, ``[k, ...]``."""
         rows = split_rows(self.batch, self.axes.num_local)
-        return OwnArgs(rows, self.num_valid, plain(self.state.local))
+        return PerTowerArgs(rows, self.num_valid, plain(self.state.local))
 
     @functools.cached_property
-    def common(self) -> tuple[PyTree, ...]:
-        """What all towers share: the values that are trained, if any, and others."""
+    def replicated_args(self) -> tuple[PyTree, ...]:
+        """What is replicated over towers: the trained values, if any, and others."""
         pass_ = self.pass_
         trained = None
         read = None
         if pass_.trained is not None:
-            trained = on_shards(pass_.trained, self.state, *self.merged, alike=True)
+            trained = on_shards(
+                pass_.trained, self.state, *self.merged, replicated=True
+            )
         if pass_.reads_local:
             ops = pass_.strategy.cross_tower_ops
             read = read_local_over_towers(self.state.local, ops, self.axes)
-        # Shapes of common arguments may not depend on ``D``: local values are row 0's.
+        # Their shapes may not depend on ``D``: local values are those of row 0.
         first = jax.tree.map(lambda x: x[0], plain(self.state.local))
         local = with_local_values(self.state.local, first)
         state = dataclasses.replace(self.state, local=local)
-        return trained, state, read, self.shared, self.merged
+        return trained, state, read, self.replicated, self.merged
 
     def run(self) -> tuple[PyTree, PyTree]:
         """The sums over these towers, and what each has of its own, ``[k, ...]``."""
@@ -157,7 +159,11 @@ class DeviceTowers:
         if not self.is_added_first:
             return self._run_each(weights)
         tree = self._of_micro_batches(
-            self._call_together, self.own, self.common, weights, of_several=True
+            self._call_together,
+            self.own,
+            self.replicated_args,
+            weights,
+            of_several=True,
         )
         own, rest = take_sums(tree)
         return own, (rest, None)
@@ -171,33 +177,33 @@ class DeviceTowers:
         if not self.takes_gradient:
             own, (tree, _) = self.run()
             return put_sums(tree, own)
-        trained, *others = self.common
+        trained, *others = self.replicated_args
 
         def run(index: Any, rows: PyTree, local: PyTree) -> PyTree:
-            own = OwnArgs(rows, self.num_valid, local)
+            own = PerTowerArgs(rows, self.num_valid, local)
 
-            def of_part(trained: PyTree) -> PyTree:
+            def of_micro_batch(trained: PyTree) -> PyTree:
                 tree, _ = self._call_together(own, index, trained, *others)
                 return tree
 
-            tree, each = gradients_of_terms(of_part, trained, self.pass_.loss)
+            tree, each = gradients_of_terms(of_micro_batch, trained, self.pass_.loss)
             return {**tree, "grads": jax.tree.map(lambda x: Returned(x, ADDED), each)}
 
         return self._for_micro_batches(run, self.own, of_several=True)
 
-    def run_part(self, index: jax.Array) -> tuple[PyTree, PyTree]:
+    def run_micro_batch(self, index: jax.Array) -> tuple[PyTree, PyTree]:
         """What one micro-batch returns, the rows of which these are: sums, and others.
 
         No gradient is taken of its loss.
         """
-        given = self._part, self.axes, self.own, index, *self.common
+        given = self._micro_batch, self.axes, self.own, index, *self.replicated_args
         sums, (rest, _) = over_local_towers(*given, stack_sums=False)
         return sums, rest
 
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, where they must be known beforehand."""
         runs_once = self.is_added_first and self.pass_.micro_batches == 1
-        program, tree = self._program_of_part
+        program, tree = self._program_of_micro_batch
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
         means = parts_of(Means, values_of(as_one_tree(tree, shapes)[self.pass_.loss]))
         if runs_once or not any(len(x.terms) > 1 for x in means):
@@ -218,16 +224,18 @@ class DeviceTowers:
         looks_at = self.pass_.looks_at
 
         def tower_fn(
-            tower_id: jax.Array, own: OwnArgs, weights: Any, *common: PyTree
+            tower_id: jax.Array, own: PerTowerArgs, weights: Any, *replicated: PyTree
         ) -> tuple[PyTree, PyTree]:
             call = functools.partial(self._call_one, tower_id)
-            tree = self._of_micro_batches(call, own, common, weights, of_several=False)
+            tree = self._of_micro_batches(
+                call, own, replicated, weights, of_several=False
+            )
             flagged = looks_at and looks_at.at_tower(tree)
             sums, rest = take_sums(tree)
             return sums, (rest, flagged)
 
         name = "with gradient" if self.takes_gradient else "tower"
-        is_one = self._is_on_parts and not self._needs_program
+        is_one = self._is_on_shards and not self._needs_program
         run = functools.partial(
             over_local_towers,
             self._lowered(tower_fn, name) if is_one else tower_fn,
@@ -236,10 +244,10 @@ class DeviceTowers:
             number=self.state.step,
             programs=self.programs,
             name=name,
-            is_lowered=self._is_on_parts,
+            is_lowered=self._is_on_shards,
         )
-        args = self.own, weights, *self.common
-        return run(*args) if self._is_on_parts else self._on_parts(run)(*args)
+        args = self.own, weights, *self.replicated_args
+        return run(*args) if self._is_on_shards else self._on_shards(run)(*args)
 
     @property
     def _needs_program(self) -> bool:
@@ -247,55 +255,55 @@ class DeviceTowers:
         return self.pass_.trained is not None or self.pass_.micro_batches > 1
 
     @functools.cached_property
-    def _is_on_parts(self) -> bool:
-        """Whether the program of each tower is run on parts, and its sums are parts.
+    def _is_on_shards(self) -> bool:
+        """Whether the program of each tower is run on shards, and its sums are shards.
 
         Else that of a device's towers is, with each tower's own gradient.
         """
-        held = jax.tree.leaves(self.common, is_leaf=is_shard)
+        held = jax.tree.leaves(self.replicated_args, is_leaf=is_shard)
         is_one = self.axes.in_turn or self.axes.num_local == 1
         return is_one and not self.needs_each and any(map(is_shard, held))
 
-    def _on_parts(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """``run(*args) -> (sums, rest)``, of common values that may be parts."""
+    def _on_shards(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """``run(*args) -> (sums, rest)``, of replicated values that may be shards."""
         ops = self.pass_.strategy.cross_tower_ops
         params = self.state.params
-        return sums_in_parts(run, dim_in_parts(ops, params, self.axes))
+        return sums_in_shards(run, dim_of_shards(ops, params, self.axes))
 
     def _lowered(self, fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
         """A function of one tower, on these devices."""
         how = fn, self.axes, self.programs, name
-        return self._on_parts(functools.partial(run_lowered, *how))
+        return self._on_shards(functools.partial(run_lowered, *how))
 
     def _of_micro_batches(
         self,
         call: Callable[..., tuple[PyTree, Ids]],
-        own: OwnArgs,
-        common: tuple[PyTree, ...],
+        own: PerTowerArgs,
+        replicated: tuple[PyTree, ...],
         weights: list[jax.Array] | None,
         *,
         of_several: bool,
     ) -> PyTree:
         """What all micro-batches return, merged, with the gradient of their loss.
 
-        ``call(own, index, *common)`` is one of them, of one tower or of several.
+        ``call(own, index, *replicated)`` is one of them, of one tower or of several.
         """
-        trained, *others = common
+        trained, *others = replicated
 
         def run(index: Any, rows: PyTree, local: PyTree) -> PyTree:
-            def of_part(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
-                given = OwnArgs(rows, own.num_valid, local, zeros)
+            def of_micro_batch(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
+                given = PerTowerArgs(rows, own.num_valid, local, zeros)
                 return call(given, index, trained, *others)
 
             if self.takes_gradient:
-                return self._with_gradient(of_part, trained, weights, of_several)
-            tree, _ = of_part(trained, ())
+                return self._with_gradient(of_micro_batch, trained, weights, of_several)
+            tree, _ = of_micro_batch(trained, ())
             return tree
 
         return self._for_micro_batches(run, own, of_several=of_several)
 
     def _for_micro_batches(
-        self, run: Callable[..., PyTree], own: OwnArgs, *, of_several: bool
+        self, run: Callable[..., PyTree], own: PerTowerArgs, *, of_several: bool
     ) -> PyTree:
         """What ``run(index, rows, local)`` returns of each micro-batch, merged."""
         if self.pass_.micro_batches == 1:
@@ -306,7 +314,7 @@ class DeviceTowers:
 
     def _with_gradient(
         self,
-        of_part: OfPart,
+        of_micro_batch: OfMicroBatch,
         trained: PyTree,
         weights: list[jax.Array] | None,
         of_several: bool,
@@ -318,7 +326,7 @@ class DeviceTowers:
         calls = axes.num_devices if of_several else axes.num_towers
         targets = targets_of(ops, trained, axes, lookups.tables)
         tree, gradient = gradient_of(
-            lambda values, zeros: of_part(targets.put(values), zeros),
+            lambda values, zeros: of_micro_batch(targets.put(values), zeros),
             targets.values,
             lookups.of_towers(axes.num_local) if of_several else lookups,
             loss=self.pass_.loss,
@@ -331,52 +339,54 @@ class DeviceTowers:
         return {**tree, "grads": as_returned(grads)}
 
     def _call_together(
-        self, own: OwnArgs, index: Any, *common: PyTree
+        self, own: PerTowerArgs, index: Any, *replicated: PyTree
     ) -> tuple[PyTree, Ids]:
         """One micro-batch of all towers of a device, their sums added.
 
         A tree of `Returned`, and the ids that each tower looked up.
         """
-        part = self._part_of_program
-        how = {"programs": self.programs, "name": "part"}
+        part = self._micro_batch_of_program
+        how = {"programs": self.programs, "name": "micro-batch"}
         run = functools.partial(over_local_towers, part, self.axes, **how)
         run = functools.partial(run, stack_sums=False)
-        sums, (rest, ids) = self._on_parts(run)(own, index, *common)
+        sums, (rest, ids) = self._on_shards(run)(own, index, *replicated)
         return put_sums(rest, sums), ids
 
     def _call_one(
-        self, tower_id: Any, own: OwnArgs, index: Any, *common: PyTree
+        self, tower_id: Any, own: PerTowerArgs, index: Any, *replicated: PyTree
     ) -> tuple[PyTree, Ids]:
         """One micro-batch of one tower: a tree of `Returned`, and ids."""
-        part = self._part_of_program if self._needs_program else self._part
-        if self._is_on_parts and self._needs_program:
-            part = self._lowered(part, "part")
-        sums, (rest, ids) = part(tower_id, own, index, *common)
+        part = (
+            self._micro_batch_of_program if self._needs_program else self._micro_batch
+        )
+        if self._is_on_shards and self._needs_program:
+            part = self._lowered(part, "micro-batch")
+        sums, (rest, ids) = part(tower_id, own, index, *replicated)
         return put_sums(rest, sums), ids
 
-    def _part_of_program(
-        self, tower_id: Any, own: OwnArgs, *others: PyTree
+    def _micro_batch_of_program(
+        self, tower_id: Any, own: PerTowerArgs, *others: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
-        """As `_part`, without another call of the user's function."""
+        """As `_micro_batch`, without another call of the user's function."""
         args = tower_id, own._replace(zeros=()), *others
         values, ids = self._lookups.evaluate(jax.tree.leaves(args), own.zeros)
-        _, tree = self._program_of_part
+        _, tree = self._program_of_micro_batch
         sums, (rest, _) = jax.tree.unflatten(tree, map(jnp.asarray, values))
         return sums, (rest, ids)
 
     @functools.cached_property
     def _lookups(self) -> Lookups:
         """The lookups of rows in the tower's program."""
-        program, _ = self._program_of_part
-        *before, trained = self._part_shapes[:4]
+        program, _ = self._program_of_micro_batch
+        *before, trained = self._micro_batch_shapes[:4]
         trained = trained if self.takes_gradient else None
         return Lookups.of(program, len(jax.tree.leaves(before)), trained)
 
     @functools.cached_property
-    def _part_shapes(self) -> tuple[PyTree, ...]:
-        """The shapes of the arguments of `_part`."""
+    def _micro_batch_shapes(self) -> tuple[PyTree, ...]:
+        """The shapes of the arguments of `_micro_batch`."""
         own = self.own
-        common = self.common
+        replicated = self.replicated_args
 
         def first() -> tuple[PyTree, ...]:
             tower = jax.tree.map(lambda x: x[0], own)
@@ -386,44 +396,44 @@ class DeviceTowers:
                 numbered = numbered_rows(tower.rows, count, of_several=False)
                 index, rows = jax.tree.map(lambda x: x[0], numbered)
                 tower = tower._replace(rows=rows)
-            return jnp.int32(0), tower, index, *common
+            return jnp.int32(0), tower, index, *replicated
 
         return shapes_of_whole(jax.eval_shape(first))
 
     @functools.cached_property
-    def _program_of_part(self) -> tuple[ClosedJaxpr, Any]:
+    def _program_of_micro_batch(self) -> tuple[ClosedJaxpr, Any]:
         """One tower's program of one micro-batch, and the treedef of its results."""
-        known = self.axes, self.programs, self._part_shapes
-        return tower_program(self._part, *known, "part")
+        known = self.axes, self.programs, self._micro_batch_shapes
+        return tower_program(self._micro_batch, *known, "micro-batch")
 
     def _check_micro_batch(self) -> None:
         """Refuse, once a program, what may not differ between micro-batches."""
         before = len(self.programs)
-        program, tree = self._program_of_part
+        program, tree = self._program_of_micro_batch
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        refuse_mixed_up(as_one_tree(tree, shapes), self.common[1].local)
+        refuse_mixed_up(as_one_tree(tree, shapes), self.replicated_args[1].local)
         if len(self.programs) > before or has_tracers(program.consts):
-            tower_id, own, index, *common = self._part_shapes
+            tower_id, own, index, *replicated = self._micro_batch_shapes
             kinds = [("", tower_id), ("rows", own.rows), ("", own.num_valid)]
-            kinds += [("local", own.local), ("rows", index), ("", common)]
+            kinds += [("local", own.local), ("rows", index), ("", replicated)]
             each = [kind for kind, x in kinds for _ in jax.tree.leaves(x)]
             numbers = as_one_tree(tree, range(len(shapes)))
             check_micro_batch(program, numbers, each, self.pass_.micro_batches)
 
-    def _part(
+    def _micro_batch(
         self,
         tower_id: jax.Array,
-        own: OwnArgs,
+        own: PerTowerArgs,
         index: Any,
         trained: PyTree,
         state: Any,
         read: PyTree,
-        shared: PyTree,
+        replicated: PyTree,
         merged: PyTree,
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
         """What one tower returns of one micro-batch: its sums, and other `Returned`.
 
-        Beside these there is a place for the ids that `_part_of_program` gives.
+        Beside these there is a place for the ids that `_micro_batch_of_program` gives.
         """
         pass_ = self.pass_
         rows = own.rows
@@ -445,7 +455,7 @@ class DeviceTowers:
             micro_batch=index,
         )
         rows = pass_.strategy.placement.split_rows(rows)
-        rows = with_shared(rows, shared) if shared else rows
+        rows = with_replicated(rows, replicated) if replicated else rows
         held = with_local_values(state.local, seen)
         given = dataclasses.replace(state, local=held), rows, tower, *merged
         given = given if pass_.trained is None else (trained, *given)

@@ -9,14 +9,14 @@ import jax
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.lowering.parts import Shards, shards_of
+from towerjax.lowering.sharded_values import Shards, shards_of
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.passes.added import Added
 from towerjax.step.passes.derivative import Zeros
 from towerjax.step.state.accumulators import (
-    TowersOwn,
-    is_own,
+    PerTowerValue,
+    is_per_tower_value,
     layouts_of,
     parts_of_tower,
     values_of,
@@ -70,8 +70,8 @@ class TowersFlags:
     ) -> PyTree:
         """Those of all towers, and of the parameters."""
         flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
-        common = on_shards(flag, params, alike=True)
-        return all_gather_rows(join_flags(common, own), axes)
+        replicated = on_shards(flag, params, replicated=True)
+        return all_gather_rows(join_flags(replicated, own), axes)
 
 
 TowerFn: TypeAlias = Callable[..., PyTree]
@@ -82,7 +82,7 @@ of a pass with ``trained`` is given these values as a first one.
 """
 
 
-class OwnArgs(NamedTuple):
+class PerTowerArgs(NamedTuple):
     """What one tower has of its own, or each of several, stacked."""
 
     rows: PyTree
@@ -128,7 +128,7 @@ class Pass:
     }
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
-        """Which parameters, and sums of their shapes, devices hold in parts."""
+        """Which parameters, and sums of their shapes, devices hold in shards."""
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
             return None
@@ -146,9 +146,9 @@ class Pass:
         given = dataclasses.replace(state, params=ours), *rest, merged
 
         def of_result(x: Any) -> Layout:
-            return whole if is_own(x) or x.shape not in shapes else split
+            return whole if is_per_tower_value(x) or x.shape not in shapes else split
 
-        wanted = jax.tree.map(of_result, out[0], is_leaf=is_own)
+        wanted = jax.tree.map(of_result, out[0], is_leaf=is_per_tower_value)
         wanted = wanted, jax.tree.map(lambda x: whole, out[1])
         params = args[0].params
         return shards_of(
@@ -172,7 +172,9 @@ class TracedPass:
         def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
 
-        return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
+        return map_parts(
+            PerTowerValue, lambda own: jax.tree.map(of, own), self.towers.out
+        )
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """The results, of and as global values."""

@@ -20,8 +20,8 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof
+from towerjax.step.run.step_flags import next_step_flag
 from towerjax.step.run.trace import Traced, trace
-from towerjax.step.run.verdicts import next_verdict
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree
@@ -68,7 +68,7 @@ def lower(
     """The step lowered to its devices, for arguments of these shapes.
 
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
-    program of a training takes the verdict of the call before as a last argument.
+    program of a training takes the step flag of the call before as a last argument.
     """
     plan = traced.plan
     ins = plan.ins
@@ -76,8 +76,8 @@ def lower(
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
-    if plan.gives_verdict:
-        shardings["verdict"] = placement.sharding(Layout.MIRRORED)
+    if plan.gives_step_flag:
+        shardings["step_flag"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
     state = ins["state"]
     jitted = jax.jit(
@@ -162,14 +162,14 @@ def _step_of(
     def step(*args: PyTree) -> PyTree:
         given = [*args]
         before = None
-        if traced.plan.gives_verdict:
+        if traced.plan.gives_step_flag:
             *given, before = args
         if full_rows is not None:  # by which XLA sees that all weights are 1
             given[at] = jnp.full_like(given[at], full_rows)
         out: Any = traced(*given)
         if before is None:
             return out
-        return out._replace(verdict=next_verdict(before, out.verdict))
+        return out._replace(step_flag=next_step_flag(before, out.step_flag))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names]

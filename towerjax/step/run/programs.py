@@ -9,8 +9,8 @@ import jax
 
 from towerjax.collectives.reduce import take_first
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
+from towerjax.data.batch_rows import Signature, batch_signature, explain_change
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import Signature, batch_signature, explain_change
 from towerjax.mesh.devices import bound_in_flight
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
@@ -154,15 +154,15 @@ class Programs:
         program: Program,
         first: tuple[PyTree, ...],
         batch: PlacedBatch,
-        *verdict: jax.Array,
+        *step_flag: jax.Array,
     ) -> PyTree:
         """The results of one of the programs for this batch."""
-        batch = send_shared(batch)
+        batch = send_replicated(batch)
         donates = self.plan.donates
         if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
-            out = program.call(*first, *batch.args, *verdict)
+            out = program.call(*first, *batch.args, *step_flag)
         except (RuntimeError, ValueError):
             require_jit()
             known = self._on_cpus or not donates
@@ -184,7 +184,7 @@ class Programs:
         return out
 
 
-def send_shared(batch: PlacedBatch) -> PlacedBatch:
+def send_replicated(batch: PlacedBatch) -> PlacedBatch:
     """The batch with the first process's values of what each one holds on its host."""
     placement = batch.placement
     layout = Layout.MIRRORED
@@ -237,12 +237,12 @@ def refuse_padding(examples: int, unmasked: Sequence[str]) -> NoReturn:
     )
 
 
-def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
+def _refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
     """Raise if two leaves are one array, or a leaf was donated before.
 
     JAX raises without a name; on several CPU devices it aborts the process.
     """
-    leaves = jax.tree.leaves((donated, shared))
+    leaves = jax.tree.leaves((donated, replicated))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
         raise ValueError(
             "An array of the state or of a tj.Whole was donated to an earlier step. Go"
@@ -252,7 +252,7 @@ def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
     if len(set(map(id, leaves))) == len(leaves):
         return
     seen: dict[int, str] = {}
-    pairs = [*named_leaves("", donated), *named_leaves("tj.Whole", shared)]
+    pairs = [*named_leaves("", donated), *named_leaves("tj.Whole", replicated)]
     for name, leaf in pairs:
         if id(leaf) in seen:
             raise ValueError(

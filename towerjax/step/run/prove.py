@@ -21,7 +21,7 @@ from towerjax.step.passes.on_device import DeviceTowers
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.state.accumulators import (
     CARRIED,
-    OWN,
+    PER_TOWER,
     ROWS,
     SAME,
     Returned,
@@ -158,7 +158,7 @@ def _values_to_mask(
                 return weighs if pass_.rows_used_later else None
             if x.how in (SAME, CARRIED):
                 return x.value if pass_.of_state else None
-            if x.how is OWN:
+            if x.how is PER_TOWER:
                 return None
             # A weight never decides which rows of a table are looked up.
             return x.value.values if is_rows(x.value) else x.value
@@ -176,7 +176,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     pass has merged.
     """
     is_differentiated = pass_.trained is not None
-    name = "part" if is_differentiated else "tower"
+    name = "micro-batch" if is_differentiated else "tower"
     keys = [key for key in programs if key[0] == name]
     if not keys:  # of values that are traced, whose programs are not kept
         return False
@@ -192,8 +192,8 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     if not of_loss:  # an earlier pass has it
         return False
     are_read = inputs_read(program, [i in of_loss for i in numbers])
-    _, own, _, _, state, _, shared, merged = given.unflatten(are_read)
-    reads = own.rows, own.local, state.rng, shared, merged
+    _, own, _, _, state, _, replicated, merged = given.unflatten(are_read)
+    reads = own.rows, own.local, state.rng, replicated, merged
     return not any(jax.tree.leaves(reads))
 
 

@@ -11,13 +11,17 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.jaxprs.flops import Flops, count_flops
-from towerjax.lowering.parts import shards_of
+from towerjax.lowering.sharded_values import shards_of
 from towerjax.lowering.shards import on_shards
 from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof, join_proofs, prove
-from towerjax.step.state.accumulators import is_own, layouts_of, owned
+from towerjax.step.state.accumulators import (
+    is_per_tower_value,
+    layouts_of,
+    unmark_per_tower,
+)
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
@@ -79,8 +83,8 @@ class Traced:
     def update_on_devices(self) -> bool:
         """Whether each device runs the update, which is else of global values.
 
-        In the order of one device, on the parts that it has; or since a model function,
-        of which the update is a part, was traced where towers have a mesh.
+        In the order of one device, on the shards that it has; or since a model
+        function, of which the update is a part, was traced where towers have a mesh.
         """
         if not self.plan.accepts:
             return False
@@ -90,7 +94,7 @@ class Traced:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether parts of a state are updated in the order of one device."""
+        """Whether shards of a state are updated in the order of one device."""
         how = self.plan.strategy
         is_exact = how.state == "sharded" and how.exact
         return is_exact and how.placement.num_devices > 1
@@ -125,7 +129,7 @@ class Traced:
                 exact=self._is_exact,
             )
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
-        update = functools.partial(on_shards, self._update, alike=True)
+        update = functools.partial(on_shards, self._update, replicated=True)
         return over_devices(update, place, *whole, shards=shards)(*given)
 
     def _update(self, *given: PyTree) -> Outcome:
@@ -146,7 +150,7 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     proofs = () if plan.passes.each else (inner,)
 
     def finish(*given: PyTree) -> PyTree:
-        return plan.next(*proofs, *owned(given))
+        return plan.next(*proofs, *unmark_per_tower(given))
 
     given = plan.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
@@ -172,7 +176,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         return out
     mirrored = how.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
-    is_rows = lambda x: is_own(x) and isinstance(x.value, Rows)  # noqa: E731
+    is_rows = lambda x: is_per_tower_value(x) and isinstance(x.value, Rows)  # noqa: E731
     merged = jax.tree.map(
         lambda x: on_all(x) if is_rows(x) else x, out[0], is_leaf=is_rows
     )
@@ -182,21 +186,21 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Those of an update: what it is given, and takes parts of."""
+    """Those of an update: what it is given, and takes shards of."""
     donated, kept = split_state(state_layout(plan.strategy))
     whole = Layout.MIRRORED
     own = Layout.PER_TOWER
-    part = Layout.SHARDED if plan.strategy.state == "sharded" else whole
+    sharded = Layout.SHARDED if plan.strategy.state == "sharded" else whole
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
     def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:
         def of(x: Any) -> PyTree:
-            if is_own(x):
+            if is_per_tower_value(x):
                 return whole if isinstance(x.value, Rows) else own
             return split if x.shape in shapes else whole
 
-        return jax.tree.map(of, results, is_leaf=is_own)
+        return jax.tree.map(of, results, is_leaf=is_per_tower_value)
 
     given = layouts(own, whole)
-    taken = layouts(whole, part)
+    taken = layouts(whole, sharded)
     return (donated, kept, *given), (whole, whole, *taken)

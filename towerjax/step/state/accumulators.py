@@ -14,9 +14,9 @@ from jax.core import Tracer
 
 from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.data.batch_rows import concat_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import concat_rows
-from towerjax.lowering.parts import is_shard
+from towerjax.lowering.sharded_values import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
@@ -37,7 +37,7 @@ from towerjax.types.trees import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TowersOwn:
+class PerTowerValue:
     """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
 
     value: PyTree
@@ -83,8 +83,8 @@ def _of_all(join: Callable[[PyTree], PyTree], x: PyTree, axes: TowerAxes) -> PyT
     return join(all_gather_rows(x, axes))
 
 
-def _own(x: PyTree, _: TowerAxes) -> TowersOwn:
-    return TowersOwn(x)
+def _own(x: PyTree, _: TowerAxes) -> PerTowerValue:
+    return PerTowerValue(x)
 
 
 def _row(index: int) -> Callable[..., PyTree]:
@@ -111,9 +111,9 @@ SHOWN = _summed(lambda x, _: x)  # the same, of metrics, which no guard looks at
 MERGED = _stacked(merge_stacked, lambda *x: _of_all(merge_stacked, *x))
 JOINED = _stacked(_add_table_rows, lambda *x: _of_all(_add_table_rows, *x))
 SAME = _stacked(_row(-1), _row(0))  # bare values, proved to be the same in each
-ROWS = _stacked(concat_rows, lambda x, _: TowersOwn(concat_rows(x)))
+ROWS = _stacked(concat_rows, lambda x, _: PerTowerValue(concat_rows(x)))
 CARRIED = Accumulator(lambda x: x, lambda _, x: (x, None), _so_far, _own)
-OWN = dataclasses.replace(_stacked(_row(-1), _own), start=_refuse_several)
+PER_TOWER = dataclasses.replace(_stacked(_row(-1), _own), start=_refuse_several)
 
 _ADDITIVE = ADDED, SHOWN
 _KEPT = {x: dataclasses.replace(x, merge=_own) for x in (ADDED, MERGED, JOINED)}
@@ -138,7 +138,7 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
-            return Returned(part.value, _KEPT.get(part.how, OWN))
+            return Returned(part.value, _KEPT.get(part.how, PER_TOWER))
 
         each = jax.tree.map(as_returned, x.values, is_leaf=is_typed)
         return PerTower(map_parts(Returned, kept, each))
@@ -188,28 +188,28 @@ def values_of(tree: PyTree) -> PyTree:
 def layouts_of(tree: PyTree) -> PyTree:
     """A prefix tree of the layouts of merged values."""
     return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_own(x) else Layout.MIRRORED,
+        lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
         tree,
-        is_leaf=is_own,
+        is_leaf=is_per_tower_value,
     )
 
 
-def is_own(x: Any) -> bool:
+def is_per_tower_value(x: Any) -> bool:
     """Whether each tower has its own."""
-    return isinstance(x, TowersOwn)
+    return isinstance(x, PerTowerValue)
 
 
-def as_own(tree: PyTree) -> PyTree:
-    """The tree with `TowersOwn` round what by its type is each tower's own."""
-    return map_parts(_OF_TOWERS, TowersOwn, tree)
+def mark_per_tower(tree: PyTree) -> PyTree:
+    """The tree with `PerTowerValue` round what by its type is each tower's own."""
+    return map_parts(_OF_TOWERS, PerTowerValue, tree)
 
 
-def owned(
+def unmark_per_tower(
     tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
 ) -> PyTree:
-    """The tree with the values of `TowersOwn` in their place, changed all at once."""
-    values = [x.value for x in parts_of(TowersOwn, tree)]
-    return put_parts(TowersOwn, tree, change(values) if values else [])
+    """The tree with each `PerTowerValue` replaced by its value, all changed at once."""
+    values = [x.value for x in parts_of(PerTowerValue, tree)]
+    return put_parts(PerTowerValue, tree, change(values) if values else [])
 
 
 METRICS = ("metrics", "eval_metrics")

@@ -174,7 +174,7 @@ KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """A leaf of one tower that was not finite, before any reduction."""
 
     step: int  # counted from 1, as history and hooks do
@@ -191,14 +191,14 @@ class NonFiniteError(Portable, FloatingPointError):
 
     Attributes:
       step: Which step, counted from 1, as history and hooks do.
-      places: A `Place` for each tower and leaf; empty where not known:
+      locations: A `Location` for each tower and leaf; empty where not known:
         ``step.locate(state, batch, number=error.step)`` finds it.
     """
 
     def __init__(
         self,
         step: int,
-        places: Sequence[Place] = (),
+        locations: Sequence[Location] = (),
         *,
         guard: str = "gradients",
         by_tower: bool = False,
@@ -211,14 +211,14 @@ class NonFiniteError(Portable, FloatingPointError):
                 f" {step}. That tower left the step out, and the others trained; since"
                 " then the towers were merged, which is when it is told."
             )
-        where = f" Found: {places_text(places)}." if places else ""
+        where = f" Found: {locations_text(locations)}." if locations else ""
         advice = (
             "Lower the learning rate, clip gradients, or look at the batch, of which an"
             " integer label that is no class makes a loss NaN;"
             " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
             " the same."
         )
-        if any(place.part == "parameter" for place in places):
+        if any(location.part == "parameter" for location in locations):
             advice = (
                 "Such a parameter came with an earlier step: go on from a state before"
                 " that, such as the newest checkpoint."
@@ -227,7 +227,7 @@ class NonFiniteError(Portable, FloatingPointError):
             advice += " With guard='loss' no step looks at its gradients."
         super().__init__(f"{what}{where} {advice}")
         self.step = step
-        self.places = tuple(places)
+        self.locations = tuple(locations)
 
 
 def integers_text(batch: PyTree) -> str:
@@ -255,10 +255,10 @@ class Flags:
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
-    def places(self, step: int) -> list[Place]:
-        """A `Place` for each flag that is set, once the table is on the host."""
+    def locations(self, step: int) -> list[Location]:
+        """A `Location` for each flag that is set, once the table is on the host."""
         return [
-            Place(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
+            Location(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
             for tower, i in np.argwhere(self.table)
             for part, name in [self.names[i]]
         ]
@@ -293,11 +293,13 @@ def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
 _all_finite = jax.jit(all_finite)
 
 
-def join_flags(shared: Flags, own: Flags) -> Flags:
-    """Join the flags of leaves that local towers share with each tower's own."""
-    rows = jnp.broadcast_to(shared.table, (own.table.shape[0], *shared.table.shape))
-    table = jnp.concatenate([rows, own.table], axis=1)
-    return Flags(table, shared.names + own.names)
+def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
+    """Join the flags of leaves that local towers share with those of each tower."""
+    rows = jnp.broadcast_to(
+        replicated.table, (per_tower.table.shape[0], *replicated.table.shape)
+    )
+    table = jnp.concatenate([rows, per_tower.table], axis=1)
+    return Flags(table, replicated.names + per_tower.names)
 
 
 def _towers_text(towers: Sequence[int]) -> str:
@@ -312,11 +314,13 @@ def _towers_text(towers: Sequence[int]) -> str:
     return ("tower " if len(towers) == 1 else "towers ") + ", ".join(texts)
 
 
-def places_text(places: Sequence[Place]) -> str:
-    """The places as a text, in which several towers of one leaf are one entry."""
-    towers: dict[Place, list[int]] = {}
-    for place in places:
-        towers.setdefault(dataclasses.replace(place, tower=0), []).append(place.tower)
+def locations_text(locations: Sequence[Location]) -> str:
+    """The locations as a text, in which several towers of one leaf are one entry."""
+    towers: dict[Location, list[int]] = {}
+    for location in locations:
+        towers.setdefault(dataclasses.replace(location, tower=0), []).append(
+            location.tower
+        )
     before = ", which came with an earlier step"
     texts = [
         f"{_towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"

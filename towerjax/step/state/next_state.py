@@ -14,7 +14,7 @@ from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.state.accumulators import TowersOwn
+from towerjax.step.state.accumulators import PerTowerValue
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
@@ -26,7 +26,7 @@ from towerjax.types.trees import is_key
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
 NONE = -1
-"""The verdict that no step was refused, else it is the first's number."""
+"""The step flag where no step was refused; else the flag is the first one's number."""
 
 
 class Outcome(NamedTuple):
@@ -34,10 +34,10 @@ class Outcome(NamedTuple):
 
     donated: PyTree  # the donated fields of the next state, by their names
     now: PyTree  # its other fields, those that changed
-    metrics: PyTree  # name -> its value, or the towers' values as `TowersOwn`
+    metrics: PyTree  # name -> its value, or the towers' values as `PerTowerValue`
     # The number of the step that was refused, or `NONE`; of a program the first one
     # of this call and those before.
-    verdict: PyTree
+    step_flag: PyTree
 
 
 Update: TypeAlias = Callable[[TrainState, PyTree], tuple[PyTree, ...]]
@@ -90,7 +90,7 @@ class NextState:
             refused = jnp.where(refused, NONE, now["step"].astype(jnp.int32))
         for name, x in metrics.items():
             if isinstance(x, PerTower):
-                values[name] = TowersOwn(values[name])
+                values[name] = PerTowerValue(values[name])
         return accepted, donated, (now, values, refused)
 
 

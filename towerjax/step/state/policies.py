@@ -11,7 +11,11 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process, place, refuse_traced
-from towerjax.step.state.accumulators import TowersOwn, owned, without_padding
+from towerjax.step.state.accumulators import (
+    PerTowerValue,
+    unmark_per_tower,
+    without_padding,
+)
 from towerjax.step.state.checks import (
     check_is_state,
     check_leaves,
@@ -91,7 +95,7 @@ class StatePolicy:
         """The result of a call from those of its program: ``(state, metrics)``."""
         metrics = out.metrics
         if own := {
-            name: x.value for name, x in metrics.items() if isinstance(x, TowersOwn)
+            name: x.value for name, x in metrics.items() if isinstance(x, PerTowerValue)
         }:
             metrics |= on_every_process(own, self.strategy.placement)
         return join_state(out.donated, {"rng": state.rng, **out.now}), metrics
@@ -136,7 +140,7 @@ class Read(StatePolicy):
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """What towers returned under one name, without padding."""
         placement = self.strategy.placement
-        (merged,) = owned(out, lambda own: on_every_process(own, placement))
+        (merged,) = unmark_per_tower(out, lambda own: on_every_process(own, placement))
         (result,) = without_padding(merged, batch).values()
         return result
 

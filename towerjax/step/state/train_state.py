@@ -225,7 +225,7 @@ def make_on_devices(
 ) -> dict[str, PyTree]:
     """Parameters by a function of a key, and the optimizer's state, where they lie.
 
-    One program makes them, in parts where they lie in parts: the draws of JAX's
+    One program makes them, sharded where they lie sharded: the draws of JAX's
     counter-based keys do not depend on how an array is split.
     """
     check_function("params", fn, "params(rng)")

@@ -240,8 +240,8 @@ def accept(
     """``(carry, rest)``: what a traced step returns of ``(carry, *others)``.
 
     It returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is refused, the
-    carry is the old one. The equations that the verdict needs run first. Each new leaf
-    of the carry is selected right where it is made, and later equations use the
+    carry is the old one. The equations that the step flag needs run first. Each new
+    leaf of the carry is selected right where it is made, and later equations use the
     selected value: the same one if the step is accepted, and unused if not. Selecting
     at the end would keep old and new leaves alive at once, a copy of the whole state at
     every step, and a ``cond`` would make the update wait for the last gradient.

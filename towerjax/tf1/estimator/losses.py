@@ -138,12 +138,12 @@ class TowersOfStep:
     reduction: LossReduction
     compat: str | None  # "tf1" divides by the number of towers, whatever the weights
     trace: Any  # the model function's own, not that of a jit or scan inside it
-    num_parts: int  # of a step's rows: towers times micro-batches
+    num_calls: int  # of a step's rows: towers times micro-batches
 
     @property
     def is_alone(self) -> bool:
         """Whether one tower has all rows in one part, so that any loss is exact."""
-        return self.num_parts == 1
+        return self.num_calls == 1
 
     @property
     def takes_scalars(self) -> bool:
@@ -171,7 +171,7 @@ class TowersOfStep:
             loss = self.addend(out[0] if has_aux else out)
             return one_mean(loss) or loss, out
 
-        total, grads, out = differentiate(of_loss, params, self.num_parts)
+        total, grads, out = differentiate(of_loss, params, self.num_calls)
         if isinstance(total, Means):  # each of whose terms is divided already
             return out, grads, total.value
         total = one_loss(self.reduction, total, is_split=not self.is_alone)
@@ -214,16 +214,16 @@ class TowersOfStep:
     def sum_weights(self, weights: list[PyTree]) -> tuple[list[PyTree], int]:
         """The sum of the weights over all towers, and the number of parts added."""
         _, weights = self._sum_towers(None, weights)
-        return weights, self.num_parts
+        return weights, self.num_calls
 
     def _sum_towers(
         self, loss: Weighted | None, grads: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Sum losses and gradients over towers; raise where they cannot communicate."""
         if get_opaque_trace_state() == self.trace:
-            return meet(loss, grads, self.num_parts)
+            return meet(loss, grads, self.num_calls)
         in_turn = self.tower.strategy.placement.axes.in_turn
-        if not self.is_alone and (in_turn or self.num_parts > self.tower.num_towers):
+        if not self.is_alone and (in_turn or self.num_calls > self.tower.num_towers):
             raise ValueError(_INSIDE)
         with jax.named_scope(tags.SUMMED_BY_STEP):
             return self.tower.reduce(Reduction.SUM, (loss, grads))

@@ -69,7 +69,7 @@ def differentiate(
     leaves, treedef = jax.tree.flatten(params)
     given = PARAMETERS.bind(*leaves)
     traced = TracedLoss.of(of_params, params)
-    (loss, rest), _ = traced.of_part(treedef.unflatten(given), [])
+    (loss, rest), _ = traced.of_micro_batch(treedef.unflatten(given), [])
     rest = map_parts(jax.Array, lax.stop_gradient, rest)
     shapes = params
     if traced.lookups.eqns:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.check.audit.comparison import NotAudited
+from towerjax.data.batch_rows import batch_signature
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import batch_signature
 from towerjax.loop.options import Hook
 from towerjax.lowering.tower_axis import axes_in_tower
 from towerjax.mesh.private_jax import bind_axis
@@ -28,7 +28,7 @@ from towerjax.step.plan import (
     training_pass,
     training_plan,
 )
-from towerjax.step.state.accumulators import as_own, owned
+from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import with_loss
 from towerjax.step.state.policies import Read, StatePolicy
@@ -352,7 +352,7 @@ class _Variables(Read):
         """The wanted parts of the spec of all towers."""
         (*after, parts) = out
         placement = self.strategy.placement
-        parts = owned(parts, lambda own: on_every_process(own, placement))
+        parts = unmark_per_tower(parts, lambda own: on_every_process(own, placement))
         parts = concat_outputs(parts, batch)
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
@@ -391,7 +391,7 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
         donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
     ) -> tuple[PyTree, ...]:
         after, parts = results(TrainState(**donated, **kept), merged)
-        own = as_own(parts)
+        own = mark_per_tower(parts)
         return (*split_state(after), own) if trains else (own,)
 
     ins = state_ins(strategy)

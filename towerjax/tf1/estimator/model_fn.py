@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from towerjax.data.batch_rows import concat_rows, refuse_other_than_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.loop.options import check_hooks
 from towerjax.step.plan import StepOptions
 from towerjax.step.state.accumulators import without_padding

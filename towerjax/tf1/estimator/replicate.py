@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from towerjax.data.batch_rows import Remainder
 from towerjax.data.placer import Placer
-from towerjax.data.shard import Remainder
 from towerjax.mesh.transfer import place
 from towerjax.step.plan import StepOptions
 from towerjax.step.state.train_state import state_layout

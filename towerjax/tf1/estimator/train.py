@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import towerjax as tj
+from towerjax.data.batch_rows import batch_signature
 from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import batch_signature
 from towerjax.data.stream import Source, check_batches, close
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.evaluate import outputs_on_host

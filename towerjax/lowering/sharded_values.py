@@ -33,11 +33,11 @@ _OF_SEVERAL = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Which leaves of a device's arguments and results are parts, along which dims."""
+    """Which leaves of a device's arguments and results are shards, along which dims."""
 
     args: Any  # the treedef of the arguments
     given: SplitDims
-    taken: SplitDims  # the dims of whole arguments of which only parts are used
+    taken: SplitDims  # the dims of whole arguments of which only shards are used
     out: Any  # the treedef of the results
     wanted: SplitDims
     exact: bool = False  # whether the bits are to be those of one device
@@ -60,7 +60,7 @@ class Shards:
         return first, last
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """``fn`` of arrays alone; ``fn`` is given a `Shard` for each part.
+        """``fn`` of arrays alone; ``fn`` is given a `Shard` for each sharded value.
 
         Its results may be a `Shard`, too. Inside a device function.
         """
@@ -68,13 +68,13 @@ class Shards:
         def run(*args: PyTree) -> PyTree:
             given = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
             pairs = zip(given, self.taken, strict=True)
-            given = [x if at is None else take_part(x, at) for x, at in pairs]
+            given = [x if at is None else take_shard(x, at) for x, at in pairs]
             out = fn(*jax.tree.unflatten(self.args, given))
             leaves = jax.tree.leaves(out, is_leaf=is_shard)
             return jax.tree.unflatten(
                 self.out,
                 [
-                    whole(x) if at is None else part_on_device(x, at)
+                    whole(x) if at is None else shard_on_device(x, at)
                     for x, at in zip(leaves, self.wanted, strict=True)
                 ],
             )
@@ -93,8 +93,8 @@ def shards_of(
 ) -> Shards:
     """The `Shards` of arguments and of results, each with a prefix tree of layouts.
 
-    ``taken``, for values that are alike on all devices: prefix tree, SHARDED where of
-    whole arguments only parts are used. ``params``: as for `Placement.shardings`.
+    ``taken``, for replicated values: prefix tree, SHARDED where only shards of whole
+    arguments are used. ``params``: as for `Placement.shardings`.
     """
 
     def dim(layout: Where, x: Any, within: PartitionSpec) -> int | None:
@@ -109,13 +109,13 @@ def shards_of(
         return treedef, [dim(*x) for x in zip(layouts, leaves, within, strict=True)]
 
     treedef, given = each(*args)
-    parts = [None] * len(given) if taken is None else each(args[0], taken)[1]
-    return Shards(treedef, given, parts, *each(*out), exact)
+    shards = [None] * len(given) if taken is None else each(args[0], taken)[1]
+    return Shards(treedef, given, shards, *each(*out), exact)
 
 
 @jax.tree_util.register_pytree_node_class
 class Shard:
-    """This device's part of a value that is the same on all, split along ``dim``.
+    """This device's shard of a replicated value, split along ``dim``.
 
     With ``exact``, what is whole is what one device has, in the layout that it has
     there, so that products of it have the same bits. Of a value ``is_trained`` a
@@ -156,8 +156,8 @@ class Shard:
         return cls(source, dim, dtype=dtype, **how)
 
     @property
-    def part(self) -> jax.Array:
-        """The part."""
+    def data(self) -> jax.Array:
+        """The shard's array."""
         same = self.dtype == self.source.dtype
         return self.source if same else self.source.astype(self.dtype)
 
@@ -170,10 +170,10 @@ class Shard:
         return tuple(shape)
 
     def of(
-        self, part: jax.Array, make: Callable[[], jax.Array] | None = None
+        self, shard: jax.Array, make: Callable[[], jax.Array] | None = None
     ) -> "Shard":
-        """The part of a value that is computed of this one, element by element."""
-        return Shard(part, self.dim, exact=self.exact, make=make)
+        """The shard of a value that is computed of this one, element by element."""
+        return Shard(shard, self.dim, exact=self.exact, make=make)
 
     def moved(
         self,
@@ -181,7 +181,7 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """The same elements elsewhere, by a function of the part, and of the whole."""
+        """The same elements elsewhere, by a function of the shard, and of the whole."""
         dim = self.dim if dim is None else dim
         sink = None if self.sink is None else move_whole(self.sink)
         meta = dim, self.dtype, self.is_trained, self.exact
@@ -191,7 +191,7 @@ class Shard:
         """The same, cast."""
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         if not (self.is_trained and is_float):
-            return self.of(self.part.astype(dtype))
+            return self.of(self.data.astype(dtype))
         meta = self.dim, dtype, self.is_trained, self.exact
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
@@ -208,26 +208,26 @@ class Shard:
 
     @functools.cached_property
     def whole(self) -> jax.Array:
-        """All parts, gathered at its first use; or computed of whole values."""
+        """All shards, gathered at its first use; or computed of whole values."""
         if self._make is not None:
             return self._make()
         if self.is_trained:
             return gather_cast(self.source, self.sink, self.dim, self.dtype)
-        x = gather(self.part, self.dim)
+        x = gather(self.data, self.dim)
         # XLA would lay it out as it was gathered, and multiply in another order.
         order = Layout(tuple(range(x.ndim)))
         return with_layout_constraint(x, order) if self.exact else x
 
 
 is_shard: Callable[[Any], bool] = Shard.__instancecheck__
-"""Whether devices hold a value in parts; asked of each leaf, without a call of ours."""
+"""Whether devices hold a value in shards; asked of each leaf, without our own call."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Targets:
     """Arrays by which a function of a tree is differentiated, which may have a `Shard`.
 
-    The gradient of a part is a part of the sum over devices, where the op sends the
+    The gradient by a shard is a shard of the sum over devices, where the op sends the
     leaf alone; else it is whole, and this device's own.
     """
 
@@ -256,7 +256,7 @@ class Targets:
             if not is_shard(x):
                 return x
             dtype = widen_dtype(x.dtype)
-            return x.part.astype(dtype) if is_scattered else jnp.zeros(x.shape, dtype)
+            return x.data.astype(dtype) if is_scattered else jnp.zeros(x.shape, dtype)
 
         return self.treedef.unflatten(map(of, self.leaves, self.scattered))
 
@@ -269,22 +269,24 @@ class Targets:
             how: Any = {"dtype": x.dtype, "is_trained": True}
             if is_scattered:
                 return Shard(value, x.dim, **how)
-            return Shard(x.part, x.dim, sink=value, **how)
+            return Shard(x.data, x.dim, sink=value, **how)
 
         each = self.treedef.flatten_up_to(values)
         return self.treedef.unflatten(map(of, self.leaves, each, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
-        """Those by the values, with a `Shard` for each that is a part."""
+        """Those by the values, with a `Shard` for each that is scattered."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
-        each = [Shard(g, x.dim) if is_part else g for x, g, is_part in triples]
+        each = [
+            Shard(g, x.dim) if is_scattered else g for x, g, is_scattered in triples
+        ]
         return self.treedef.unflatten(each)
 
 
 class Uniform:
-    """One number in all elements of a shape, whole or in part."""
+    """One number in all elements of a shape, whole or in shards."""
 
     def __init__(self, number: jax.Array, shape: tuple[int, ...]) -> None:
         self.number = number
@@ -306,40 +308,40 @@ def whole(x: Any) -> Any:
     return x.whole if isinstance(x, Shard | Uniform) else x
 
 
-def own_part(x: jax.Array, dim: int) -> jax.Array:
-    """This device's part of a value that is the same on all."""
+def cut_shard(x: jax.Array, dim: int) -> jax.Array:
+    """This device's shard of a replicated value."""
     size = x.shape[dim] // lax.axis_size(DEVICE_AXIS)
     start = lax.axis_index(DEVICE_AXIS) * size
     return lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
-def take_part(x: jax.Array, dim: int) -> Shard:
+def take_shard(x: jax.Array, dim: int) -> Shard:
     """A `Shard` of a whole value, with the bits of one device."""
-    return Shard(own_part(x, dim), dim, exact=True, make=lambda: x)
+    return Shard(cut_shard(x, dim), dim, exact=True, make=lambda: x)
 
 
 def as_shards(
     values: Sequence[Any], dims: SplitDims, *, exact: bool = False
 ) -> list[Any]:
-    """The values, as a `Shard` where they are parts."""
+    """The values, each as a `Shard` where it is sharded."""
     pairs = zip(values, dims, strict=True)
     return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
 
-def scatter_part(x: Any, dim: int) -> Shard:
-    """The sum over devices of a value, each device with its own part."""
+def scatter_shard(x: Any, dim: int) -> Shard:
+    """The sum over devices of a value, each device with its own shard."""
     return Shard(scatter(whole(x), dim), dim)
 
 
-def part_on_device(x: Any, dim: int) -> jax.Array:
-    """This device's part of a `Shard`, or of a value that is the same on all."""
+def shard_on_device(x: Any, dim: int) -> jax.Array:
+    """This device's shard of a value, which may be a `Shard`."""
     if isinstance(x, Shard) and x.dim == dim:
-        return x.part
-    return own_part(jnp.asarray(whole(x)), dim)
+        return x.data
+    return cut_shard(jnp.asarray(whole(x)), dim)
 
 
 def with_barrier(operands: list[Any]) -> list[Any]:
-    """The operands, parts as parts, behind an optimization barrier."""
+    """The operands behind an optimization barrier; a `Shard` stays one."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     return lax.optimization_barrier(fresh)
 
@@ -356,19 +358,19 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Elements of parts that are alike on all devices; None where they do not match.
+    """Elements of shards of replicated values; None where they do not match.
 
     Where they are needed whole, they are computed of whole operands: so a norm is added
     up as on one device, of squares that no program has split.
     """
     first = next(x for x in operands if isinstance(x, Shard))
 
-    def part(x: Any) -> Any:
+    def shard(x: Any) -> Any:
         if isinstance(x, Uniform):
-            return jnp.broadcast_to(x.number, first.part.shape)
-        return x.part if isinstance(x, Shard) else x
+            return jnp.broadcast_to(x.number, first.data.shape)
+        return x.data if isinstance(x, Shard) else x
 
-    # A part cut out of an array here would keep compilers from fusing what is one step.
+    # A shard cut out of an array here would keep compilers from fusing one step.
     numbers = [x for x in operands if not isinstance(x, Shard | Uniform)]
     dims = {x.dim for x in operands if isinstance(x, Shard)}
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
@@ -376,14 +378,14 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     if any(map(jnp.ndim, numbers)) or len(dims) > 1 or len(shapes) > 1:
         return None
     make = lambda: evaluate_eqn(eqn, [whole(x) for x in operands])[0]  # noqa: E731
-    [out] = evaluate_eqn(eqn, [part(x) for x in operands])
+    [out] = evaluate_eqn(eqn, [shard(x) for x in operands])
     return [first.of(out, make=make)]
 
 
-def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """The results of an equation that needs only each shard, else None.
 
-    Of parts alone: a result of parts and of a tower's own values is no part, since it
+    Of shards alone: a result of shards and of per-tower values is no shard, since it
     differs between devices.
     """
     name = eqn.primitive.name
@@ -394,7 +396,7 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     shard = operands[0]
     params = eqn.params
     if name == "is_finite":
-        return [shard.of(evaluate_eqn(eqn, [shard.part])[0])]
+        return [shard.of(evaluate_eqn(eqn, [shard.data])[0])]
     if name == "convert_element_type" and not shard.exact:
         new = params["new_dtype"]
         is_narrower = new.itemsize <= shard.dtype.itemsize
@@ -416,7 +418,7 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
     """Whether each element is true, of each device's shard."""
-    [flag] = evaluate_eqn(eqn, [shard.part])
+    [flag] = evaluate_eqn(eqn, [shard.data])
     return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
 
 

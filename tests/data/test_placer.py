@@ -13,12 +13,12 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.run.verdicts import (
+from towerjax.step.run.step_flags import (
     MOST_STATES,
     NONE,
     Lineage,
-    Verdicts,
-    next_verdict,
+    StepFlags,
+    next_step_flag,
     send_to_host,
 )
 from towerjax.types import Layout
@@ -218,13 +218,13 @@ def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
+def test_a_step_flag_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
     num_devices,
 ):
     """By an explicit transfer, which a transfer guard allows."""
     events = []
 
-    class Verdict:
+    class StepFlag:
         def __init__(self, number):
             self.number = number
             self.is_sent = False
@@ -242,22 +242,22 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
-    verdicts = Verdicts(placement, tj.NonFiniteError)
+    step_flags = StepFlags(placement, tj.NonFiniteError)
     state = object()
-    verdicts.put(Lineage(state, Verdict(NONE)))
+    step_flags.put(Lineage(state, StepFlag(NONE)))
     for call in range(1, 25):  # step 9 is refused, just too late to be asked for
         if call == 24:
             with pytest.raises(tj.NonFiniteError, match="of step 9 "):
-                verdicts.check(state)
+                step_flags.check(state)
             break
-        verdicts.check(state)
-        line = verdicts.take(state)
-        before = line.verdict.number
-        line.verdict = Verdict(before if before != NONE or call != 9 else 9)
-        verdicts.put(line)
+        step_flags.check(state)
+        line = step_flags.take(state)
+        before = line.step_flag.number
+        line.step_flag = StepFlag(before if before != NONE or call != 9 else 9)
+        step_flags.put(line)
     times = [("sent", 8), ("sent", 16), ("read", 16), ("sent", 24), ("read", 24)]
     assert events == times
-    verdicts.settle()  # it is told once
+    step_flags.settle()  # it is told once
     nothing = object()  # on CPUs nothing is sent
     send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
 
@@ -266,28 +266,28 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
 @pytest.mark.parametrize("bad", [0, 6, 8, 18])
 def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
     placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
-    verdicts = Verdicts(placement, tj.NonFiniteError)
-    program = jax.jit(next_verdict)
+    step_flags = StepFlags(placement, tj.NonFiniteError)
+    program = jax.jit(next_step_flag)
     state = object()
     for number in range(20):
         refused = number if number in (bad, 19) else NONE
-        line = verdicts.take(state)
-        verdicts.put(Lineage(state, program(line.verdict, np.int32(refused))))
+        line = step_flags.take(state)
+        step_flags.put(Lineage(state, program(line.step_flag, np.int32(refused))))
     with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
-        verdicts.settle()
-    verdicts.settle()  # nothing pends
-    assert verdicts.take(state).verdict is verdicts.none
+        step_flags.settle()
+    step_flags.settle()  # nothing pends
+    assert step_flags.take(state).step_flag is step_flags.none
 
 
-def test_threads_that_call_at_once_keep_each_others_verdicts():
+def test_threads_that_call_at_once_keep_each_others_step_flags():
     placement = tj.OneDevice().placement
-    verdicts = Verdicts(placement, tj.NonFiniteError)
+    step_flags = StepFlags(placement, tj.NonFiniteError)
     state = object()
-    assert verdicts.take(state).verdict is verdicts.take(state).verdict
-    verdicts.put(Lineage(state, jnp.int32(7)))
-    verdicts.put(Lineage(state, jnp.int32(NONE)))
+    assert step_flags.take(state).step_flag is step_flags.take(state).step_flag
+    step_flags.put(Lineage(state, jnp.int32(7)))
+    step_flags.put(Lineage(state, jnp.int32(NONE)))
     with pytest.raises(tj.NonFiniteError, match="of step 7 "):
-        verdicts.settle()
+        step_flags.settle()
 
 
 def test_no_state_is_told_of_another_and_each_is_told_once():
@@ -307,18 +307,18 @@ def test_no_state_is_told_of_another_and_each_is_told_once():
     assert [int(state.step) for state in states] == [3, 2]
 
 
-def test_verdicts_on_states_that_were_left_are_few_and_none_is_lost():
-    verdicts = Verdicts(tj.OneDevice().placement, tj.NonFiniteError)
+def test_step_flags_on_states_that_were_left_are_few_and_none_is_lost():
+    step_flags = StepFlags(tj.OneDevice().placement, tj.NonFiniteError)
     for number in range(200):
-        verdicts.put(Lineage(object(), jnp.int32(5 if number == 3 else NONE)))
-    assert len(verdicts._lines) <= MOST_STATES
+        step_flags.put(Lineage(object(), jnp.int32(5 if number == 3 else NONE)))
+    assert len(step_flags._lines) <= MOST_STATES
     with pytest.raises(tj.NonFiniteError, match="of step 5 "):
-        verdicts.settle()
-    verdicts.settle()
+        step_flags.settle()
+    step_flags.settle()
 
 
 def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
-    """A step may show that another process has died, which no verdict would."""
+    """A step may show that another process has died, which no step flag would."""
 
     class Lost:
         def copy_to_host_async(self):
@@ -328,7 +328,7 @@ def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
             raise RuntimeError("Connection closed by peer")
 
     several = types.SimpleNamespace(platform="cuda", num_processes=2)
-    skips = Verdicts(several, None)
+    skips = StepFlags(several, None)
     state = object()
     skips.put(Lineage(state, jnp.int32(3)))
     skips.settle()

@@ -36,7 +36,7 @@ class ProvedResult(NamedTuple):
         return is_copy and self.is_of_one_shape
 
 
-class Verdict(NamedTuple):
+class Answer(NamedTuple):
     """What is said of one leaf."""
 
     says: str
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 _KIND_OF = {Merge.MAXIMUM: Kind.MAXIMUM, Merge.MINIMUM: Kind.MINIMUM}
-_PROVED = Verdict("proved")
+_PROVED = Answer("proved")
 _MEAN_OF_ROWS = (
     "Return tj.Weighted(sum, weight) with the weights of the same rows, or"
     " tj.Weighted.mean(values, tower.weight)."
@@ -60,15 +60,15 @@ _NO_COPY = (
 )
 
 
-def verdict_of(
+def answer_for(
     merge: Merge, value: Known, weight: Known | None, has_rows: bool
-) -> Verdict:
+) -> Answer:
     """What is said of a leaf."""
     unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
     if unknown:
-        return Verdict("unknown", unknown[0].why)
+        return Answer("unknown", unknown[0].why)
     if merge is Merge.OTHER:
-        return Verdict("unknown", f"it is {merge.value}")
+        return Answer("unknown", f"it is {merge.value}")
     if merge is Merge.ROWS:
         return _of_rows(value, has_rows)
     if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
@@ -87,17 +87,17 @@ def verdict_of(
     return _of_mean(value, weight)
 
 
-def _of_rows(value: Known, has_rows: bool) -> Verdict:
+def _of_rows(value: Known, has_rows: bool) -> Answer:
     """Rows are joined to those of the batch."""
     if value.kind is Kind.ZERO and has_rows:
         return _PROVED
     if not has_rows or value.blocks > 1:
-        return Verdict("unknown", "its dim 0 is not that of the rows")
+        return Answer("unknown", "its dim 0 is not that of the rows")
     kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
     return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
 
 
-def verdict_of_table_rows(value: Known, at: ProvedResult, padded: bool) -> Verdict:
+def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answer:
     """Pairs of a row's index and its values, which are added up over all rows.
 
     Where indices are the same on all towers, the values are a sum as any other.
@@ -105,36 +105,36 @@ def verdict_of_table_rows(value: Known, at: ProvedResult, padded: bool) -> Verdi
     indices = at.value
     for x in (value, indices):
         if x.kind is Kind.UNKNOWN:
-            return Verdict("unknown", x.why)
+            return Answer("unknown", x.why)
     if value.kind is Kind.ZERO:
         return _PROVED
     if indices.kind not in EACH or indices.power:
-        return Verdict("unknown", f"its indices are {indices}")
+        return Answer("unknown", f"its indices are {indices}")
     if at.times_rows is None:
         total = as_part(value)
         return _off_by(total, Kind.PART, total.power, _FREE_OF_NUMBER)
     if value.kind not in EACH:
-        return Verdict("unknown", f"it is {value}, at {indices}")
+        return Answer("unknown", f"it is {value}, at {indices}")
     orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
     if len(orders) > 1:
-        return Verdict("unknown", "its values are those of other rows than its indices")
+        return Answer("unknown", "its values are those of other rows than its indices")
     if padded and PADDING not in value.zeros:
-        return Verdict("unknown", "padding counts in it")
+        return Answer("unknown", "padding counts in it")
     return _off_by(value, value.kind, value.power, _FREE_OF_NUMBER)
 
 
-def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Verdict:
+def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
     """The power of the number of towers that a value is off."""
     if value.kind is not wanted:
-        return Verdict("unknown", f"it is {value}")
-    return Verdict("refuted", _told(power), advice) if power else _PROVED
+        return Answer("unknown", f"it is {value}")
+    return Answer("refuted", _told(power), advice) if power else _PROVED
 
 
-def _of_mean(value: Known, weight: Known) -> Verdict:
+def _of_mean(value: Known, weight: Known) -> Answer:
     """Sum and weight are off by one power, so that their quotient is not."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
         why = "an average of the towers' averages, each over its rows"
-        return Verdict("refuted", why, _MEAN_OF_ROWS)
+        return Answer("refuted", why, _MEAN_OF_ROWS)
     # The number of a tower's rows is a copy, too, and a sum over them.
     is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
@@ -142,11 +142,11 @@ def _of_mean(value: Known, weight: Known) -> Verdict:
     of_weights = as_part(weight)
     for each in (total, of_weights):
         if each.kind is not Kind.PART:
-            return Verdict("unknown", f"it is {value} over {weight}")
+            return Answer("unknown", f"it is {value} over {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
         told = _told(power) + ": its weight is no sum over rows, and is added T times"
-        return Verdict("refuted", told, advice)
+        return Answer("refuted", told, advice)
     given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
     if power and given:
         power = Power(power, given[0].line)

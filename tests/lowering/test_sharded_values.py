@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from towerjax.jaxprs import tags
-from towerjax.lowering.parts import Shard, Shards, Targets
+from towerjax.lowering.sharded_values import Shard, Shards, Targets
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import DEVICE_AXIS
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     given: int = 0  # the dim of the parameters' parts
     wanted: int = 0  # that of the first result's
     exact: bool = False
-    alike: bool = False  # as in an update: rows are the same on all devices
+    replicated: bool = False  # as in an update: rows are the same on all devices
 
 
 def summed(x):
@@ -84,21 +84,21 @@ PROGRAMS = {
     "flipped": Row(lambda w, x: w.T, "", 0, 1),
     "flipped exactly": Row(lambda w, x: w.T, "gather, layout", 0, 1, exact=True),
     # An update computes its own part, of what is given as parts and of what is whole.
-    "sgd": Row(lambda w, g: w - 2 * g, "", alike=True),
-    "of all": Row(lambda w, g: w * (g**2).sum(), "", alike=True),
-    "flipped rows": Row(lambda w, g: w - g.T, "gather", alike=True),
-    "of all parameters": Row(lambda w, g: w * (w**2).sum(), "gather", alike=True),
-    "one number": Row(lambda w, g: w + jnp.full((4, 4), g[0, 0]), "", alike=True),
+    "sgd": Row(lambda w, g: w - 2 * g, "", replicated=True),
+    "of all": Row(lambda w, g: w * (g**2).sum(), "", replicated=True),
+    "flipped rows": Row(lambda w, g: w - g.T, "gather", replicated=True),
+    "of all parameters": Row(lambda w, g: w * (w**2).sum(), "gather", replicated=True),
+    "one number": Row(lambda w, g: w + jnp.full((4, 4), g[0, 0]), "", replicated=True),
     "one number, whole": Row(lambda w, g: (w, jnp.full((4, 4), g[0, 0]) @ g), "",
-        alike=True),
-    "along another": Row(lambda w, g: w + w.T, "2 gather", alike=True),
+        replicated=True),
+    "along another": Row(lambda w, g: w + w.T, "2 gather", replicated=True),
     "half": Row(lambda w, g: (w.astype(jnp.bfloat16) * w).astype(w.dtype), "",
-        alike=True),
+        replicated=True),
     "result is read": Row(lambda w, g: (lambda new: (new, (new**2).sum()))(w - g),
-        "gather", alike=True),
+        "gather", replicated=True),
     "scan of an update":
         Row(lambda w, g: lax.scan(lambda c, _: (c - w, c.sum()), g, length=2)[0],
-        "gather", alike=True),
+        "gather", replicated=True),
 }  # fmt: skip
 KINDS = {
     "psum": "psum", "psum_invariant": "psum", "reduce_scatter": "scatter",
@@ -127,24 +127,24 @@ def times(jaxpr):
 @pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_communicates_where_it_must(name):
-    program, expected, given, wanted, exact, alike = PROGRAMS[name]
+    program, expected, given, wanted, exact, replicated = PROGRAMS[name]
     rng = np.random.default_rng(0)
     env = [(DEVICE_AXIS, D)]
     w = rng.integers(-2, 3, (4, 4))
     x = rng.integers(-2, 3, (D, 4, 4))
     w = w.astype(np.float32)
     x = x.astype(np.float32)
-    x = np.stack([x[0]] * D) if alike else x
+    x = np.stack([x[0]] * D) if replicated else x
     _, out = jax.make_jaxpr(program, axis_env=env, return_shape=True)(w, x[0])
     leaves, made = jax.tree.flatten(out)
     dims = (
         (given, None),
-        (None, 0 if alike else None),
+        (None, 0 if replicated else None),
         (wanted, *[None] * (len(leaves) - 1)),
     )
     args = jax.tree.structure((w, x))
     shards = Shards(args, dims[0], dims[1], made, dims[2], exact)
-    run = shards.around(partial(on_shards, program, alike=alike))
+    run = shards.around(partial(on_shards, program, replicated=replicated))
     parts = np.stack(np.split(w, D, given))
     jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
     assert times(jaxpr.jaxpr) == expected

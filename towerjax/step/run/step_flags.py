@@ -1,4 +1,4 @@
-"""The verdict on a step's calls: one number, which travels from call to call."""
+"""The step flag, which tells whether a step was refused: a number from call to call."""
 
 import contextlib
 import dataclasses
@@ -17,12 +17,12 @@ from towerjax.types import Layout, PyTree
 
 ASKED_EACH = 8
 MOST_STATES = 64
-"""After how many calls of a state its verdict is read, where each would stall the
-devices; and for how many states verdicts are kept that were not read."""
+"""After how many calls of a state its step flag is read, where each would stall the
+devices; and for how many states step flags are kept that were not read."""
 
 
-def next_verdict(before: jax.Array, refused: jax.Array) -> jax.Array:
-    """In a program: the verdict of the call before, or else that on this step."""
+def next_step_flag(before: jax.Array, refused: jax.Array) -> jax.Array:
+    """In a program: the step flag of the call before, or else that of this step."""
     return jnp.where(before != NONE, before, refused)
 
 
@@ -39,18 +39,19 @@ class Lineage:
     """The step flags of calls, each of which made the state of the next."""
 
     at: Any  # the number of steps of the last one's state, the array itself
-    verdict: Any  # an array, whose stub has no is_ready
+    step_flag: Any  # an array, whose stub has no is_ready
     asked: Any = None  # that of some calls before, of which a copy was begun
     calls: int = 0
 
 
-class Verdicts:
-    """The newest verdict on each state of a step, read now and then.
+class StepFlags:
+    """The newest step flag of each state of a step, read now and then.
 
     Nothing is lost by reading late, since a refused step changed nothing; waiting for
-    each verdict would stall the devices. Each eighth call reads what the eighth before
-    has asked for, on all of several processes, and asks for the newest, whose copy then
-    begins. CPUs of one process need no copy: each call reads it if its step has run.
+    each step flag would stall the devices. Each eighth call reads what the eighth call
+    before it has asked for, on all of several processes, and asks for the newest, whose
+    copy then begins. CPUs of one process need no copy: each call reads its step flag if
+    the step has run.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Verdicts:
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
     def take(self, at: Any) -> Lineage:
-        """The line of a state with this number of steps; its verdict is given on."""
+        """The line of a state with this number of steps; its step flag is given on."""
         for line in [*self._lines]:
             if line.at is at:
                 self._drop(line)
@@ -87,33 +88,33 @@ class Verdicts:
         self._lines.append(line)
         if len(self._lines) > MOST_STATES:
             old = [self._lines.pop(0) for _ in range(MOST_STATES // 2)]
-            self._lines += [x for x in old if self._number(x.verdict) != NONE]
+            self._lines += [x for x in old if self._number(x.step_flag) != NONE]
 
     def check(self, at: Any) -> None:
-        """Read verdicts; called before a step, whose returned state an error loses."""
+        """Read step flags, before a step whose returned state an error would lose."""
         for line in [*self._lines]:
             if line.at is at:
                 line.calls += 1
                 if line.calls % ASKED_EACH == 0:
                     asked = line.asked
-                    line.asked = line.verdict
+                    line.asked = line.step_flag
                     send_to_host(line.asked, self._placement)
                     self._read(line, asked)
-                elif self._polls and line.verdict.is_ready():
-                    self._read(line, line.verdict)
+                elif self._polls and line.step_flag.is_ready():
+                    self._read(line, line.step_flag)
 
     def settle(self) -> None:
-        """Wait for all steps so far, and read their verdicts."""
+        """Wait for all steps so far, and read their step flags."""
         while self._lines:
             line = self._lines.pop(0)
-            self._read(line, line.verdict)
+            self._read(line, line.step_flag)
 
     def _drop(self, line: Lineage) -> None:
         with contextlib.suppress(ValueError):  # another thread was first
             self._lines.remove(line)
 
-    def _read(self, line: Lineage, verdict: jax.Array | None) -> None:
-        number = NONE if verdict is None else self._number(verdict)
+    def _read(self, line: Lineage, step_flag: jax.Array | None) -> None:
+        number = NONE if step_flag is None else self._number(step_flag)
         if number != NONE and self._error is not None:
             self._drop(line)
             raise self._error(number)

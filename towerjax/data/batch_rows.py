@@ -60,9 +60,9 @@ class Signature:
         return self._hash
 
 
-def batch_signature(rows: PyTree, shared: list[PyTree] | None = None) -> Signature:
-    """The signature of a tree, or of a batch that `without_shared` has taken apart."""
-    batch = with_shared(rows, shared) if shared else rows
+def batch_signature(rows: PyTree, replicated: list[PyTree] | None = None) -> Signature:
+    """The signature of a tree, or of a batch that `without_replicated` split."""
+    batch = with_replicated(rows, replicated) if replicated else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
@@ -77,15 +77,15 @@ def fingerprint_of(batch: PyTree) -> str:
     return f"{treedef} of {kinds}, contents {digest.hexdigest()[:12]}"
 
 
-def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
+def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
     """The batch without the values of its `Whole` leaves, and these values."""
     with sorted_keys("batch", batch):
         held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
-def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """The inverse of `without_shared`, except that ``held`` goes in as it is."""
+def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
+    """The inverse of `without_replicated`, except that ``held`` goes in as it is."""
     return put_parts(Whole, rows, held)
 
 
@@ -125,16 +125,16 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     """Raise if a leaf is sparse or `Whole`, for callers that take only arrays."""
 
-    def is_shared(x: Any) -> bool:
+    def is_replicated(x: Any) -> bool:
         return isinstance(x, Whole) and x.value is not None
 
-    leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
+    leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_replicated(x))
     whole = "has no rows to split or join here. Pass its value as an argument."
     sparse = (
         "whose entries would be taken for examples here, not in a call of a step. Make"
         " it dense: x.todense(), or x.to_dense() of IndexedRows."
     )
-    for is_other, rule in ((is_shared, f"which {whole}"), (is_sparse, sparse)):
+    for is_other, rule in ((is_replicated, f"which {whole}"), (is_sparse, sparse)):
         bad = [f"{n} is {a_type(x)}" for n, x in leaves if is_other(x)]
         if bad:
             raise ValueError(f"{listed(bad)}, {rule}")
