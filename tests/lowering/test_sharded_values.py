@@ -324,6 +324,6 @@ def test_gradients_of_what_is_cast_are_added_in_the_bits_of_the_parameter():
     w = jnp.zeros((D, 4, 2, 4))
     each = jnp.array([256.0, 1.0])
     x = jnp.broadcast_to(each[:, None, None], (D, 4, 4))
-    run = lambda w, x: gradient(loss, w, x).part  # noqa: E731
+    run = lambda w, x: gradient(loss, w, x).data  # noqa: E731
     found = jax.vmap(run, axis_name=DEVICE_AXIS)(w, x)
     np.testing.assert_array_equal(found[:, 0], 257)  # in bfloat16 it is 256

@@ -148,15 +148,20 @@ class DistributedDataset:
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
-            counts = [
-                batch_rows.counts_of_towers(n, rows, self._towers // len(sizes))
-                for sizes in ([0] if x is None else x for x in sizes_of_all)
-                for n in sizes
-            ]
+            counts = self._counts(sizes_of_all, rows)
             after = None
             if peers is None and has_cursor(source):
                 after = {"elements": source.get_state(), "rows": most_rows}
-            yield self._place(taken, rows, np.concatenate(counts)), after
+            yield self._place(taken, rows, counts), after
+
+    def _counts(self, sizes_of_all: list[Any], rows: int) -> np.ndarray:
+        """How many of its rows each tower of all processes counts."""
+        counts = []
+        for sizes in sizes_of_all:
+            given = [0] if sizes is None else sizes  # the process has ended
+            towers = self._towers // len(given)
+            counts += [batch_rows.counts_of_towers(n, rows, towers) for n in given]
+        return np.concatenate(counts)
 
     def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
         """This process's batch of the next round; None at the end of the data."""
@@ -186,13 +191,12 @@ class DistributedDataset:
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
+        """An element for each of these towers; None at the end of the data."""
         # Each copied at once: a loader may reuse its buffer for the next element.
         first = itertools.islice(elements, self._towers)
-        taken = [jax.tree.map(_own_copy, x) for x in first]
-        is_bare = [_has_scalars(x) for x in taken]
-        for tower, bare in enumerate(is_bare):
-            if bare:
-                taken[tower] = jax.tree.map(_as_one_row, taken[tower])
+        given = [jax.tree.map(_own_copy, x) for x in first]
+        bare = all(map(_has_scalars, given))
+        taken = [_with_dim_of_rows(x) for x in given]
         for element in taken:
             batch_rows.refuse_other_than_rows(element)
             batch_rows.refuse_wrapping(element)
@@ -204,7 +208,7 @@ class DistributedDataset:
             return None
         if remainder == "pad":
             padding = [taken[-1]] * missing
-            return _Pulled(taken + padding, sizes + [0] * missing, all(is_bare))
+            return _Pulled(taken + padding, sizes + [0] * missing, bare)
         if missing or len(set(sizes)) > 1:
             if remainder == "drop" and _is_at_end(elements):
                 return None
@@ -213,10 +217,10 @@ class DistributedDataset:
                 f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
                 " 'drop' for the end."
             )
-        each = self._placer.shared_by._replace(towers=1)
-        fitted = [batch_rows.fit_batch(x, each, remainder) for x in taken]
-        rows = [x for x, _ in fitted]
-        return _Pulled(rows, [size for _, size in fitted], all(is_bare))
+        of_one = self._placer.shared_by._replace(towers=1)
+        fitted = [batch_rows.fit_batch(x, of_one, remainder) for x in taken]
+        trees = [tree for tree, _ in fitted]
+        return _Pulled(trees, [size for _, size in fitted], bare)
 
     def _rows_for(self, sizes: list[int]) -> int:
         """The rows that each tower needs."""
@@ -304,6 +308,11 @@ def _own_copy(leaf: Any) -> Any:
 def _has_scalars(element: PyTree) -> bool:
     """Whether a leaf is one number, and the element so one row."""
     return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
+
+
+def _with_dim_of_rows(element: PyTree) -> PyTree:
+    """The element; where it has scalars, as one row with a dim of its own."""
+    return jax.tree.map(_as_one_row, element) if _has_scalars(element) else element
 
 
 def _as_one_row(leaf: Any) -> Any:

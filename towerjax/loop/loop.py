@@ -125,22 +125,14 @@ class Loop:
         most = None if end is None else max(end - point.number, 0)
         with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
-                # Before the first step: the resumed run may have ended here.
-                if point.is_evaluation_due:
-                    self._evaluate()
-                if point.is_saving_due:
-                    self._save()
+                self._do_what_is_due()
+                # Before the first step, too: the resumed run may have ended here.
                 if point.watch.stopped is not None:
                     break
-                start_s = time.perf_counter()
-                try:
-                    placed = next(stream, None)
-                except Exception:  # the steps before a broken batch are done
-                    self._fetch(0)
-                    raise
+                placed, wait_s = self._next_batch(stream)
                 if placed is None:
                     break
-                self._dispatch(placed, time.perf_counter() - start_s, stream)
+                self._dispatch(placed, wait_s, stream)
                 self.guard.raise_missed()
                 if self._saving is not None:
                     self._saving.check_preempted(point.number)
@@ -153,6 +145,23 @@ class Loop:
         self._save(last=True)
         self._writers.close()
         self._writers.raise_failure()
+
+    def _do_what_is_due(self) -> None:
+        """Evaluate, which may stop the run, and save; also before the first step."""
+        if self.point.is_evaluation_due:
+            self._evaluate()
+        if self.point.is_saving_due:
+            self._save()
+
+    def _next_batch(self, stream: Stream) -> tuple[PlacedBatch | None, float]:
+        """The next batch, None at the end of the data; and the seconds of waiting."""
+        start_s = time.perf_counter()
+        try:
+            placed = next(stream, None)
+        except Exception:  # the steps before a broken batch are done
+            self._fetch(0)
+            raise
+        return placed, time.perf_counter() - start_s
 
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
         point = self.point
@@ -362,24 +371,40 @@ class Loop:
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
-        point = self.point
-        error.state = point.state if is_computed(point.state) else None
+        state = self.point.state
+        error.state = state if is_computed(state) else None
         self._writers.close()
         self._writers.explain(error)
         error.history = self.history()
-        error.batches = (self._source.rest if error.state else self._source.settle)()
+        is_lost = error.state is None
+        error.batches = self._source.settle() if is_lost else self._source.rest()
+        sentences = self._about_state(is_lost=is_lost)
+        sentences += [
+            f"{hook} was due and not called, or not to its end"
+            for hook in self._hooks_left_out()
+        ]
+        error.add_note(". ".join([*sentences, "error.history is what the run saw."]))
+
+    def _about_state(self, *, is_lost: bool) -> list[str]:
+        """What a user has to know about the state that an exception holds."""
         is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
-        note = f"error.state is the state after step {point.number}{goes_on}"
-        if error.state is None:
-            note = (
+        about = f"error.state is the state after step {self.point.number}{goes_on}"
+        if is_lost:
+            about = (
                 "The state is lost: the devices failed in a step that had taken it over"
                 " (donate=False keeps it). Go on from a checkpoint"
             )
         if self._step.strategy.placement.num_processes > 1:
-            note += ". Processes may have stopped after different steps"
-        unhooked = range(self._recorded - self._without_hooks, point.number)
-        for hook in self._options.with_state:
-            if any((before + 1) % hook.every == 0 for before in unhooked):
-                note += f". {hook} was due and not called, or not to its end"
-        error.add_note(f"{note}. error.history is what the run saw.")
+            return [about, "Processes may have stopped after different steps"]
+        return [about]
+
+    def _hooks_left_out(self) -> list[WithState]:
+        """The hooks with a state that were due in the last steps and not called."""
+        first = self._recorded - self._without_hooks + 1
+        unhooked = range(first, self.point.number + 1)
+        return [
+            hook
+            for hook in self._options.with_state
+            if any(number % hook.every == 0 for number in unhooked)
+        ]

@@ -14,7 +14,7 @@ from towerjax.types import PyTree
 def map_in_turn(
     tower_fn: Callable[[PyTree], PyTree], towers: PyTree, size: int, number: jax.Array
 ) -> PyTree:
-    """``lax.map`` over the ``size`` towers of a device, compiled alike for any size.
+    """``lax.map`` over the ``size`` towers of a device, compiled the same for any size.
 
     XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
     tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So

@@ -140,23 +140,27 @@ class _Body:
         return results
 
     def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """An equation that gathers what it needs, just before it runs."""
-        by_elements = self._replicated and is_elementwise(eqn)
+        """The results of an equation; what it needs whole is gathered just before."""
         if self._replicated and is_uniform(eqn):
             return [Uniform(whole(operands[0]), eqn.params["shape"])]
-        if not by_elements:
-            operands = [x.whole if isinstance(x, Uniform) else x for x in operands]
+        if self._replicated and is_elementwise(eqn):
+            has_shard = any(map(is_shard, operands))
+            results = elementwise(eqn, operands) if has_shard else None
+            return _of_whole(eqn, operands) if results is None else results
+        operands = [x.whole if isinstance(x, Uniform) else x for x in operands]
         inside = self._inside.get(id(eqn), {})
-        if not (inside or any(map(is_shard, operands))):
-            return evaluate_eqn(eqn, [whole(x) for x in operands])
-        if eqn.primitive.name == "scan":
+        if not inside and not any(map(is_shard, operands)):
+            return evaluate_eqn(eqn, operands)
+        name = eqn.primitive.name
+        if name == "scan":
             return self._scan(eqn, operands, inside)
-        if eqn.primitive.name == "while" and is_of_towers(eqn):
+        if name == "while" and is_of_towers(eqn):
             return self._loop_of_towers(eqn, operands)
-        if eqn.primitive.name in _ENTERED and (inner := _inner(eqn)) is not None:
+        inner = _inner(eqn) if name in _ENTERED else None
+        if inner is not None:
             return self._enter(eqn, inner, operands, inside)
-        kept = (elementwise if by_elements else on_each_shard)(eqn, operands)
-        return evaluate_eqn(eqn, [whole(x) for x in operands]) if kept is None else kept
+        results = on_each_shard(eqn, operands)
+        return _of_whole(eqn, operands) if results is None else results
 
     def _enter(
         self, eqn: JaxprEqn, inner: Any, operands: list[Any], inside: dict[int, int]
@@ -237,6 +241,11 @@ class _Body:
         first = [whole(x) for x in operands[until:]]
         again = lambda carry: goes_on.run([*of_cond, *carry])[0]  # noqa: E731
         return lax.while_loop(again, step, first)
+
+
+def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """The results of an equation that needs all of its operands."""
+    return evaluate_eqn(eqn, [whole(x) for x in operands])
 
 
 def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:

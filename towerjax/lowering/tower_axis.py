@@ -60,6 +60,7 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
 
 TowerPrograms: TypeAlias = dict[tuple[Any, ...], tuple[ClosedJaxpr, Any]]
 """By name, number of towers and arguments: one tower's program, its results' tree."""
+_Lower: TypeAlias = Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]]
 
 
 def tower_program(
@@ -103,6 +104,18 @@ def evaluate_program(program: ClosedJaxpr, tree: Any, args: PyTree) -> PyTree:
     return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
 
+def lowered_program(
+    tower_fn: Callable[..., PyTree],
+    axes: TowerAxes,
+    programs: TowerPrograms,
+    name: str,
+    args: tuple[PyTree, ...],
+) -> tuple[ClosedJaxpr, Any]:
+    """As `tower_program`, for these devices."""
+    program, tree = tower_program(tower_fn, axes, programs, args, name)
+    return _Lowering(axes).lower(program), tree
+
+
 def run_lowered(
     tower_fn: Callable[..., PyTree],
     axes: TowerAxes,
@@ -111,8 +124,8 @@ def run_lowered(
     *args: PyTree,
 ) -> PyTree:
     """The results of a function of one tower, as its program runs on these devices."""
-    program, tree = tower_program(tower_fn, axes, programs, args, name)
-    return evaluate_program(_Lowering(axes).lower(program), tree, args)
+    program, tree = lowered_program(tower_fn, axes, programs, name, args)
+    return evaluate_program(program, tree, args)
 
 
 class _Lowering:
@@ -280,15 +293,8 @@ class _Lowering:
         size = axes.num_towers
         params = dict(eqn.params)
         if groups is not None:
-            if len({len(group) for group in groups}) > 1:
-                raise ValueError(_UNEVEN.format(name=name, groups=groups))
-            # From here on towers are counted within the group of this one.
-            order = np.argsort(np.concatenate(groups))
-            size = len(groups[0])
-            group = jnp.asarray(order // size)[tower]
-            rows = [x[jnp.asarray(groups)[group]] for x in rows]
-            tower = jnp.asarray(order % size)[tower]
-            params["axis_index_groups"] = None
+            rows, tower, size = _of_group(rows, tower, groups, name)
+            params["axis_index_groups"] = None  # `rows` are those of the group
         collective = functools.partial(eqn.primitive.bind, **params)
         over = {"axis_name": axes.tower_axis, "axis_size": size}
         if name == "all_gather":  # the same for each of the group
@@ -303,6 +309,18 @@ class _Lowering:
         for name in self.axes.names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
         return x if eqn.params["tiled"] else x.squeeze(dim)
+
+
+def _of_group(
+    rows: Sequence[jax.Array], tower: jax.Array, groups: Sequence[Any], name: str
+) -> tuple[list[jax.Array], jax.Array, int]:
+    """The rows of a tower's group, which of them is the tower's, and their number."""
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(_UNEVEN.format(name=name, groups=groups))
+    size = len(groups[0])
+    place = np.argsort(np.concatenate(groups))  # of each tower, group after group
+    members = jnp.asarray(groups)[jnp.asarray(place // size)[tower]]
+    return [x[members] for x in rows], jnp.asarray(place % size)[tower], size
 
 
 def _permute(
@@ -382,40 +400,31 @@ def over_local_towers(
     arguments and as many towers, wherever these lie. ``is_lowered``: ``tower_fn`` runs
     as it is, on these devices; not where towers run together.
     """
-    programs = {} if programs is None else programs
-
-    def lower(args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Any]:
-        program, tree = tower_program(tower_fn, axes, programs, args, name)
-        return _Lowering(axes).lower(program), tree
-
-    if is_lowered:
-        lowered_fn = tower_fn
-    else:
-        lowered_fn = functools.partial(run_lowered, tower_fn, axes, programs, name)
+    how = tower_fn, axes, {} if programs is None else programs, name
+    lower = functools.partial(lowered_program, *how)
+    run = tower_fn if is_lowered else functools.partial(run_lowered, *how)
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
         own = jax.tree.map(lambda x: x[0], per_tower)
-        sums, kept = lowered_fn(first, own, *replicated)
-        kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+        sums, kept = run(first, own, *replicated)
+        rows = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
         if stack_sums:
             sums = jax.tree.map(lambda x: x[None], sums)
-        return sums, kept
+        return sums, rows
     numbers = first + jnp.arange(axes.num_local, dtype=jnp.int32)
-    towers = (numbers, per_tower)
+    towers = numbers, per_tower
     if not axes.in_turn:
         sums, kept = _together(lower, towers, replicated)
-        if not stack_sums:
-            sums = jax.tree.map(add_rows, sums)
-        return sums, kept
+        return sums if stack_sums else jax.tree.map(add_rows, sums), kept
     if not stack_sums:
-        return scan_and_add(lambda tower: lowered_fn(*tower, *replicated), towers)
+        return scan_and_add(lambda tower: run(*tower, *replicated), towers)
     number = numbers[0] if number is None else number
     return map_in_turn(_isolate(lower, replicated), towers, axes.num_local, number)
 
 
 def _together(
-    lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
+    lower: _Lower,
     towers: tuple[PyTree, ...],
     replicated: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
@@ -437,13 +446,13 @@ def _together(
 
 
 def _isolate(
-    lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
+    lower: _Lower,
     replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
     """The function of one tower, lowered, between barriers.
 
-    There XLA fuses nothing else with a tower's program. Else it would also move what
-    all towers compute alike out of the loop over towers, and other parts of it on one
+    There XLA fuses nothing else with a tower's program. Else it would also move what is
+    replicated over towers out of the loop over them, and other parts of it on one
     device than on several. What no tower uses, as an optimizer's state, stays outside:
     the loop would hold a copy of it.
     """
@@ -451,14 +460,19 @@ def _isolate(
     def run(tower: tuple[PyTree, ...]) -> PyTree:
         args = (*tower, *replicated)
         program, tree = lower(args)
-        body = program.jaxpr
         leaves = jax.tree.leaves(args)
-        reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
-        read = {x for x in reads if isinstance(x, Var)}
-        used = [i for i, x in enumerate(body.invars) if x in read]
-        given = lax.optimization_barrier([leaves[i] for i in used])
-        for i, x in zip(used, given, strict=True):
+        used = _inputs_read(program)
+        behind = lax.optimization_barrier([leaves[i] for i in used])
+        for i, x in zip(used, behind, strict=True):
             leaves[i] = x
         return lax.optimization_barrier(evaluate_program(program, tree, leaves))
 
     return run
+
+
+def _inputs_read(program: ClosedJaxpr) -> list[int]:
+    """The numbers of the inputs that a program reads."""
+    body = program.jaxpr
+    reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
+    variables = {x for x in reads if isinstance(x, Var)}
+    return [i for i, x in enumerate(body.invars) if x in variables]

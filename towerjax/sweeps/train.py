@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -230,49 +231,87 @@ def sweep(
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = of_grid.RecordFile(results, {"sweep": about})
-
-    def swept() -> Sweep:
-        records = [(file.get(config), config) for config in configs]
-        return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
-
-    def is_done(config: Config) -> bool:
-        record = file.get(config)
-        return bool(record) and not (evaluate and record["evaluation"] is None)
-
-    def records(fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
-        """Train members that differ in traced numbers alone; the record of each."""
-
-        def train(step: Step, state: TrainState) -> tuple[TrainState, History]:
-            given: Any = as_reusable("batches", batches, "every training needs all")
-            if callable(given):
-                given = given(**(fixed if given is batches else {}))
-            with _explain_tracing(traced):
-                return run(step, state, given, steps=steps, progress=False)
-
-        columns = {k: np.array([x[k] for x in todo], traced[k]) for k in traced}
-        how = order if len(todo) > 1 else "alone"
-        groups = _groups_of(columns, todo, how)
-        with _explain_tracing(traced):
-            members = Members(lambda numbers: build(**fixed, **numbers), groups[0][0])
-        for numbers, configs in groups:
-            for record in _trained(members, numbers, configs, train, evaluate):
-                yield record | {"order": how}
-
-    done = sum(map(is_done, configs))
-    total = len(configs)
+    work = _Work(build, batches, steps, order, evaluate, traced)
     try:
-        with of_grid.counted(progress, "member", done, total) as (show, _):
-            for fixed, members in _programs(configs, traced):
-                todo = [config for config in members if not is_done(config)]
-                show(done, of_grid.describe(fixed))
-                for record in records(fixed, todo) if todo else ():
-                    file.add(record)
-                    done += 1
+        _train_all(work, configs, file, progress)
     except BaseException as error:
-        vars(error)["sweep"] = swept()
+        vars(error)["sweep"] = _swept(configs, file)
         error.add_note("error.sweep has the members that were trained.")
         raise
-    return swept()
+    return _swept(configs, file)
+
+
+def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:
+    """The members that the file has."""
+    records = [(file.get(config), config) for config in configs]
+    return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Work:
+    """What a sweep does for each of its programs; see `sweep`."""
+
+    build: Build
+    batches: Iterable[PyTree] | Callable[..., Iterable[PyTree]]
+    steps: int | None
+    order: Order
+    evaluate: Evaluate | None
+    traced: Mapping[str, Any]
+
+    def is_done(self, record: Line | None) -> bool:
+        """Whether a record of the file has all that is asked."""
+        if not record:
+            return False
+        return not self.evaluate or record["evaluation"] is not None
+
+    def records(self, fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
+        """Train members that differ in traced numbers alone; the record of each."""
+        order = self.order if len(todo) > 1 else "alone"
+        columns = {
+            name: np.array([config[name] for config in todo], dtype)
+            for name, dtype in self.traced.items()
+        }
+        groups = _groups_of(columns, todo, order)
+        build = functools.partial(self._build, fixed)
+        with _explain_tracing(self.traced):
+            members = Members(build, groups[0][0])
+        train = functools.partial(self._train, fixed)
+        for numbers, configs in groups:
+            for record in _trained(members, numbers, configs, train, self.evaluate):
+                yield record | {"order": order}
+
+    def _build(self, fixed: Config, numbers: Numbers) -> tuple[Step, TrainState]:
+        return self.build(**fixed, **numbers)
+
+    def _train(
+        self, fixed: Config, step: Step, state: TrainState
+    ) -> tuple[TrainState, History]:
+        """The last state and the history of one training."""
+        given: Any = as_reusable("batches", self.batches, "every training needs all")
+        if callable(given):
+            names = fixed if given is self.batches else {}
+            given = given(**names)
+        with _explain_tracing(self.traced):
+            return run(step, state, given, steps=self.steps, progress=False)
+
+
+def _train_all(
+    work: _Work,
+    configs: Sequence[Config],
+    file: of_grid.RecordFile,
+    progress: bool | None,
+) -> None:
+    """Train the members that the file does not have, and record each in it."""
+    done = sum(work.is_done(file.get(config)) for config in configs)
+    with of_grid.counted(progress, "member", done, len(configs)) as (show, _):
+        for fixed, members in _programs(configs, work.traced):
+            todo = [x for x in members if not work.is_done(file.get(x))]
+            show(done, of_grid.describe(fixed))
+            if not todo:
+                continue
+            for record in work.records(fixed, todo):
+                file.add(record)
+                done += 1
 
 
 def _groups_of(
@@ -353,12 +392,13 @@ def _trained(
         own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
         member = members.member(state, i)
         evaluation = None
-        try:
-            if failed is None or isinstance(failed, Exception):
-                evaluation = _evaluated(evaluate, member, config)
-        except BaseException as error:
-            failed = failed if failed and isinstance(error, Exception) else error
-        left += [(config, member)] if evaluation is None else []
+        if failed is None or isinstance(failed, Exception):  # not after Ctrl-C
+            evaluation, error = _evaluation_or_error(evaluate, member, config)
+            is_graver = failed is None or not isinstance(error, Exception)
+            if error is not None and is_graver:
+                failed = error
+        if evaluation is None:
+            left.append((config, member))
         yield {
             "config": config,
             "seconds": round(seconds, 3),
@@ -374,6 +414,16 @@ def _trained(
             " or without evaluate leaves them as they are."
         )
         raise failed
+
+
+def _evaluation_or_error(
+    evaluate: Evaluate | None, state: TrainState, config: Config
+) -> tuple[Line | None, BaseException | None]:
+    """The evaluation of a member, or what it raised."""
+    try:
+        return _evaluated(evaluate, state, config), None
+    except BaseException as error:
+        return None, error
 
 
 def _evaluated(evaluate: Evaluate | None, state: TrainState, config: Config) -> Line:

@@ -65,32 +65,44 @@ def regroup(self: Strategy, nests: Sequence[PyTree]) -> PyTree:
             f"regroup: got {a_type(nests)} of {size}, expected a list of"
             f" {self.num_towers} trees, one for each tower, in the order of the towers."
         )
+    check_structures(nests, "nests", is_leaf=_is_regrouped_whole)
+    return jax.tree_util.tree_map_with_path(
+        _regrouped, *nests, is_leaf=_is_regrouped_whole
+    )
 
-    def is_whole(x: Any) -> bool:
-        return x is None or variables.is_variable(x)
 
-    def grouped(path: tuple[Any, ...], *leaves: Any) -> Any:
-        where = leaf_name("nests", path)
-        if any(isinstance(x, variables.MirroredVar) for x in leaves):
-            first = leaves[0]
-            if all(x is first or _bits(x) == _bits(first) for x in leaves):
-                return first
-            raise ValueError(
-                f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
-                " of several names, reductions or values."
-            )
-        if any(map(is_whole, leaves)):
-            check_structures(leaves, where)
-            return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
-        first = leaves[0]
-        if isinstance(first, str | bytes | int | float | complex):
-            is_same = all(type(x) is type(first) and x == first for x in leaves)
-        else:
-            is_same = all(x is first for x in leaves)
-        return first if is_same else PerTower(leaves)
+def _is_regrouped_whole(x: Any) -> bool:
+    return x is None or variables.is_variable(x)
 
-    check_structures(nests, "nests", is_leaf=is_whole)
-    return jax.tree_util.tree_map_with_path(grouped, *nests, is_leaf=is_whole)
+
+def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
+    """What `regroup` makes of one leaf of each tower."""
+    where = leaf_name("nests", path)
+    if any(isinstance(x, variables.MirroredVar) for x in leaves):
+        return _one_mirrored(leaves, where)
+    if any(map(_is_regrouped_whole, leaves)):
+        check_structures(leaves, where)
+        return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
+    return leaves[0] if _is_one_constant(leaves) else PerTower(leaves)
+
+
+def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
+    """The mirrored variable that all towers have; raise if they have several."""
+    first = leaves[0]
+    if all(x is first or _bits(x) == _bits(first) for x in leaves):
+        return first
+    raise ValueError(
+        f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
+        " of several names, reductions or values."
+    )
+
+
+def _is_one_constant(leaves: tuple[Any, ...]) -> bool:
+    """Whether all towers have the same object, or equal constants of Python."""
+    first = leaves[0]
+    if isinstance(first, str | bytes | int | float | complex):
+        return all(type(x) is type(first) and x == first for x in leaves)
+    return all(x is first for x in leaves)
 
 
 def _bits(x: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -213,7 +213,7 @@ def proved(
                     notes.append(f"{_at(x)}: {what}")
     if told:
         raise ReplicationError("\n".join([NOT_THE_SAME, *told]))
-    kept = _copies(traced, args) if maps else {}
+    kept = _what_copies_become(traced, args) if maps else {}
     if drifts := {name: how for name, how in kept.items() if how != COPIES}:
         [(first, how), *more] = drifts.items()
         leaves = f"{first} and {len(more)} more" if more else first
@@ -290,31 +290,55 @@ def _at(x: OwnMesh) -> str:
     return f"shard_map or pmap{at} over {listed(map(repr, x.along))}"
 
 
-def _copies(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
+def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
     """What becomes of one copy a device of a state, by the names of its leaves.
 
     A leaf of which devices are given different ones, as of keys, is no copy; a setting
     may be one.
     """
     jaxpr = traced.jaxpr
-    out = traced.out
-    places = state_places(args, out)
+    at_result = state_places(args, traced.out)
+    given = _arrays_in(args)
+    is_copied = [
+        (x.argument in at_result or _is_setting(x.array)) and _may_be_copies(x.array)
+        for x in given
+    ]
+    num_by_name = len(jaxpr.in_avals) - len(given)
+    told = becomes_of(jaxpr, is_copied + [False] * num_by_name)
+    first_leaf = _first_leaves(traced.out)
+    names = [name for name, _ in named_leaves("result", traced.out)]
+    becomes = dict[str, str]()
+    for x, copied in zip(given, is_copied, strict=True):
+        if not (copied and x.argument in at_result):
+            continue
+        leaf = first_leaf[at_result[x.argument] or 0] + x.leaf
+        if told[leaf]:
+            becomes[names[leaf]] = told[leaf]
+    return becomes
+
+
+class _GivenArray(NamedTuple):
+    """An array among a program's arguments."""
+
+    argument: int
+    leaf: int  # its number among the leaves of the argument
+    array: Any
+
+
+def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
+    """The arrays among the arguments, in order."""
+    return [
+        _GivenArray(number, leaf, x)
+        for number, argument in enumerate(args)
+        for leaf, x in enumerate(flatten(argument)[0])
+        if isinstance(x, _ARRAYS)
+    ]
+
+
+def _first_leaves(out: Any) -> list[int]:
+    """The number of the first leaf of each result, among all leaves."""
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
-    starts = [*itertools.accumulate(sizes, initial=0)]
-    copied = list[bool]()
-    back = list[int]()
-    for i, x in enumerate(args):
-        start = starts[places.get(i) or 0]
-        for n, leaf in enumerate(flatten(x)[0]):
-            if isinstance(leaf, _ARRAYS):
-                is_asked = i in places or _is_setting(leaf)
-                copied.append(is_asked and _may_be_copies(leaf))
-                if i in places and copied[-1]:
-                    back.append(start + n)
-    copied += [False] * (len(jaxpr.in_avals) - len(copied))  # arguments by name
-    told = becomes_of(jaxpr, copied)
-    names = [x for x, _ in named_leaves("result", out)]
-    return {names[i]: told[i] for i in back if told[i]}
+    return [*itertools.accumulate(sizes, initial=0)]
 
 
 def _is_list(out: Any) -> bool:

@@ -46,6 +46,14 @@ class Seen(NamedTuple):
     has_arguments: bool  # that are arrays
 
 
+class _Call(NamedTuple):
+    """What one call gave."""
+
+    out: Any
+    changed: dict[str, Any]  # in place, by name
+    values: dict[str, Value]  # of both, by name
+
+
 class UserProgram:
     """What a user's ``make`` returned: a function and its arguments.
 
@@ -86,33 +94,39 @@ class UserProgram:
         """
         args = self.args if self._is_new and not by else self._copies(by)
         self._is_new = False
+        calls = self._calls(args)
+        taken, _ = flatten(self._given)
+        given, _ = flatten([(x.out, x.changed) for x in calls])
+        dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
+        # What is given to it and laid nowhere, JAX puts where the program runs.
+        taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
+        return Seen(
+            tuple([x.values for x in calls]),
+            frozenset(_where_are(taken + given)),
+            frozenset(dtypes),
+            bool(calls[-1].changed),
+            any(isinstance(x, ARRAY_TYPES) for x in self._leaves),
+        )
+
+    def _calls(self, args: Sequence[Any]) -> list[_Call]:
+        """The first calls: where a state comes back, the next one is given it."""
         held = Held(self.fn, args)
-        calls = list[dict[str, Value]]()
-        gave = list[Any]()
-        for call in range(CALLS):
+        calls = list[_Call]()
+        for _ in range(CALLS):
             try:
                 out = self.fn(*args)
             except StopIteration:  # of an iterator that holds the rows of one call
-                if not call:
+                if not calls:
                     raise
                 break
             changed = held.changed()
             places = state_places(self._given, out)
-            calls.append(_values(out, places, changed))
-            gave += [out, changed]
+            # Read now: the next call may be given these arrays, and donate them.
+            calls.append(_Call(out, changed, _values(out, places, changed)))
             if not (changed or places):
                 break
             args = self._after(args, out, places)
-        taken, _ = flatten(self._given)
-        given, _ = flatten(gave)
-        dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
-        # What is given to it and laid nowhere, JAX puts where the program runs.
-        taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
-        devices = frozenset(_where_are(taken + given))
-        has_arguments = any(isinstance(x, ARRAY_TYPES) for x in self._leaves)
-        return Seen(
-            tuple(calls), devices, frozenset(dtypes), bool(changed), has_arguments
-        )
+        return calls
 
     def release(self) -> None:
         """Let go of what its arguments hold on devices: it is not run again."""

@@ -66,22 +66,36 @@ def value_and_grad(
 
     def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
         _refuse_without_gradient(params)
-        given_to = (*args, *named.values())
-        tower = next((x for x in given_to if isinstance(x, Tower)), None)
-
-        def of_params(params: PyTree) -> tuple[PyTree, PyTree]:
-            # Flax lets variables be written only in the trace that made them.
-            fresh, fresh_named = jax.tree.map(lambda x: x, (args, named))
-            returned = loss_fn(params, *fresh, **fresh_named)
-            out = as_loss(returned, loss_reduction, tower)
-            if LossSums.of(out.loss).is_of_several:
-                raise ValueError(_OF_SEVERAL_MEANS)
-            return out.loss, out if isinstance(returned, TowerOutput) else out.loss
-
+        of_params = functools.partial(
+            _call_of_one_mean,
+            loss_fn,
+            args=args,
+            named=named,
+            loss_reduction=loss_reduction,
+        )
         out, gradient = TracedLoss.of(of_params, params).gradient(params)
         return out, gradient.returned()
 
     return run
+
+
+def _call_of_one_mean(
+    loss_fn: Callable[..., PyTree],
+    params: PyTree,
+    *,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    loss_reduction: Reduction | None,
+) -> tuple[PyTree, PyTree]:
+    """The loss, and what `value_and_grad` returns of it; refuses several means."""
+    towers = [x for x in (*args, *named.values()) if isinstance(x, Tower)]
+    # Flax lets variables be written only in the trace that made them.
+    fresh_args, fresh_named = jax.tree.map(lambda x: x, (args, named))
+    returned = loss_fn(params, *fresh_args, **fresh_named)
+    out = as_loss(returned, loss_reduction, towers[0] if towers else None)
+    if LossSums.of(out.loss).is_of_several:
+        raise ValueError(_OF_SEVERAL_MEANS)
+    return out.loss, out if isinstance(returned, TowerOutput) else out.loss
 
 
 _OF_SEVERAL_MEANS = (

@@ -5,6 +5,7 @@ JAX's own are; elsewhere there are none, and nothing is reduced.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -343,27 +344,29 @@ def _gradient_of_sum(
         out, grads, value = towers.differentiate(of_params, params, has_aux)
         return out, _cast_like(params, grads), _OfAllTowers(value)
     as_original = towers is not None and towers.compat == "tf1"
-
-    def sums_of(loss: Any) -> PyTree:
-        # A tower without examples counts its shared term in the original.
-        is_of_several = isinstance(loss, Means) and (as_original or len(loss.terms) > 1)
-        if is_of_several:
-            sums = LossSums.of_terms(as_tower_output(loss, None).loss)
-            return [*sums.sums, *sums.shared]
-        if as_original and isinstance(loss, Weighted):
-            return loss.value
-        return _summed_loss(loss)
-
+    sums_of = functools.partial(_sums_of, as_original=as_original)
     sums, pull, out = _differentiate(loss_fn, params, sums_of, has_aux)
     loss = out[0] if has_aux else out
-    if not isinstance(sums, list):
-        is_of_sum = has_denominator(loss) and not as_original
-        with jax.named_scope(tags.OF_A_SUM if is_of_sum else "gradient"):
-            grads = pull(1.0)
-        is_own_mean = as_original and isinstance(loss, Weighted)
-        return out, grads, loss.value if is_own_mean else loss
-    terms = as_tower_output(loss, None).loss
-    return out, *_of_means(LossSums.of_terms(terms), sums, pull, towers)
+    if isinstance(sums, list):
+        terms = LossSums.of_terms(as_tower_output(loss, None).loss)
+        grads, value = _of_means(terms, sums, pull, towers)
+        return out, grads, value
+    is_of_sum = has_denominator(loss) and not as_original
+    with jax.named_scope(tags.OF_A_SUM if is_of_sum else "gradient"):
+        grads = pull(1.0)
+    is_own_mean = as_original and isinstance(loss, Weighted)
+    return out, grads, loss.value if is_own_mean else loss
+
+
+def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
+    """What is differentiated of a tower's loss: a number, or a list for several."""
+    # A tower without examples counts its shared term in the original.
+    if isinstance(loss, Means) and (as_original or len(loss.terms) > 1):
+        sums = LossSums.of_terms(as_tower_output(loss, None).loss)
+        return [*sums.sums, *sums.shared]
+    if as_original and isinstance(loss, Weighted):
+        return loss.value
+    return _summed_loss(loss)
 
 
 def _of_means(

@@ -8,6 +8,7 @@ after the last pass.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -163,17 +164,13 @@ class SplitProgram:
     def results(self, state: TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
         """The function's results, merged over towers."""
         walk = self._evaluate(None, self._inputs(state), merged)
-        pools = [
-            jax.tree.leaves(
-                {key: x[key] for key in x if key not in _MEET_KEYS},
-                is_leaf=lambda x: _is_one(x) or isinstance(x, _Later),
-            )
-            for x in merged
-        ]
-        results = [
-            jax.tree.map(walk.read, x) if at is None else pools[at][i]
-            for i, (x, at) in enumerate(self._results)
-        ]
+        of_passes = [_results_in(x) for x in merged]
+        results = []
+        for number, (result, at) in enumerate(self._results):
+            if at is None:
+                results.append(jax.tree.map(walk.read, result))
+            else:
+                results.append(of_passes[at][number])
         return jax.tree.unflatten(self._treedef, results)
 
     def refuse_changed_local(self) -> None:
@@ -220,10 +217,14 @@ class SplitProgram:
         walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
-            losses, grads = (tree[name] for name in _MEET_KEYS)
-            grads = grads.value if isinstance(grads, Sum) else grads
-            sums = ([losses], [grads]) if len(meets) == 1 else (losses, grads)
-            for eqn, loss, grads in zip(meets, *sums, strict=True):
+            losses = tree[LOSSES]
+            gradients = tree["grads"]
+            if isinstance(gradients, Sum):
+                gradients = gradients.value
+            if len(meets) == 1:  # see `_one_or_all`
+                losses = [losses]
+                gradients = [gradients]
+            for eqn, loss, grads in zip(meets, losses, gradients, strict=True):
                 outcomes = jax.tree.leaves((loss, grads))
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
         return walk
@@ -245,21 +246,26 @@ class SplitProgram:
     ) -> Interpreter:
         """An interpreter that has what a pass, or for None the update, returns."""
         walk = self._walk(inputs, merged)
-        meets = self._meets_of(number)
         if trained is not None:
-            cut = [x for eqn in meets for x in parameters_of(eqn)]
-            walk.values.update(zip(cut, jax.tree.leaves(trained), strict=True))
-        left = [x for x in self._eqns if walk.values.keys().isdisjoint(x.outvars)]
-
-        def shows(eqn: JaxprEqn) -> bool:
-            at = self.num_passes if number is None else number
-            return bool(eqn.effects) and self._pass_of(eqn.invars) == at
-
-        returned = jax.tree.leaves([x for x, at in self._results if at == number])
-        returned += [var for eqn in meets for var in operands_of(eqn)]
-        for eqn in needed_eqns(left, returned, shows):
+            meets = self._meets_of(number)
+            parameters = [x for eqn in meets for x in parameters_of(eqn)]
+            walk.values.update(zip(parameters, jax.tree.leaves(trained), strict=True))
+        unknown = [x for x in self._eqns if walk.values.keys().isdisjoint(x.outvars)]
+        shows = functools.partial(self._shows_in, number)
+        for eqn in needed_eqns(unknown, self._returned_by(number), shows):
             self._evaluate_eqn(walk, eqn)
         return walk
+
+    def _returned_by(self, number: int | None) -> list[Any]:
+        """The variables that a pass, or for None the update, returns."""
+        results = [x for x, at in self._results if at == number]
+        operands = [operands_of(eqn) for eqn in self._meets_of(number)]
+        return jax.tree.leaves((results, operands))
+
+    def _shows_in(self, number: int | None, eqn: JaxprEqn) -> bool:
+        """Whether a pass, or for None the update, runs an equation with an effect."""
+        last = self.num_passes if number is None else number
+        return bool(eqn.effects) and self._pass_of(eqn.invars) == last
 
 
 LOSSES = "minimized"
@@ -269,6 +275,16 @@ _MEET_KEYS = (LOSSES, "grads")
 def _is_one(x: Any) -> bool:
     """Whether it is one result, which one pass merges."""
     return is_typed(x) or isinstance(x, Means)
+
+
+def _results_in(tree: dict[str, PyTree]) -> list[Any]:
+    """The function's results in what a pass merged."""
+
+    def is_result(x: Any) -> bool:
+        return _is_one(x) or isinstance(x, _Later)
+
+    results = {name: x for name, x in tree.items() if name not in _MEET_KEYS}
+    return jax.tree.leaves(results, is_leaf=is_result)
 
 
 def _as_sums(grads: PyTree) -> PyTree:
