@@ -21,7 +21,7 @@ FLIPPED: dict[type, type] = {
 }  # fmt: skip
 # With any other, what the module does with the function afterwards would be lost.
 DECORATORS = ("property", "staticmethod", "classmethod", "functools.cache")
-DECORATORS += ("functools.cached_property", "contextlib.contextmanager", "door")
+DECORATORS += ("functools.cached_property", "contextlib.contextmanager", "api_boundary")
 # What tells of a mistake of ours, or tells a reader sooner: nothing else.
 UNSEEN_KEYWORDS = ("strict", "flush")
 # Looks at the defaults of public functions, and runs none of their lines.

@@ -14,7 +14,7 @@ import pytest
 from layouts import mirrored, with_verbs
 
 import towerjax as tj
-from towerjax.types.boundary import doors
+from towerjax.types.boundary import api_boundaries
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
 W = np.ones(4, np.float32)
@@ -171,7 +171,7 @@ def test_what_a_user_calls_of_python_is_shown():
 
 
 def test_a_class_is_a_boundary_where_a_user_may_enter():
-    @doors
+    @api_boundaries
     class Entered:
         def __init__(self): ...
         def __call__(self): ...

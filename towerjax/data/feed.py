@@ -12,7 +12,7 @@ import numpy as np
 from towerjax.data.batch_rows import count_examples, with_replicated, without_replicated
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import cast_ints, check_flag, check_whole
 from towerjax.types.refusals import a_type
 
@@ -121,7 +121,7 @@ class Batches(Iterator[PyTree]):
         self.position = self.at(state["position"]).position
 
 
-@door
+@api_boundary
 def batches(
     data: PyTree,
     batch_size: int,

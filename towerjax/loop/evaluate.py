@@ -15,7 +15,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
 from towerjax.step.step import Step
 from towerjax.types import PyTree
-from towerjax.types.boundary import door, warn
+from towerjax.types.boundary import api_boundary, warn
 from towerjax.types.options import check_methods, check_whole
 from towerjax.types.refusals import a_type, shown
 from towerjax.types.tables import number_of
@@ -36,7 +36,7 @@ class EvaluationStep(Protocol):
         ...
 
 
-@door
+@api_boundary
 def evaluate(
     step: EvaluationStep,
     state: PyTree,

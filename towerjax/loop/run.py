@@ -19,11 +19,11 @@ from towerjax.mesh.processes import require_same
 from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_list, check_methods
 
 
-@door
+@api_boundary
 def run(
     step: Step,
     state: TrainState,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from towerjax.loop.progress import format_value
 from towerjax.step.state.train_state import TrainState, step_number
-from towerjax.types.boundary import doors
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
     check_choice,
     check_number,
@@ -21,7 +21,7 @@ from towerjax.types.refusals import a_type
 Direction: TypeAlias = Literal["min", "max"]
 
 
-@doors
+@api_boundaries
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
     """Stop a run when its evaluations no longer improve, or are good enough.

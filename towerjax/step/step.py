@@ -21,7 +21,7 @@ from towerjax.step.state.first_state import first_shapes, first_state, placed_st
 from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.types import Metrics, PyTree
-from towerjax.types.boundary import door, doors
+from towerjax.types.boundary import api_boundaries, api_boundary
 from towerjax.types.notes import explain_missing
 from towerjax.types.refusals import check_like
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-@doors
+@api_boundaries
 class Step(Generic[_Result]):
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
@@ -109,7 +109,7 @@ class Step(Generic[_Result]):
             out = self.programs.trace(split_state(given), placed, hook)
             return self.plan.states.result(given, out, placed)
 
-        return door(fn)
+        return api_boundary(fn)
 
     @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
     def init(

@@ -21,7 +21,7 @@ from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_function, check_list, check_takes
 from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.tables import picture
@@ -152,7 +152,7 @@ class Sweep(RowTable):
         return made
 
 
-@door
+@api_boundary
 def sweep(
     build: Build,
     grid: Grid,

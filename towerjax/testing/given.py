@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.mesh.devices import Device
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 
 
-@door
+@api_boundary
 def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """A copy for each device, as a program of `jax.pmap` is given its state.
 
@@ -35,7 +35,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     return placed(stacked, devices, "i")
 
 
-@door
+@api_boundary
 def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """The rows of each device, as a program of `jax.pmap` is given its batch.
 
@@ -67,7 +67,7 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     return _of_arrays(of_rows, tree)
 
 
-@door
+@api_boundary
 def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
     """Arrays on devices: replicated, or split over an axis of them.
 

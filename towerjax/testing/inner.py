@@ -5,11 +5,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.refusals import listed
 
 
-@door
+@api_boundary
 def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..., Any]:
     """The function of this name that a function defines, of what it closes over.
 

@@ -26,7 +26,7 @@ from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.step.step import Step
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_whole, check_wholes
 from towerjax.types.refusals import types_of
 from towerjax.types.trees import key_data, named_leaves
@@ -87,7 +87,7 @@ class _Training(NamedTuple):
     restore: Callable[[str, PyTree, Any], tuple[PyTree, Any]]
 
 
-@door
+@api_boundary
 def same_resumed(
     make: Callable[[], Any],
     steps: Sequence[int] = (3, 4),

@@ -19,7 +19,7 @@ from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy, on_one_tower
 from towerjax.towers.variables import read_local
 from towerjax.types import LossFn, PyTree, Reduction
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_flag, check_number, check_wholes
 from towerjax.types.refusals import a_type, few
 from towerjax.types.trees import key_data, named_leaves
@@ -38,7 +38,7 @@ class RunsOnOneTower(Protocol):
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
 
 
-@door
+@api_boundary
 def assert_replicates(
     loss_fn: LossFn,
     params: PyTree,

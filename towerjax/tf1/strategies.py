@@ -13,12 +13,12 @@ from towerjax.tf1 import reduce as reducing
 from towerjax.towers.methods import StrategyMethods, explain_other_names
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, check_roles
 from towerjax.types import PerTower
-from towerjax.types.boundary import door, doors
+from towerjax.types.boundary import api_boundaries, api_boundary
 
 _Class = TypeVar("_Class", bound=type)
 
 
-@doors
+@api_boundaries
 class Verbs(StrategyMethods):
     """TensorFlow's verbs: what its strategies do with all towers' values.
 
@@ -131,7 +131,7 @@ _WITH_VERBS: dict[Any, Any] = {
 }
 
 
-@door
+@api_boundary
 def with_verbs(strategy: Strategy) -> MirroredStrategy | OneDeviceStrategy:
     """The strategy with TensorFlow's verbs, of the options of one without.
 

@@ -11,14 +11,14 @@ from towerjax.loop.files import checked_path
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.towers.saved import saved_values
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_text, check_whole, opening, require
 from towerjax.types.refusals import listed, refuse_unheld, unlike
 from towerjax.types.tables import as_text, leaf_table
 from towerjax.types.trees import is_key
 
 
-@door
+@api_boundary
 def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.ndarray]:
     """The parameters by name, as host arrays, for any program.
 
@@ -52,7 +52,7 @@ def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.nda
     return dict(zip(names, map(np.asarray, values), strict=True))
 
 
-@door
+@api_boundary
 def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
     """Write parameters to a file of safetensors, which any framework reads.
 
@@ -89,7 +89,7 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
     call_on_first_process(write)
 
 
-@door
+@api_boundary
 def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     """The parameters of a file of `save_parameters`, in the structure of others.
 
@@ -134,7 +134,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
-@door
+@api_boundary
 def parameter_table(params: PyTree, *, max_rows: int = 40) -> str:
     """Each parameter's name, shape, dtype, bytes, bytes on each device and layout.
 

@@ -9,7 +9,7 @@ from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
 from towerjax.towers.values import unwrap
-from towerjax.types.boundary import doors
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.notes import explain_missing
 from towerjax.types.options import short_repr
 from towerjax.types.version import page
@@ -45,7 +45,7 @@ def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
     return explain_missing(_OTHERS, **notes)
 
 
-@doors
+@api_boundaries
 class StrategyMethods(StrategyFields):
     """What strategies do with all towers' values outside of a step; all of it pure.
 

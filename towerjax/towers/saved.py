@@ -22,7 +22,7 @@ from towerjax.towers.variables import (
     refuse_own_copy,
 )
 from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_methods
 from towerjax.types.refusals import listed
 from towerjax.types.trees import is_traced, leaf_name, named_leaves
@@ -108,7 +108,7 @@ def saved_values(tree: PyTree) -> PyTree:
     return jax.tree.map(readable, read_local(tree))
 
 
-@door
+@api_boundary
 def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
     """A tree like another, holding saved values, on the strategy's towers.
 

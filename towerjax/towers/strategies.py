@@ -20,7 +20,7 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
 from towerjax.towers.methods import StrategyMethods, explain_names_of_tensorflow
-from towerjax.types.boundary import doors
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 from towerjax.types.refusals import a_type
 
@@ -32,7 +32,7 @@ StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
 
 
-@doors
+@api_boundaries
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mirrored(StrategyMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
@@ -203,7 +203,7 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     return tuple(x for i in starts for x in names[i : i + fitting[-1]])
 
 
-@doors
+@api_boundaries
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneDevice(StrategyMethods):
     """One tower on one device: no split, no scaling, no communication.

@@ -20,7 +20,7 @@ _OURS = tuple(f"{path.parent}/" for path in _PACKAGES)
 _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard library
 
 
-def door(fn: _F) -> _F:
+def api_boundary(fn: _F) -> _F:
     """The function, with tracebacks cut as ``jax_traceback_filtering`` says."""
     explain = notes.explain
     tidy = _tidy
@@ -43,12 +43,12 @@ def door(fn: _F) -> _F:
     return functools.wraps(fn)(types.FunctionType(*parts))  # type: ignore[return-value]
 
 
-def doors(cls: _C) -> _C:
-    """The class, with each of its own public methods made an `door`."""
+def api_boundaries(cls: _C) -> _C:
+    """The class, with each of its own public methods made an `api_boundary`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:
-            setattr(cls, name, door(x))
+            setattr(cls, name, api_boundary(x))
     return cls
 
 

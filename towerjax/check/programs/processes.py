@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from towerjax.jaxprs.equation import is_library
 from towerjax.mesh.devices import want_cpu_devices
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 
 _FORCED = r"--xla_force_host_platform_device_count=\S*"  # by flags, before JAX 0.5
 _LAST = 12  # lines of what a process printed that died
@@ -229,7 +229,7 @@ def _told_of_death(label: str, code: int, last: list[str]) -> str:
     return f"The process of {label} {how}. {told or 'It printed nothing.'}"
 
 
-@door
+@api_boundary
 def answer(folder: str) -> None:
     """In the process: call what the folder names, and write what it gives."""
     place = pathlib.Path(folder)

@@ -31,7 +31,7 @@ from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_function
 from towerjax.types.refusals import listed
 from towerjax.types.trees import key_data, named_leaves
@@ -104,7 +104,7 @@ class ProgramReport:
             yield f"  {Equality(leaves, says, why)}"
 
 
-@door
+@api_boundary
 def prove(
     fn: Callable[..., Any],
     *args: Any,

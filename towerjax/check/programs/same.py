@@ -36,12 +36,12 @@ from towerjax.check.programs.programs import ProgramReport
 from towerjax.check.programs.read import read_program
 from towerjax.check.programs.runs import Seen, UserProgram
 from towerjax.mesh.devices import Device
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_function, check_wholes
 from towerjax.types.refusals import listed
 
 
-@door
+@api_boundary
 def same_on_devices(
     make: Callable[..., Any],
     devices: Sequence[int] = (1, 2, 4),
@@ -109,7 +109,7 @@ def same_on_devices(
     )
 
 
-@door
+@api_boundary
 def same_for(
     make: Callable[[Any], tuple[Callable[..., Any], Sequence[Any]]],
     *,

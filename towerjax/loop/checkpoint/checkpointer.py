@@ -27,7 +27,7 @@ from towerjax.mesh.processes import call_on_first_process, is_preempted, require
 from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
-from towerjax.types.boundary import doors
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -42,7 +42,7 @@ from towerjax.types.refusals import listed
 Resume = Literal["cursor", "count", "anew"]
 
 
-@doors
+@api_boundaries
 @dataclasses.dataclass(frozen=True)
 class Checkpointer:
     """Saves a training into a folder, and resumes it from there.

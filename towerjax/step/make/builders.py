@@ -22,11 +22,11 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.types import MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_function
 
 
-@door
+@api_boundary
 def build_step(
     tower_fn: TowerFn | LossPass | Sequence[TowerFn | LossPass],
     update_fn: Update,
@@ -133,7 +133,7 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
     return Step(Plan(*given, state_ins(strategy)))
 
 
-@door
+@api_boundary
 def build_eval_step(
     metric_fn: MetricFn,
     strategy: Strategy,
@@ -183,7 +183,7 @@ def build_eval_step(
     return _reading_step(tower_fn, with_specs(strategy, specs), **options)
 
 
-@door
+@api_boundary
 def build_predict_step(
     predict_fn: PredictFn,
     strategy: Strategy,

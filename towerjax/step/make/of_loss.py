@@ -24,7 +24,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
 from towerjax.types import PyTree, Reduction, TowerOutput
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_function
 
 
@@ -111,7 +111,7 @@ def pass_of(
     return training_pass(refusing_tangents(tower_fn), strategy, options, **fields)
 
 
-@door
+@api_boundary
 def of_loss(
     loss_fn: Callable[..., PyTree],
     params: Callable[..., PyTree] | None = None,

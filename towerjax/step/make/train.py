@@ -32,7 +32,7 @@ from towerjax.step.state.update import (
 from towerjax.step.step import Step, TrainStep
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import LossFn, PyTree, Reduction, Sum
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_function, check_methods
 from towerjax.types.refusals import check_like
 from towerjax.types.trees import map_parts
@@ -108,7 +108,7 @@ _UPDATE_EXTRA = (
 )
 
 
-@door
+@api_boundary
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     state: TrainState,
@@ -240,7 +240,7 @@ def _planned(
     )
 
 
-@door
+@api_boundary
 def build_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,

@@ -17,7 +17,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout, PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.refusals import Portable, listed, shown
 from towerjax.types.trees import key_data, named_leaves, readable_leaves
 
@@ -59,7 +59,7 @@ class DesyncError(Portable, RuntimeError):
         self.differing = tuple(differing)
 
 
-@door
+@api_boundary
 def check_mirrored(state: PyTree) -> None:
     """Raise unless all devices hold the same bits of each mirrored array.
 

@@ -37,7 +37,7 @@ from towerjax.tf1.strategies import MirroredStrategy
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.types import PyTree
-from towerjax.types.boundary import door, doors
+from towerjax.types.boundary import api_boundaries, api_boundary
 from towerjax.types.refusals import refuse_unheld
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
@@ -48,7 +48,7 @@ _SPEC_PARTS = {
 }
 
 
-@doors
+@api_boundaries
 class ReplicatedModel:
     """A model function on all towers: called as the function itself is called.
 
@@ -228,7 +228,7 @@ class ReplicatedModel:
         return self._steps[key]
 
 
-@door
+@api_boundary
 def replicate_model_fn(
     model_fn: Callable[..., ModelSpec],
     loss_reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,

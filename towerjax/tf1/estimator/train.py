@@ -22,7 +22,7 @@ from towerjax.tf1.estimator.model_engine import hooks_of
 from towerjax.tf1.estimator.model_fn import not_none
 from towerjax.tf1.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.types import PyTree
-from towerjax.types.boundary import door
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_flag, check_methods, check_whole
 from towerjax.types.refusals import a_type
 from towerjax.types.trees import named_leaves
@@ -171,7 +171,7 @@ def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
     check_batches(name, data[0] if is_pair else data, or_function=or_function)
 
 
-@door
+@api_boundary
 def train_and_evaluate(
     model: ReplicatedModel,
     train_data: Data,
@@ -275,7 +275,7 @@ def train_and_evaluate(
     )
 
 
-@door
+@api_boundary
 def evaluate(
     model: ReplicatedModel,
     variables: PyTree,
@@ -320,7 +320,7 @@ def evaluate(
     return evaluate_batches(step, variables, Epochs("data", data), prefetch=prefetch)
 
 
-@door
+@api_boundary
 def predict(
     model: ReplicatedModel,
     variables: PyTree,
