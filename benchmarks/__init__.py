@@ -1,15 +1,7 @@
-"""Scripts that measure the project's own figures: ``python -m benchmarks.overhead``."""
+"""What measures the project's own figures: ``python -m benchmarks.overhead``.
 
-import argparse
-from collections.abc import Sequence
-from typing import Any
-
-
-def options_of(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **small: Any
-) -> argparse.Namespace:
-    """What is said on the command line; ``--small`` has other defaults, for CI."""
-    parser.add_argument("--small", action="store_true", help="a small run, for CI")
-    if parser.parse_known_args(argv)[0].small:
-        parser.set_defaults(**small)
-    return parser.parse_args(argv)
+* Gates, the files of this folder with a ``main``: each has a table, ``--json``, and a
+  small form, ``--small``, that CI runs. All are built on `benchmarks.harness`.
+* `benchmarks.peers`: the same training by other libraries, for ``towerjax bench``.
+* What was measured once stands in docs/evidence/, with its command.
+"""

@@ -4,16 +4,14 @@ Each program is compiled twice for the same devices, as towerjax makes it and as
 ``jit(shard_map(...))`` with ``pmean(gradients)``, and what the compiler made of both
 stands side by side. Nothing runs.
 
-Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200] [--devices 1 8]
-[--out FILE]``, where ``pip install -e '.[gpu-compiler]'`` was done.
+Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200] [--devices 1 8]``,
+where ``pip install -e '.[gpu-compiler]'`` was done.
 """
 
-import argparse
 import dataclasses
 import functools
-import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.tools import StepReport
@@ -265,85 +263,58 @@ def is_no_worse(ours: StepReport, hand: StepReport) -> bool:
     )
 
 
-HEAD = (
-    "| step | state and batch | peak memory | all-reduces | sent"
-    " | meanwhile | kernels |\n" + "|---" * 7 + "|"
-)
+def _each(form: Callable[[Any], str]) -> Callable[[tuple], str]:
+    """The form of figures on several numbers of devices: once, if they are the same."""
+
+    def shown(values: tuple) -> str:
+        return ", ".join(dict.fromkeys(map(form, values)))
+
+    return shown
 
 
-def cells(made: StepReport) -> tuple[str, ...]:
-    """The figures of one program on one number of devices."""
-    sent = sum(found.bytes for found in made.collectives)
-    beside = sum(found.beside for found in made.collectives)
-    return (
-        f"{made.memory.arguments / 1e9:.3f} GB",
-        f"{made.memory.peak / 1e9:.3f} GB",
-        f"{len(made.collectives)}",
-        f"{sent / 1e6:.1f} MB",
-        in_bytes(beside),
-        f"{made.kernels}",
-    )
-
-
-def line(who: str, made: Iterable[StepReport]) -> str:
-    """One row of the table; where numbers of devices differ, their figures in order."""
-    columns = zip(*map(cells, made), strict=True)
-    figures = (", ".join(dict.fromkeys(column)) for column in columns)
-    return f"| {' | '.join((who, *figures))} |"
-
-
-def page(names: list[str], devices: list[Absent]) -> tuple[str, bool]:
-    """The programs on the devices, side by side, and whether none is worse."""
-    first = devices[0]
-    these = "" if names == [*PROGRAMS] else f" --programs {' '.join(names)}"
-    on = f"{first.target}{these}"
-    numbers = " and ".join(f"{len(x)}" for x in devices)
-    kind = f"{numbers} {first.kind}"
-    parts = [TEXT.format(kind=kind, on=on, jax=jax.__version__)]
-    good = True
-    for name in names:
-        program = PROGRAMS[name]
-        ours = [by_towerjax(program, tj.Mirrored(devices=x)) for x in devices]
-        hand = [by_hand(program, x) for x in devices]
-        good &= all(map(is_no_worse, ours, hand))
-        parts += [f"\n## {TITLES[name]}\n", HEAD]
-        parts += [line("towerjax", ours), line("by hand", hand)]
-        print(*parts[-2:], sep="\n", flush=True)
-    return "\n".join(parts) + "\n", good
-
-
-TEXT = """\
-# Beside hand-written steps, on devices that are not here
-
-Each step is made twice, by towerjax and as `jit(shard_map(...))` with
-`pmean(gradients)`, and compiled for {kind} by JAX {jax}, but not run:
-[what that can tell](../reports.md#devices-that-are-not-here). Figures are per device.
-"Meanwhile" is what the device reads and writes between the start of an all-reduce and
-the wait for its result, which hides the all-reduce. XLA's choice of operations there
-depends on the number of devices, and so does the peak memory. Made by
-`python -m benchmarks.absent --on {on}`.\
-"""
-TITLES = {
-    "mlp": "MLP, 784-1024-1024-1024-10, 256 rows a device, Adam",
-    "cnn": "CNN of two convolutions, 128 images of 32 x 32 a device, Adam",
-    "resnet50": "ResNet-50 at 224 x 224, bfloat16, 64 images a device, momentum",
-    "gpt2": "GPT-2-small, bfloat16, remat, 8 x 1,024 tokens a device, clipped AdamW",
+COLUMNS = {
+    "program": "",
+    "step": "",
+    "state and batch": _each(lambda x: f"{x / 1e9:.3f} GB"),
+    "peak memory": _each(lambda x: f"{x / 1e9:.3f} GB"),
+    "all-reduces": _each(str),
+    "sent": _each(lambda x: f"{x / 1e6:.1f} MB"),
+    "meanwhile": _each(in_bytes),
+    "kernels": _each(str),
 }
 
 
+def figures(made: StepReport) -> tuple[int, ...]:
+    """The figures of one program on one number of devices."""
+    return (
+        made.memory.arguments,
+        made.memory.peak,
+        len(made.collectives),
+        sum(found.bytes for found in made.collectives),
+        sum(found.beside for found in made.collectives),
+        made.kernels,
+    )
+
+
 def main() -> None:
-    """Print the rows, and write the page; end with status 1 where one is worse."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    """Print the rows; end with status 1 where one is worse than by hand."""
+    parser = parser_of(__doc__)
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--on", default="h200", help="a GPU, or a TPU topology")
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 512])
-    parser.add_argument("--out", type=pathlib.Path, help="write a page")
     options = options_of(parser, programs=["mlp"], devices=[8])
     numbers = [None] if Absent.is_topology(options.on) else options.devices
     devices = [Absent(options.on, number) for number in numbers]
-    text, good = page(options.programs, devices)
-    if options.out is not None:
-        options.out.write_text(text, encoding="utf-8")
+    counts = " and ".join(str(len(each)) for each in devices)
+    table = begin(f"{counts} {devices[0].kind}", COLUMNS, options)
+    good = True
+    for name in options.programs:
+        program = PROGRAMS[name]
+        ours = [by_towerjax(program, tj.Mirrored(devices=x)) for x in devices]
+        hand = [by_hand(program, x) for x in devices]
+        good = good and all(map(is_no_worse, ours, hand))
+        for who, made in (("towerjax", ours), ("by hand", hand)):
+            table.row(name, who, *zip(*map(figures, made), strict=True))
     sys.exit(not good)
 
 

@@ -2,27 +2,28 @@
 
 Each model's step is built for four towers on one device. Timed are its first call with
 ``audit=False``, and by default; the audit that a first call makes of leaves that are
-not proved, which runs the loss alone where it can; and ``step.audit``, with gradients.
-Each follows ``jax.clear_caches()``. ResNet-50 normalises its batches over all towers,
-of images of so many pixels.
+not proved, which runs the loss alone where it can; and ``step.audit``, with gradients:
+all but the first are shown over the first call without an audit. Each follows
+``jax.clear_caches()``. ResNet-50 normalises its batches over all towers, of images of
+so many pixels.
 
 Run: ``python -m benchmarks.audit [--rounds 3] [--pixels 64] [--only mlp ...]``
 """
 
-import argparse
 import functools
 import gc
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
 
-from benchmarks import options_of
 from benchmarks.absent import ResNet50
+from benchmarks.harness import Rounds, begin, options_of, parser_of, turns
 from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.check.audit.audit import run_audit
 from towerjax.check.audit.comparison import AuditReport
@@ -33,6 +34,15 @@ from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower
 
 TOWERS = 4
+COLUMNS = {
+    "model": "",
+    "first call, CPU s": ".2f",
+    "by default": ".2f",
+    "audit": ".2f",
+    "audit with gradients": ".2f",
+}
+Make: TypeAlias = Callable[..., tuple[Step, Any, Any]]
+"""``audit -> step, parameters, batch``."""
 
 
 def of_model(factory: Factory, rows: int, audit: bool | None) -> tuple[Step, Any, Any]:
@@ -70,64 +80,71 @@ def resnet50(pixels: int, audit: bool | None) -> tuple[Step, Any, Any]:
     return step, params, batch
 
 
-def seconds(make: Callable[..., tuple[Step, Any, Any]]) -> list[float]:
-    """CPU seconds of two first calls, the second by default, and of two audits."""
-    step, params, batch = make(audit=False)
-    by_default, _, _ = make(audit=None)
-    state = step.init(params)
-    sample = functools.partial(
-        run_audit,
-        step.plan,
-        step.strategy,
-        state,
-        batch,
-        calls=step.num_calls,
-        pads=False,
-    )
-    calls: list[Callable[[], Any]] = [
-        lambda: sample(gradients=False),
-        lambda: sample(gradients=True),
-        lambda: step(step.init(params), batch),
-        lambda: by_default(by_default.init(params), batch),
+def contenders(make: Make) -> list[Callable[[], Callable[[], Any]]]:
+    """What prepares each call that is timed, in the order of `COLUMNS`."""
+
+    def first_call(audit: bool | None) -> Callable[[], Any]:
+        step, params, batch = make(audit=audit)
+        return lambda: step(step.init(params), batch)
+
+    def audit(gradients: bool) -> Callable[[], Any]:
+        step, params, batch = make(audit=False)
+        return functools.partial(
+            run_audit,
+            step.plan,
+            step.strategy,
+            step.init(params),
+            batch,
+            calls=step.num_calls,
+            pads=False,
+            gradients=gradients,
+        )
+
+    return [
+        functools.partial(first_call, audit=False),
+        functools.partial(first_call, audit=None),
+        functools.partial(audit, gradients=False),
+        functools.partial(audit, gradients=True),
     ]
-    found = []
-    for call in calls:
-        jax.clear_caches()
-        gc.collect()
-        start = time.process_time()
-        out = call()
-        jax.block_until_ready(jax.tree.leaves(out))
-        found.append(time.process_time() - start)
-        if isinstance(out, AuditReport):
-            print(f"  {out}", flush=True)
-    alone, with_gradients, first, default = found
-    return [first, default / first, alone / first, with_gradients / first]
+
+
+def seconds(prepare: Callable[[], Callable[[], Any]]) -> float:
+    """CPU seconds of a call after nothing was compiled for it."""
+    call = prepare()
+    jax.clear_caches()
+    gc.collect()
+    start = time.process_time()
+    out = call()
+    jax.block_until_ready(jax.tree.leaves(out))
+    found = time.process_time() - start
+    if isinstance(out, AuditReport):
+        print(f"  {out}", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--only", nargs="*", default=[])
     options = options_of(parser, rounds=1, only=["mlp", "cnn"])
-    makes: dict[str, Callable[..., Any]] = {
+    makes: dict[str, Make] = {
         "mlp": functools.partial(of_model, mlp, 64),
         "cnn": functools.partial(of_model, cnn, 64),
         "gpt": functools.partial(of_model, transformer, 64),
         "resnet50": functools.partial(resnet50, options.pixels),
     }
-    makes = {k: x for k, x in makes.items() if not options.only or k in options.only}
-    seconds(functools.partial(of_model, mlp, 64))  # what a process does once
-    columns = "first call, CPU s", "by default", "audit", "audit with gradients"
-    print(f"\n| model | {' | '.join(columns)} |")
-    print("|---|---|---|---|---|")
+    # What a process does once.
+    turns(contenders(makes["mlp"]), seconds, rounds=1, warm=0)
+    table = begin(f"{options.rounds} rounds", COLUMNS, options)
     for name, make in makes.items():
-        rounds = [seconds(make) for _ in range(options.rounds)]
-        first, *ratios = np.median(rounds, axis=0)
-        shown = " | ".join(f"{x:.2f}" for x in ratios)
-        print(f"| {name} | {first:.2f} | {shown} |", flush=True)
-    print("All but the first are over the first call without an audit.")
+        if options.only and name not in options.only:
+            continue
+        rounds = turns(contenders(make), seconds, rounds=options.rounds, warm=0)
+        times = Rounds(rounds)
+        ratios = [times.ratio(other, 0) for other in (1, 2, 3)]
+        table.row(name, times.medians()[0], *ratios)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the noise scale at the end.
 Run: ``python -m benchmarks.batch_size [docs/benchmarks/batch_size.svg]``
 """
 
-import argparse
 import pathlib
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from examples.noise_scale import noise_scale, with_statistics
 from towerjax import Mirrored, Weighted, build_train_step
 from towerjax.types import PyTree
@@ -30,6 +29,7 @@ STEPS = 3000
 ENOUGH = 1.74
 SHOWN = 256
 BLUE = "#2f6db5"
+COLUMNS = {"rows a step": ",", "steps": ",", "rows": ","}
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 300" role="img"
      font-family="system-ui, sans-serif" font-size="13" text-anchor="middle"
      fill="#7f7f7f">
@@ -105,20 +105,19 @@ def best_of(size: int) -> tuple[int, float]:
 
 def main() -> None:
     """Print the table; draw it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("svg", nargs="?")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = options_of(parser, sizes=[256])
     steps = []
     scales = {}
-    print(f"JAX {jax.__version__}, to a loss of {ENOUGH}")
-    print(f"{'rows a step':>11} {'steps':>6} {'rows':>8}")
+    table = begin(f"to a loss of {ENOUGH}", COLUMNS, options)
     for size in options.sizes:
         number, scale = best_of(size)
         steps.append(number)
         scales[size] = scale
-        print(f"{size:11} {number:6} {size * number:8}", flush=True)
-    print(f"noise scale, at the end of {SHOWN} rows a step: {scales[SHOWN]:.0f}")
+        table.row(size, number, size * number)
+    table.note(f"noise scale, at the end of {SHOWN} rows a step: {scales[SHOWN]:.0f}")
     if options.svg:
         draw(options.svg, steps, scales[SHOWN])
 

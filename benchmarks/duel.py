@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 
 import towerjax as tj
-from benchmarks import options_of
 from benchmarks.faults import DoneStep, Launched, steps_of, train
+from benchmarks.harness import begin, options_of, parser_of
 
 TOWERS = 32
 # The ends of the parts of a start, in order, and what happens before each.
@@ -143,27 +143,30 @@ def recoveries(
     return found
 
 
-def report(folder: pathlib.Path, kills: Sequence[Kill], whole_s: float) -> list[str]:
-    """The figures of a disturbed job, as lines of a table."""
+def report(
+    folder: pathlib.Path, kills: Sequence[Kill], whole_s: float
+) -> dict[str, str]:
+    """The figures of a disturbed job, by name."""
     done = steps_of(folder)
     took = recoveries(folder, kills)
     seconds = _seconds(done)
     middle = statistics.median(sum(x.values()) for x in took)
-    return [
-        f"| kills | {len(kills)} in {seconds / 60:.1f} min |",
-        f"| steps kept of those run | {max(x.number for x in done) / len(done):.1%} |",
-        f"| time over the undisturbed job's | {seconds / whole_s:.2f} |",
-        f"| from a kill to the next step, median | {middle:.1f} s |",
-        *(
-            f"| of it: {what} | {statistics.median(x[name] for x in took):.1f} s |"
-            for name, what in PARTS.items()
-        ),
-    ]
+    parts = {
+        f"of it: {what}": f"{statistics.median(x[name] for x in took):.1f} s"
+        for name, what in PARTS.items()
+    }
+    return {
+        "kills": f"{len(kills)} in {seconds / 60:.1f} min",
+        "steps kept of those run": f"{max(x.number for x in done) / len(done):.1%}",
+        "time over the undisturbed job's": f"{seconds / whole_s:.2f}",
+        "from a kill to the next step, median": f"{middle:.1f} s",
+        **parts,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 0 if the last bits are the undisturbed job's."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--apart", type=float, default=12.0, help="seconds of steps")
     help_ = "without a compilation cache, and with an audit at every start"
@@ -183,11 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole_s, digest = undisturbed(options.steps)
         folder = pathlib.Path(path)
         kills = disturbed(folder, options.steps, options.apart, options.plain)
-        lines = report(folder, kills, whole_s)
+        told = report(folder, kills, whole_s)
         same = (folder / "digest").read_text() == digest
-    print("| 32 towers, two processes | |\n|---|---|")
-    bits = "the undisturbed job's" if same else "**OTHERS**"
-    print("\n".join([*lines, f"| last bits | {bits} |"]))
+    told["last bits"] = "the undisturbed job's" if same else "**OTHERS**"
+    columns = {"figure": "", "value": ""}
+    table = begin(f"{TOWERS} towers, two processes", columns, options)
+    for name, value in told.items():
+        table.row(name, value)
     return 0 if same else 1
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 
 STEPS = 60
 EVERY = 5
@@ -277,10 +277,17 @@ def disturbed(fault: Fault, digest: str, *, steps: int = STEPS) -> Row:
     return Row(fault, before, saved, new.number, *times, devices, same)
 
 
-_HEAD = (
-    "| moment | what happens | after step | newest checkpoint | named after"
-    " | resumes at step | done after | devices | bits |"
-)
+COLUMNS = {
+    "moment": "",
+    "what happens": "",
+    "after step": "",
+    "newest checkpoint": "",
+    "named after, s": ".2f",
+    "resumes at step": "",
+    "done after, s": ".1f",
+    "devices": "",
+    "bits": "",
+}
 _WORDS = {
     "kill": "a process is killed",
     "stop": "a process is stopped",
@@ -288,19 +295,24 @@ _WORDS = {
 }
 
 
-def _line(moment: int, row: Row) -> str:
-    devices = ", ".join(map(str, row.devices))
-    cells = (
-        f"{moment} | {_WORDS[row.fault.kind]} | {row.step} | {row.saved or 'none'}",
-        f"{row.named_s:.2f} s | {row.first} | {row.back_s:.1f} s | {devices}",
+def _values(moment: int, row: Row) -> tuple[Any, ...]:
+    """The values of a row of the table."""
+    return (
+        moment,
+        _WORDS[row.fault.kind],
+        row.step,
+        row.saved or None,
+        row.named_s,
+        row.first,
+        row.back_s,
+        row.devices,
         "the same" if row.is_good else "**NOT AS IT SHOULD BE**",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 0 if every row is as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--moments", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -311,13 +323,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(options.train, job, steps=options.steps)
         return 0
     digest = undisturbed()
-    print(f"{_HEAD}\n{'|---' * 9}|", flush=True)
+    table = begin(f"{options.moments} moments", COLUMNS, options)
     good = []
     for moment in range(options.first, options.first + options.moments):
         row = disturbed(Fault.drawn(moment), digest)
         good.append(row.is_good)
-        print(_line(moment, row), flush=True)
-    print(f"\n{sum(good)} of {len(good)} moments are as they should be.")
+        table.row(*_values(moment, row))
+    table.note(f"{sum(good)} of {len(good)} moments are as they should be.")
     return 0 if all(good) else 1
 
 

@@ -6,20 +6,29 @@ beside what the compiler had planned. `on_a_gpu.sh` runs it with the rest.
 Run: ``python -m benchmarks.on_a_gpu [--programs mlp cnn] [--calls 20]``
 """
 
-import argparse
-import json
-import statistics
+import operator
 from typing import Any
 
 import jax
 import numpy as np
 
 import towerjax as tj
-from benchmarks import options_of
 from benchmarks.absent import PROGRAMS, Program, hand_written
+from benchmarks.harness import Rounds, begin, options_of, parser_of, turns
 from towerjax.check.report.report import time_calls
 from towerjax.mesh.transfer import place, place_rows
 from towerjax.types import Layout, PyTree
+
+COLUMNS = {
+    "program": "",
+    "device": "",
+    "devices": "",
+    "hand-written ms": ".3f",
+    "towerjax ms": ".3f",
+    "ratio": ".2f",
+    "planned peak": ",",
+    "peak of the process": ",",
+}
 
 
 def _values(shapes: PyTree, high: int) -> PyTree:
@@ -34,8 +43,8 @@ def _values(shapes: PyTree, high: int) -> PyTree:
     return jax.tree.map(one, shapes)
 
 
-def measure(name: str, program: Program, calls: int, rounds: int) -> dict[str, Any]:
-    """Both steps in turns, each round so many calls."""
+def measure(program: Program, calls: int, rounds: int) -> tuple[Any, ...]:
+    """Both steps in turns, each round so many calls: the values of a row."""
     strategy = tj.Mirrored()
     placement = strategy.placement
     step, params, batch = program.make_step(strategy)
@@ -44,45 +53,45 @@ def measure(name: str, program: Program, calls: int, rounds: int) -> dict[str, A
     rows = place_rows(batch, placement, Layout.PER_TOWER)
     hand = hand_written(program, placement)
     opt_state = program.optimizer.init(params)
+    placed = step.place_batch(batch)
 
     def by_hand(state: Any) -> tuple[Any, Any]:
         params, opt_state, loss = hand(*state, rows)
         return (params, opt_state), loss
 
-    placed = step.place_batch(batch)
-    times: dict[str, list[float]] = {"towerjax": [], "by hand": []}
-    for _ in range(rounds):
-        state = step.init(params)
-        found = time_calls(lambda state: step(state, placed), state, calls)
-        times["towerjax"].append(found.step_s)
+    def turn_of_hand() -> float:
         state = place((params, opt_state), placement, Layout.MIRRORED)
-        times["by hand"].append(time_calls(by_hand, state, calls).step_s)
+        return time_calls(by_hand, state, calls).step_s
+
+    def turn_of_ours() -> float:
+        state = step.init(params)
+        return time_calls(lambda state: step(state, placed), state, calls).step_s
+
+    contenders = (turn_of_hand, turn_of_ours)
+    times = Rounds(turns(contenders, operator.call, rounds=rounds, warm=0))
     report = step.report(step.init(params), placed)
-    ratios = [a / b for a, b in zip(times["towerjax"], times["by hand"], strict=True)]
-    stats = placement.jax_devices[0].memory_stats() or {}
-    return {
-        "program": name,
-        "device": placement.jax_devices[0].device_kind,
-        "devices": placement.num_devices,
-        "jax": jax.__version__,
-        "towerjax_s": statistics.median(times["towerjax"]),
-        "by_hand_s": statistics.median(times["by hand"]),
-        "ratio": statistics.median(ratios),
-        "planned_peak": report.memory.peak,
-        "peak_of_the_process": stats.get("peak_bytes_in_use"),
-    }
+    device = placement.jax_devices[0]
+    stats = device.memory_stats() or {}
+    return (
+        device.device_kind,
+        placement.num_devices,
+        *(1e3 * seconds for seconds in times.medians()),
+        times.ratio(1, 0),
+        report.memory.peak,
+        stats.get("peak_bytes_in_use"),
+    )
 
 
 def main() -> None:
-    """Print one JSON object a program."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    """Print a row a program."""
+    parser = parser_of(__doc__)
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     options = options_of(parser, programs=["mlp"], calls=2, rounds=1)
+    table = begin(f"{options.rounds} rounds", COLUMNS, options)
     for name in options.programs:
-        row = measure(name, PROGRAMS[name], options.calls, options.rounds)
-        print(json.dumps(row), flush=True)
+        table.row(name, *measure(PROGRAMS[name], options.calls, options.rounds))
 
 
 if __name__ == "__main__":

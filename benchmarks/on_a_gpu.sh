@@ -60,14 +60,14 @@ all_beside() {
   done
 }
 started=()
-beside planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.md"
+beside planned "$python" -m benchmarks.absent --devices 1
 for example in digits estimator_digits regression nnx_digits embeddings anywhere gpt; do
   beside "example_$example" "$python" "examples/$example.py"
 done
 beside notebook env --chdir="$logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m IPython "$PWD/notebooks/06_first_evening.ipynb"
-beside sweep "$python" -m towerjax bench benchmarks.trials:build \
-  docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
+beside sweep "$python" -m towerjax bench benchmarks.peers.trials:build \
+  docs/benchmarks/grid.toml --peer hand=benchmarks.peers.trials:build_by_hand --out "$logs/sweep.jsonl"
 # Two runs, whose digests of all bits must be the same.
 for time in once again; do
   beside "same_bits_$time" env XLA_FLAGS=--xla_gpu_deterministic_ops=true \

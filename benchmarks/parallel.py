@@ -7,7 +7,6 @@ Run: ``python -m benchmarks.parallel [--towers 3] [--on h200]``, where ``pip ins
 '.[gpu-compiler]'`` was done.
 """
 
-import argparse
 import collections
 import math
 import pathlib
@@ -19,7 +18,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 LOSSES = {
@@ -30,6 +29,7 @@ LOSSES = {
 }
 """The examples, each with the functions that it gives ``loss_by``, if it does."""
 KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+COLUMNS = {"in a tower:": "", **dict.fromkeys(KINDS, ""), "of all towers": ""}
 
 
 def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
@@ -52,8 +52,8 @@ def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
     return step.report(shapes, batch)
 
 
-def row(name: str, part: str | None, towers: int, kind: str) -> str:
-    """A line of the table."""
+def row(name: str, part: str | None, towers: int, kind: str) -> list[Any]:
+    """The values of a row."""
     report = report_of(name, part, towers, kind)
     inside: collections.Counter[str] = collections.Counter()
     over: collections.Counter[str] = collections.Counter()
@@ -62,24 +62,23 @@ def row(name: str, part: str | None, towers: int, kind: str) -> str:
         counts[found.opcode] += found.trips
     assert {*inside, *over} <= {*KINDS}, (inside, over)
     of_towers = ", ".join(f"{n} {opcode}" for opcode, n in over.items())
-    cells = [f"`{name}.py`" + (f", `{part}`" if part else "")]
-    cells += [str(inside[opcode] or "-") for opcode in KINDS]
-    return f"| {' | '.join([*cells, of_towers])} |"
+    title = f"`{name}.py`" + (f", `{part}`" if part else "")
+    return [title, *(inside[opcode] or None for opcode in KINDS), of_towers]
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--towers", type=int, default=3)
     parser.add_argument("--on", default="h200")
     names = [*LOSSES]
     parser.add_argument("--examples", nargs="+", default=names, choices=names)
-    args = options_of(parser, towers=2, examples=["tensor_parallel"])
-    print(f"| in a tower: | {' | '.join(KINDS)} | of all towers |")
-    print("|" + "---|" * (len(KINDS) + 2))
-    for name in args.examples:
+    options = options_of(parser, towers=2, examples=["tensor_parallel"])
+    about = f"collectives of a step, {options.towers} towers of {options.on}"
+    table = begin(about, COLUMNS, options)
+    for name in options.examples:
         for part in LOSSES[name]:
-            print(row(name, part, args.towers, args.on), flush=True)
+            table.row(*row(name, part, options.towers, options.on))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ step built for each, one step whose state holds the rate, and ``tj.sweep``.
 Run: ``python -m benchmarks.populations [--members 8] [--devices 2] [--trainings 18]``
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -19,16 +18,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import options_of
+from benchmarks.harness import (
+    awaited_calls,
+    begin,
+    devices_of,
+    options_of,
+    parser_of,
+    turns,
+)
 from benchmarks.models import mlp
 from towerjax import Mirrored, Weighted, build_train_step, run, sweep
-from towerjax.sweeps.turns import in_turns
 from towerjax.types import PyTree
 
 MODELS = {"2 layers of 32": (2, 32), "25 layers of 16": (25, 16), "4 of 512": (4, 512)}
 STEPS = 10
 ROWS = 64
 TRAINED = 200
+TOGETHER = {
+    "model": "",
+    "D": "",
+    "one after another, ms": ".1f",
+    "over lax.map": ".2f",
+    "over vmap": ".2f",
+}
+WHOLE = {
+    "model": "",
+    "D": "",
+    "each built, s": ".1f",
+    "injected, s": ".1f",
+    "in_turn, s": ".1f",
+    "together, s": ".1f",
+}
 
 
 @dataclasses.dataclass
@@ -52,7 +72,7 @@ def ways(layers: int, width: int, members: int, devices: int) -> dict[str, Way]:
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(model.losses(params, batch), tower.weight)
 
-    strategy = Mirrored([f"{jax.default_backend()}:{i}" for i in range(devices)])
+    strategy = Mirrored(devices_of(devices))
     step = build_train_step(loss_fn, optimizer, strategy, donate=False)
     alone = []
     for seed, rate in enumerate(np.geomspace(1e-4, 1e-2, members)):
@@ -85,7 +105,7 @@ def ways(layers: int, width: int, members: int, devices: int) -> dict[str, Way]:
 def training(layers: int, width: int, devices: int, *, injected: bool) -> Any:
     """``(build, batches)`` of a training, as `tj.sweep` takes them."""
     model = mlp(np.float32, layers=layers, width=width)
-    strategy = Mirrored([f"{jax.default_backend()}:{i}" for i in range(devices)])
+    strategy = Mirrored(devices_of(devices))
     params = model.init(0)
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
@@ -116,30 +136,31 @@ def one_injected(build: Any, batches: Any, grid: list[dict[str, Any]]) -> None:
         run(step, step.place(state), batches, progress=False)
 
 
-def whole_trainings(name: str, devices: int, grid: list[dict[str, Any]]) -> None:
-    """Print a row: seconds of all trainings, by each way."""
+def whole_trainings(name: str, devices: int, grid: list[dict[str, Any]]) -> list[float]:
+    """Seconds of all trainings, by each way, nothing of it compiled before."""
     layers, width = MODELS[name]
     plain, batches = training(layers, width, devices, injected=False)
     injected, _ = training(layers, width, devices, injected=True)
     ways: list[Callable[[], Any]] = [
-        lambda: each_built(plain, batches, grid),
-        lambda: one_injected(injected, batches, grid),
+        functools.partial(each_built, plain, batches, grid),
+        functools.partial(one_injected, injected, batches, grid),
     ]
     for order in ("in_turn", "together"):
         options: Any = {"order": order, "progress": False}
         ways.append(functools.partial(sweep, plain, grid, batches, **options))
-    print(f"{name:>16} {devices:2}", end=" ")
-    for way in ways:
+
+    def seconds(way: Callable[[], Any]) -> float:
         jax.clear_caches()
         start = time.perf_counter()
         way()
-        print(f"{time.perf_counter() - start:9.1f} s", end=" ", flush=True)
-    print()
+        return time.perf_counter() - start
+
+    return turns(ways, seconds, rounds=1, warm=0)[0].tolist()
 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=11)
@@ -149,26 +170,23 @@ def main() -> None:
         parser, members=2, devices=[1], rounds=1, trainings=2, models=["2 layers of 32"]
     )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    print(f"JAX {jax.__version__}, {options.members} members, {STEPS} steps of {ROWS}")
-    print(f"{'model':>16}  D {'one after another':>18} {'lax.map':>9} {'vmap':>9}")
-    for name in options.models if options.rounds else ():
-        layers, width = MODELS[name]
-        for devices in options.devices:
-            found = ways(layers, width, options.members, devices)
-            contenders = [x.run for x in found.values()]
-            in_turns(contenders, rounds=1, calls=2)  # compile
-            table = in_turns(contenders, rounds=options.rounds, calls=3)[:, :, 0]
-            first = np.median(table[:, 0]) * 1e3
-            ratios = np.median(table[:, :1] / table, axis=0)
-            print(f"{name:>16} {devices:2} {first:15.1f} ms", end=" ")
-            print(f"{ratios[1]:8.2f}x {ratios[2]:8.2f}x", flush=True)
+    if options.rounds:
+        about = f"{options.members} members, {STEPS} steps of {ROWS}"
+        table = begin(about, TOGETHER, options)
+        for name in options.models:
+            for devices in options.devices:
+                found = ways(*MODELS[name], options.members, devices)
+                runs = [way.run for way in found.values()]
+                awaited, _ = awaited_calls(runs, rounds=options.rounds, calls=3)
+                ratios = [awaited.ratio(0, other) for other in (1, 2)]
+                table.row(name, devices, 1e3 * awaited.medians()[0], *ratios)
     rates = np.geomspace(1e-4, 1e-2, options.trainings).tolist()
     grid = [{"rate": rate, "seed": seed} for seed, rate in enumerate(rates)]
-    print(f"{len(grid)} trainings of {TRAINED} steps, compiling included")
-    print(f"{'model':>16}  D  each built    injected     in_turn    together")
+    about = f"{len(grid)} trainings of {TRAINED} steps, compiling included"
+    table = begin(about, WHOLE, options)
     for name in options.models:
         for devices in options.devices:
-            whole_trainings(name, devices, grid)
+            table.row(name, devices, *whole_trainings(name, devices, grid))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,28 @@ table stands each right loss that is not proved, with the reason and its line.
 Run: ``python -m benchmarks.proved``
 """
 
-import argparse
 import importlib
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 
 _TESTS = pathlib.Path(__file__).parents[1] / "tests"
 _KEPT = 4  # of each deck, in a small run
+COLUMNS = {
+    "losses": "",
+    "batches": "",
+    "number": "",
+    "proved": "",
+    "unknown": "",
+    "refuted": "",
+    "CPU s each": ".2f",
+}
 
 
 def said_of(make: Callable[[], Any], padded: bool, answers_for: Any) -> tuple[str, str]:
@@ -33,8 +41,14 @@ def said_of(make: Callable[[], Any], padded: bool, answers_for: Any) -> tuple[st
     return "proved", ""
 
 
-def rows_of(decks: Any, padded: bool, most: int) -> Iterator[tuple[str, ...]]:
-    """The rows of the table, and beneath each the right losses that are not proved."""
+Said: TypeAlias = dict[str, tuple[str, str]]
+"""What is said of each loss of a deck, and why, by name."""
+
+
+def asked(
+    decks: Any, padded: bool, most: int
+) -> Iterator[tuple[str, str, Said, float]]:
+    """Of each deck: its kind, its name, what is said, and CPU seconds."""
     of_right = ("right", decks.RIGHT, decks.right_of)
     of_wrong = ("wrong", decks.WRONG, decks.wrong_of)
     for kind, names, losses_of in (of_right, of_wrong):
@@ -44,35 +58,33 @@ def rows_of(decks: Any, padded: bool, most: int) -> Iterator[tuple[str, ...]]:
             said = {
                 name: said_of(make, padded, decks.answers_for) for name, make in losses
             }
-            seconds = time.process_time() - start
-            counts = [
-                sum(says == wanted for says, _ in said.values())
-                for wanted in ("proved", "unknown", "refuted")
-            ]
-            layout = "padded" if padded else "full"
-            cells = [f"{kind}: {deck}", layout, len(losses), *counts]
-            yield (*map(str, cells), f"{seconds / max(len(losses), 1):.2f}")
-            if kind == "right":
-                for name, (says, why) in said.items():
-                    if says != "proved":
-                        yield (f"  {name}: {why}",)
+            yield kind, deck, said, time.process_time() - start
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the table, and beneath it the right losses that are not proved."""
+    parser = parser_of(__doc__)
     parser.add_argument("--most", type=int, default=1000, help="losses of each deck")
-    args = options_of(parser, most=_KEPT)
+    options = options_of(parser, most=_KEPT)
     sys.path.insert(0, str(_TESTS))
     jax.config.update("jax_num_cpu_devices", 2)
     decks = importlib.import_module("proved_decks")
-    heads = ("losses", "batches", "number", "proved", "unknown", "refuted", "CPU s")
-    print(("{:24}" + "{:>9}" * 6).format(*heads))
+    table = begin("train steps of two towers", COLUMNS, options)
+    unproved = []
     for padded in (False, True):
-        for cells in rows_of(decks, padded, args.most):
-            is_row = len(cells) == len(heads)
-            line = ("{:24}" + "{:>9}" * 6).format(*cells) if is_row else cells[0]
-            print(line, flush=True)
+        layout = "padded" if padded else "full"
+        for kind, deck, said, seconds in asked(decks, padded, options.most):
+            verdicts = [says for says, _ in said.values()]
+            counts = [verdicts.count(x) for x in ("proved", "unknown", "refuted")]
+            each = seconds / max(len(said), 1)
+            table.row(f"{kind}: {deck}", layout, len(said), *counts, each)
+            unproved += [
+                f"{layout} {deck}: {name}: {why}"
+                for name, (says, why) in said.items()
+                if kind == "right" and says != "proved"
+            ]
+    for text in unproved:
+        table.note(text)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
+from benchmarks.harness import begin, options_of, parser_of
 from benchmarks.same_kernels import kernels_of
 
 TOWERS = 8
 ROWS = 32
 LENGTH = 48
 EVERY = 50
+ON = (1, 2, 4, 8)  # devices
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(
@@ -125,7 +127,7 @@ def runs() -> list[Run]:
     """All rows."""
     found = []
     for state in ("mirrored", "sharded"):
-        for d in (1, 2, 4, 8):
+        for d in ON:
             found.append(Run(f"{state}, {on(d)}", devices=(d,), state=state))
         two: Any = {"devices": (8,), "state": state, "processes": 2}
         found.append(Run(f"{state}, 2 processes of 4", **two))
@@ -155,7 +157,7 @@ def differing_kernels(target: str, state: str) -> dict[int, int]:
     """``D`` -> how many kernels for so many absent GPUs are not those for one."""
     shapes = jax.eval_shape(lambda: model().params)
     found = {}
-    for d in (1, 2, 4, 8):
+    for d in ON:
         absent = tj.Absent(target, d)
         strategy = tj.Mirrored(absent, towers=TOWERS, state=state, **PINNED)  # type: ignore
         step = tj.build_train_step(loss_fn, OPTIMIZER, strategy, remainder="pad")
@@ -246,25 +248,19 @@ def hashes(run: Run, steps: int) -> dict[int, str]:
     return found
 
 
-def table(found: dict[str, dict[int, str]]) -> str:
-    """A row a run, 8 digits each 50 steps; bold where they are not the first row's."""
-    first = next(iter(found.values()))
-    lines = [f"| run | {' | '.join(f'step {n}' for n in first)} |"]
-    lines.append("|---" * (len(first) + 1) + "|")
-    for name, row in found.items():
-        texts = (x[:8] if x == first[n] else f"**{x[:8]}**" for n, x in row.items())
-        lines.append(f"| {name} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+def shown(row: dict[int, str], first: dict[int, str]) -> list[str]:
+    """Eight digits each 50 steps; bold where they are not the first row's."""
+    return [x[:8] if x == first[n] else f"**{x[:8]}**" for n, x in row.items()]
 
 
 def main() -> None:
     """Print the table; end with status 1 where a run's hashes are not the first's."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--absent", help="GPUs to compile for, as tj.Absent takes them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(parser, steps=EVERY, only="1 device")
     if options.worker:
         fields, devices, last, killed, folder = json.loads(options.worker)
         run = Run(**fields)
@@ -276,16 +272,22 @@ def main() -> None:
             return train_by_hand(run.kind, devices, last)
         return train(run, devices, last, killed, folder)
     if options.absent:
+        columns = {"state": "", **{f"D={d}": "" for d in ON}}
+        about = f"kernels that are not those for one {options.absent}"
+        table = begin(about, columns, options)
         for state in ("mirrored", "sharded"):
-            counts = differing_kernels(options.absent, state)
-            print(f"{state}: other kernels than for one: {counts}", flush=True)
+            table.row(state, *differing_kernels(options.absent, state).values())
         return
     found: dict[str, dict[int, str]] = {}
+    about = f"{TOWERS} towers; bold where it is not the first row's"
+    steps = range(EVERY, options.steps + 1, EVERY)
+    columns = {"run": "", **{f"step {number}": "" for number in steps}}
+    table = begin(about, columns, options)
     for run in runs():
         if options.only in run.name:
             found[run.name] = hashes(run, options.steps)
-            print(f"{run.name}: {found[run.name]}", file=sys.stderr, flush=True)
-    print(table(found))
+            first = next(iter(found.values()))
+            table.row(run.name, *shown(found[run.name], first))
     first = next(iter(found.values()))
     ours = [found[x.name] for x in runs() if x.kind == "PinnedTree" and x.name in found]
     sys.exit(int(any(row != first for row in ours)))

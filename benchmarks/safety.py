@@ -1,9 +1,11 @@
-"""Measure what checkpoints cost.
+"""Measure what checkpoints cost: a step of a run, as often as it is saved.
+
+Shown are the least times of the rounds: of a step, of a run that saves not at all, and
+each 100 or 25 steps; how long a save holds the run up; and how long it takes then.
 
 Run: ``python -m benchmarks.safety [--rounds 6]``
 """
 
-import argparse
 import contextlib
 import functools
 import tempfile
@@ -16,10 +18,11 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of, turns
 from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.stopping import Point
+from towerjax.step.step import Step
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
@@ -43,52 +46,54 @@ def _batch(rows: int, width: int) -> dict[str, Any]:
     return {"x": np.float32(x)}
 
 
-def save_seconds(devices: int, rounds: int, epochs: int) -> dict[str, float]:
-    """The least time of a step of a run, as often as it is saved."""
-    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
-    step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
-    best: dict[str, float] = {}
+SAVED = (None, 100, 25)  # each so many steps
+COLUMNS = {
+    "devices": "",
+    **{f"every={every}, ms": ".2f" for every in SAVED},
+    "pause, ms": ".2f",
+    "then, ms": ".2f",
+}
 
-    def timed(name: str, call: Any) -> None:
+
+def run_seconds(step: Step, every: int | None, epochs: int) -> float:
+    """The time of a step of a run that is saved so often."""
+    with tempfile.TemporaryDirectory() as folder:
+        saving = tj.Checkpointer(folder, every=every) if every else None
+        cut = tj.batches(_batch(64, 256), 64, epochs=epochs)
+        state = step.init(_params(8, 256))
+        _, history = tj.run(step, state, cut, checkpointer=saving, progress=False)
+    return 1 / history.summary.steps_per_second
+
+
+def save_seconds(step: Step) -> tuple[float, float]:
+    """How long a save holds the run up, and takes then."""
+    state = jax.block_until_ready(step.init(_params(8, 256)))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        saver = Saving(tj.Checkpointer(folder), step, state, Source([]), stack)
         start_s = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start_s
-        best[name] = min(best.get(name, seconds), seconds)
-
-    for _ in range(rounds):  # the first compiles
-        for every in (None, 100, 25):
-            with tempfile.TemporaryDirectory() as folder:
-                saving = tj.Checkpointer(folder, every=every) if every else None
-                cut = tj.batches(_batch(64, 256), 64, epochs=epochs)
-                state = step.init(_params(8, 256))
-                state, history = tj.run(
-                    step, state, cut, checkpointer=saving, progress=False
-                )
-            name = f"every={every}"
-            seconds = 1 / history.summary.steps_per_second
-            best[name] = min(best.get(name, seconds), seconds)
-        with tempfile.TemporaryDirectory() as folder:
-            stack = contextlib.ExitStack()
-            source = Source([])
-            saver = Saving(tj.Checkpointer(folder), step, state, source, stack)
-            jax.block_until_ready(state)
-            begin = functools.partial(saver.save, Point(state))
-            timed("pause", begin)
-            timed("then", stack.close)
-    return best
+        saver.save(Point(state))
+        begun_s = time.perf_counter()
+        stack.close()
+        return begun_s - start_s, time.perf_counter() - begun_s
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=200)
     options = options_of(parser, rounds=1, epochs=30)
     jax.config.update("jax_num_cpu_devices", 2)
+    table = begin(f"the least of {options.rounds} rounds", COLUMNS, options)
     for devices in (1, 2):
-        timed = save_seconds(devices, options.rounds, options.epochs)
-        text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
-        print(f"{devices} devices, saved: {text}", flush=True)
+        strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
+        step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
+        of_run = functools.partial(run_seconds, step, epochs=options.epochs)
+        how = {"rounds": options.rounds, "warm": 0}  # the first compiles
+        runs = turns(SAVED, of_run, **how)
+        saves = turns([step], save_seconds, **how)[:, 0]
+        least = [*runs.min(axis=0), *saves.min(axis=0)]
+        table.row(devices, *(1e3 * float(seconds) for seconds in least))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ every step is compared, as bytes, with those of the first.
 Run: ``python -m benchmarks.same_bits [--only attention] [--ops AllReduce]``
 """
 
-import argparse
 import dataclasses
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
@@ -19,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import options_of
 from benchmarks.catalogue import MODELS, OPTIMIZERS, Model
+from benchmarks.harness import begin, options_of, parser_of
 from towerjax import collectives
 from towerjax.collectives import CrossTowerOps
 from towerjax.loop.run import run
@@ -215,9 +213,22 @@ def compare(
     return Compared(case.name, len(first), differing, digests)
 
 
+def _counts(differing: dict[int, list[str]]) -> str:
+    """How many leaves differ, for each number of devices."""
+    return ", ".join(f"D={number}: {len(x)}" for number, x in differing.items())
+
+
+def _distinct(digests: dict[int, str]) -> str:
+    """Each digest once."""
+    return ", ".join(dict.fromkeys(digests.values()))
+
+
+COLUMNS = {"case": "", "leaves": "", "differing": _counts, "digests": _distinct}
+
+
 def main() -> None:
     """Print the table; end with status 1 where bits differ."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--towers", type=int, default=8)
     parser.add_argument(
@@ -226,7 +237,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ops", default="PinnedTree", help="a cross-tower op's name")
     parser.add_argument("--state", default="mirrored", choices=get_args(StateLayout))
-    parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     options = options_of(parser, only="linear", devices=[1, 2], steps=3)
     jax.config.update("jax_num_cpu_devices", max(options.devices or [8]))
     options.devices = options.devices or [
@@ -234,12 +244,11 @@ def main() -> None:
     ]
     ops = getattr(collectives, options.ops)()
     differ = False
-    if not options.json:
-        head = f"JAX {jax.__version__}, {options.towers} towers, {ops!r}"
-        print(f"{head}, state={options.state!r}; leaves that")
-        print(f"differ from those on {options.devices[0]} device(s)\n")
-        heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
-        print(f"{'':28} leaves{heads}")
+    about = (
+        f"{options.towers} towers, {ops!r}, state={options.state!r}; how many leaves"
+    )
+    about += f" differ from those on {options.devices[0]} device(s)"
+    table = begin(about, COLUMNS, options)
     for case in cases().values():
         if options.only not in case.name:
             continue
@@ -252,11 +261,7 @@ def main() -> None:
             state=options.state,
         )
         differ = differ or any(found.differing.values())
-        if options.json:
-            print(json.dumps(dataclasses.asdict(found)), flush=True)
-            continue
-        counts = "".join(f"{len(names):6}" for names in found.differing.values())
-        print(f"{case.name:28} {found.leaves:6}{counts}", flush=True)
+        table.row(*dataclasses.asdict(found).values())
     sys.exit(int(differ))
 
 

@@ -9,7 +9,6 @@ alike a device still chooses the fastest, unless XLA_FLAGS says
 Run: ``python -m benchmarks.same_kernels [--only attention] [--on h200]``
 """
 
-import argparse
 import collections
 import re
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from benchmarks.same_bits import LOCAL, Case, cases, train_step
 from towerjax.check.report.hlo import Module, Operation, parse
 from towerjax.collectives import PinnedTree
@@ -102,15 +101,15 @@ def compare(
 
 def main() -> None:
     """Print the table; end with status 1 where kernels differ."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--on", default="h200", help="a GPU, as tj.Absent takes it")
     parser.add_argument("--towers", type=int, default=8)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     options = options_of(parser, only="linear", devices=[1, 2])
-    heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
-    print(f"kernels that are not as for {options.devices[0]} {options.on}\n")
-    print(f"{'':28}{heads}")
+    about = f"kernels that are not as for {options.devices[0]} {options.on}"
+    columns = {"case": "", **{f"D={number}": "" for number in options.devices}}
+    table = begin(about, columns, options)
     differ = False
     for name, case in cases().items():
         if options.only not in name or case.by_model_fn:
@@ -118,8 +117,7 @@ def main() -> None:
         given = {"target": options.on, "towers": options.towers}
         found = compare(case, devices=options.devices, **given)
         differ = differ or any(found.values())
-        counts = "".join(f"{kernels.total():6}" for kernels in found.values())
-        print(f"{name:28}{counts}", flush=True)
+        table.row(name, *(kernels.total() for kernels in found.values()))
     sys.exit(int(differ))
 
 

@@ -9,9 +9,7 @@ Run: ``python -m benchmarks.sharded [--layers 32] [--width 4096] [--devices 8]
 '.[gpu-compiler]'`` was done.
 """
 
-import argparse
 import math
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -21,15 +19,25 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from towerjax.towers.strategies import StateLayout
 from towerjax.types import PyTree
 
-# rows of a tower
 HEAD = 128
 WORDS = 32_000
 LENGTH = 2_048
-ROWS = 4
+ROWS = 4  # of a tower
+COLUMNS = {
+    "state=": "",
+    "held, GB": ".1f",
+    "peak, GB": ".1f",
+    "sent, GB": ".1f",
+    "gathers": "",
+    "scatters": "",
+    "exposed": "",
+    "fits": "",
+    "compile, s": ".0f",
+}
 
 
 def shapes(layers: int, width: int) -> PyTree:
@@ -50,11 +58,11 @@ def shapes(layers: int, width: int) -> PyTree:
     return {"layers": stacked, **ends}
 
 
-COLUMNS = P(None, None, "model")
-LINES = P(None, "model")
+BY_COLUMN = P(None, None, "model")
+BY_LINE = P(None, "model")
 SPECS = {
-    "layers": {"norm1": P(), "norm2": P(), "qkv": COLUMNS, "out": LINES}
-    | {"up": COLUMNS, "down": LINES},
+    "layers": {"norm1": P(), "norm2": P(), "qkv": BY_COLUMN, "out": BY_LINE}
+    | {"up": BY_COLUMN, "down": BY_LINE},
     "embed": P("model"),
     "head": P(None, "model"),
     "norm": P(),
@@ -114,29 +122,29 @@ def exposed(report: Any) -> int:
     return sum(x.trips for x in report.collectives if x.trips > 1 and not x.beside)
 
 
-def row(params: PyTree, devices: Any, state: StateLayout, within: int) -> str:
-    """A line of the table."""
+def row(params: PyTree, devices: Any, state: StateLayout, within: int) -> list[Any]:
+    """The values of a row."""
     report = report_of(params, devices, state, within)
-    count: Callable[[str], int] = lambda kind: sum(  # noqa: E731
-        x.trips for x in report.collectives if x.opcode == kind
-    )
-    cells = (
+
+    def count(kind: str) -> int:
+        return sum(x.trips for x in report.collectives if x.opcode == kind)
+
+    return [
         f'`"{state}"`',
-        f"{report.memory.arguments / 1e9:.1f} GB",
-        f"{report.memory.peak / 1e9:.1f} GB",
-        f"{report.bytes_sent / 1e9:.1f} GB",
-        f"{count('all-gather')}",
-        f"{count('reduce-scatter')}",
-        f"{exposed(report)}",
+        report.memory.arguments / 1e9,
+        report.memory.peak / 1e9,
+        report.bytes_sent / 1e9,
+        count("all-gather"),
+        count("reduce-scatter"),
+        exposed(report),
         "yes" if report.memory.fits else "no",
-        f"{report.compile_s:.0f} s",
-    )
-    return f"| {' | '.join(cells)} |"
+        report.compile_s,
+    ]
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--devices", type=int, default=8)
@@ -148,11 +156,10 @@ def main() -> None:
     params = shapes(options.layers, options.width)
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     devices = tj.Absent(options.on, options.devices)
-    print(f"{total / 1e9:.2f} B parameters, {options.devices} {devices.kind}\n")
-    heads = "held | peak | sent | gathers | scatters | exposed | fits | compile"
-    print(f"| state= | {heads} |\n{'|---' * 9}|")
+    about = f"{total / 1e9:.2f} B parameters, {options.devices} {devices.kind}"
+    table = begin(about, COLUMNS, options)
     for state in options.states:
-        print(row(params, devices, state, options.within), flush=True)
+        table.row(*row(params, devices, state, options.within))
 
 
 if __name__ == "__main__":

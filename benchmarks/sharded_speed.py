@@ -8,7 +8,6 @@ Run: ``python -m benchmarks.sharded_speed [--width 256] [--layers 6] [--rows 8 5
 [--rounds 9]``; rows are of a device.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +21,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from benchmarks import options_of
-from towerjax.sweeps.turns import in_turns, interval_of_median
+from benchmarks.harness import awaited_calls, begin, options_of, parser_of
 
 DEVICES = 8
 OPTIMIZER = optax.adam(1e-3)
 SPECS = {"up": P(None, None, "d"), "down": P(None, "d")}
+COLUMNS = {
+    "rows a device": "",
+    "towerjax ms": ".1f",
+    "over shard_map by hand": "",
+    "over jit": "",
+    "peak MB, in turn": ".0f",
+}
 
 
 def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -140,8 +145,8 @@ def by_jit(params: Any, batch: Any, mesh: Any) -> Stepping:
 
 
 def main() -> None:
-    """Print a line for each number of rows."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    """Print a row for each number of rows."""
+    parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 512])
@@ -154,19 +159,17 @@ def main() -> None:
     draw = functools.partial(rng.normal, scale=0.02)
     params = {"up": draw(size=shape), "down": draw(size=(shape[0], *shape[:0:-1]))}
     params = jax.tree.map(np.float32, params)
-    print(
-        "| rows a device | towerjax ms | shard_map by hand | jit | peak MB, in turn |"
-    )
-    print("|---|---|---|---|---|")
+    about = f"{options.layers} layers of {options.width}, {options.rounds} rounds"
+    table = begin(about, COLUMNS, options)
     for rows in options.rows:
         batch = np.float32(rng.normal(size=(rows * DEVICES, options.width)))
         made = [by_towerjax(params, batch)]
         made += [fn(params, batch, mesh) for fn in (by_shard_map, by_jit)]
-        found = in_turns([x.run for x in made], rounds=options.rounds, calls=3)[:, :, 0]
-        times = [interval_of_median(found[:, 0] / found[:, i]) for i in (1, 2)]
-        peaks = ", ".join(f"{x.memory / 1e6:.0f}" for x in made)
-        cells = f"{np.median(found[:, 0]) * 1e3:.1f}", *map(str, times), peaks
-        print(f"| {rows} | {' | '.join(cells)} |", flush=True)
+        runs = [x.run for x in made]
+        awaited, _ = awaited_calls(runs, rounds=options.rounds, calls=3)
+        intervals = [awaited.interval(0, other) for other in (1, 2)]
+        peaks = tuple(x.memory / 1e6 for x in made)
+        table.row(rows, 1e3 * awaited.medians()[0], *intervals, peaks)
         values = [float(jnp.asarray(jax.tree.leaves(x.run())[0])) for x in made]
         if not np.allclose(values, values[0], rtol=1e-4):
             raise RuntimeError(f"The losses differ: {values}.")

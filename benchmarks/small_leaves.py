@@ -6,10 +6,7 @@ executor wakes its threads for them. Steps go in turns on one CPU device, each a
 Run: ``python -m benchmarks.small_leaves [--calls 3000] [--small]``
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,11 +15,20 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import awaited_calls, begin, options_of, parser_of
 
 LEAVES = 18
 WIDTH = 16
 ROWS = 8
+COLUMNS = {"way": "", "least, us": ".0f", "median, us": ".0f"}
+_adam = optax.adam(1e-3)
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam": (_adam, {}),
+    'guard="loss"': (_adam, {"guard": "loss"}),
+    "optax.flatten": (optax.flatten(_adam), {}),
+    'on_nonfinite="ignore"': (_adam, {"on_nonfinite": "ignore"}),
+}
+"""An optimizer and the options of a step, by name."""
 
 
 def loss_fn(
@@ -34,42 +40,33 @@ def loss_fn(
     return tj.Weighted.mean((batch**2).sum(-1), tower.weight)
 
 
+def calls_of(optimizer: Any, options: dict[str, Any]) -> Callable[[], Any]:
+    """A call of a step after another, each of the state that the last one made."""
+    draw = np.random.default_rng(0)
+    layers = (draw.normal(size=(LEAVES, WIDTH, WIDTH)) / 4).astype(np.float32)
+    params = {f"w{i:02}": x for i, x in enumerate(layers)}
+    step = tj.build_train_step(loss_fn, optimizer, tj.OneDevice(), **options)
+    state = step.init(params)
+    placed = step.place_batch(draw.normal(size=(ROWS, WIDTH)).astype(np.float32))
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = step(state, placed)
+        return metrics
+
+    return call
+
+
 def main() -> None:
     """Print microseconds a call."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_leaves")
+    parser = parser_of(__doc__)
     parser.add_argument("--calls", type=int, default=3000)
-    calls = options_of(parser, calls=20).calls
-    draw = np.random.default_rng(0)
-    shape = (LEAVES, WIDTH, WIDTH)
-    layers = (draw.normal(size=shape) / 4).astype(np.float32)
-    params = {f"w{i:02}": x for i, x in enumerate(layers)}
-    batch = draw.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    adam = optax.adam(1e-3)
-    ways: dict[str, tuple[Any, dict[str, Any]]] = {
-        "Adam": (adam, {}),
-        'guard="loss"': (adam, {"guard": "loss"}),
-        "optax.flatten": (optax.flatten(adam), {}),
-        'on_nonfinite="ignore"': (adam, {"on_nonfinite": "ignore"}),
-    }
-    steps = {}
-    states = {}
-    times = {}
-    for name, (optimizer, options) in ways.items():
-        strategy = tj.OneDevice()
-        steps[name] = tj.build_train_step(loss_fn, optimizer, strategy, **options)
-        states[name] = steps[name].init(params)
-        times[name] = []
-    placed = next(iter(steps.values())).place_batch(batch)
-    for call in range(calls + 10):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            states[name], metrics = step(states[name], placed)
-            jax.block_until_ready(metrics)
-            if call >= 10:
-                times[name].append(1e6 * (time.perf_counter() - start))
-    print("| way | least, us | median, us |\n|---|---|---|")
-    for name, each in times.items():
-        print(f"| {name} | {min(each):.0f} | {statistics.median(each):.0f} |")
+    options = options_of(parser, calls=20)
+    calls = [calls_of(*way) for way in WAYS.values()]
+    times, _ = awaited_calls(calls, rounds=options.calls, calls=1, warm=10)
+    table = begin(f"{options.calls} calls in turns", COLUMNS, options)
+    for name, least, median in zip(WAYS, times.least(), times.medians(), strict=True):
+        table.row(name, 1e6 * least, 1e6 * median)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ same optimizer. What a tower sends is counted in the traced step.
 Run: ``python -m benchmarks.synchronise [docs/benchmarks/synchronise.svg]``
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from towerjax import Mirrored, batches, build_eval_step, build_train_step, run
 from towerjax.contrib import DiLoCo, LocalSGD
 
@@ -37,6 +36,13 @@ WAYS: dict[str, Any] = {
     "DiLoCo, every 16": DiLoCo(EVERY),
     "DiLoCo, momentum 0.6": DiLoCo(EVERY, LESS),
     "the same in 4 fragments": DiLoCo(EVERY, LESS, fragments=4),
+}
+COLUMNS = {
+    "way": "",
+    "kB a step": ".1f",
+    "MB in all": ".1f",
+    "bits per byte": ".3f",
+    "seconds": ".0f",
 }
 COLORS = ("#2f6db5", "#d0a04c", "#b5622f", "#8f8f8f", "#3d8a5f", "#8a4f9e")
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="img"
@@ -94,7 +100,7 @@ def trained(way: Any, given: dict[str, Any], steps: int) -> tuple[float, Any]:
 
 def main() -> None:
     """Print the table; draw it."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("svg", nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
@@ -102,17 +108,16 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", TOWERS)
     given = model()
     curves = []
-    head = f"{options.steps} steps of {ROWS} rows on {TOWERS} towers"
-    print(f"JAX {jax.__version__}, {head}")
-    print(f"{'':23} {'kB a step':>9} {'MB in all':>9} {'bits per byte':>13}")
+    about = f"{options.steps} steps of {ROWS} rows on {TOWERS} towers"
+    table = begin(about, COLUMNS, options)
     for name in options.ways:
         way = WAYS[name]
         start_s = time.perf_counter()
         sent, history = trained(way, given, options.steps)
-        curve = [(n * sent / 1e6, x["bits"]) for n, x in history.evaluations]
+        curve = [(n * sent / 1e6, float(x["bits"])) for n, x in history.evaluations]
         curves.append((name, curve))
-        line = f"{name:23} {sent / 1e3:9.1f} {curve[-1][0]:9.1f} {curve[-1][1]:13.3f}"
-        print(f"{line}   ({time.perf_counter() - start_s:.0f} s)", flush=True)
+        seconds = time.perf_counter() - start_s
+        table.row(name, sent / 1e3, *curve[-1], seconds)
     if options.svg:
         draw(options.svg, curves)
 

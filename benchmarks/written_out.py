@@ -9,7 +9,6 @@ Run: ``python -m benchmarks.written_out [--on h100] [--layers 16] [--width 16384
 '.[gpu-compiler]'`` was done; with ``--on cpu`` a ``--width`` of 256 will do.
 """
 
-import argparse
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ import optax
 from jax import lax
 
 import towerjax as tj
-from benchmarks import options_of
+from benchmarks.harness import begin, options_of, parser_of
 from towerjax.types import PyTree
 
 # rows of a tower, and of a micro-batch; the rank of an adapter
@@ -31,6 +30,14 @@ FORMS = {
     "micro": "written out, 4 micro-batches",
     "transposed": "written out, a backward pass of its own that transposes",
     "lora": "written out, a frozen base with adapters",
+}
+
+COLUMNS = {
+    "layers": "",
+    "state=": "",
+    "temporaries": ".2f",
+    "sent": ".2f",
+    "gathers": "",
 }
 
 
@@ -111,7 +118,7 @@ def report_of(form: str, params: PyTree, devices: Any, state: Any) -> Any:
 
 def main() -> None:
     """Print the table: bytes of a device, over those of all parameters."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=16384)
     parser.add_argument("--devices", type=int, default=8)
@@ -126,7 +133,8 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", options.devices)
     else:
         devices = tj.Absent(options.on, options.devices)
-    print("| layers | state= | temporaries | sent | gathers |\n|---|---|---|---|---|")
+    about = f"{options.devices} {options.on}, bytes over those of all parameters"
+    table = begin(about, COLUMNS, options)
     for form in options.forms:
         params = shapes(form, options.layers, options.width)
         whole = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -136,8 +144,8 @@ def main() -> None:
             sent = found.bytes_sent / whole
             all_ = found.collectives
             gathers = sum(x.trips for x in all_ if x.opcode == "all-gather")
-            cells = FORMS[form], f'`"{state}"`', f"{held:.2f}", f"{sent:.2f}", gathers
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            cells = FORMS[form], f'`"{state}"`', held, sent, gathers
+            table.row(*cells)
 
 
 if __name__ == "__main__":

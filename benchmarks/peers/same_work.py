@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.trials import (
+from benchmarks.peers.trials import (
     NUM_LOSSES,
     ROUNDS,
     SECONDS_PER_ROUND,
     Trial,
-    by_hand,
     work_of,
 )
+from benchmarks.steps import by_hand
 from towerjax.mesh.placement import Placement
 from towerjax.sweeps.bench import Contender, check_losses
 from towerjax.sweeps.turns import calls_in, in_turns

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from benchmarks.peers.same_work import Job, job_of, measured
-from benchmarks.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES, Trial
+from benchmarks.peers.trials import NUM_LOSSES, Trial
+from benchmarks.steps import LEARNING_RATE, MOMENTUM
 
 
 def run(trial: Trial) -> dict[str, Any]:

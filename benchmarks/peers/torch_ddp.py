@@ -11,13 +11,8 @@ from typing import Any
 import jax
 
 from benchmarks.peers.same_work import Job, as_figures, job_of, timed_rounds
-from benchmarks.trials import (
-    LEARNING_RATE,
-    MOMENTUM,
-    NUM_LOSSES,
-    SECONDS_PER_ROUND,
-    Trial,
-)
+from benchmarks.peers.trials import NUM_LOSSES, SECONDS_PER_ROUND, Trial
+from benchmarks.steps import LEARNING_RATE, MOMENTUM
 from towerjax.sweeps.bench import check_losses, describe_machine
 from towerjax.sweeps.turns import calls_in
 

@@ -129,4 +129,7 @@ def test_ci_runs_each_benchmark_in_its_small_form():
     files = {x.stem: x.read_text() for x in (ROOT / "benchmarks").glob("*.py")}
     scripts = {name for name, x in files.items() if '__name__ == "__main__"' in x}
     assert {*named} == scripts - LEFT_OUT and len(named) == len({*named})
-    assert all(" = options_of(" in files[name] for name in named)
+    for name in scripts - {"pictures"}:  # all are on the one harness
+        assert " = options_of(" in files[name] and " = begin(" in files[name], name
+    timing = {name for name, x in files.items() if "sweeps.turns" in x}
+    assert timing == {"harness"}

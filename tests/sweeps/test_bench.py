@@ -16,9 +16,11 @@ import pytest
 from jax._src.monitoring import get_event_listeners
 
 import towerjax as tj
-from benchmarks.first_call import by_towerjax, conv_net
+from benchmarks.first_call import by_towerjax
 from benchmarks.models import MODELS, mlp
-from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
+from benchmarks.networks import conv_net
+from benchmarks.peers.trials import Trial, strategy_of
+from benchmarks.steps import LEARNING_RATE, MOMENTUM
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import read_lines
 from towerjax.sweeps import bench as of_bench
@@ -405,8 +407,8 @@ def expected_losses(seed, batch_size, steps):
 def test_the_benchmarks_train_what_they_say(monkeypatch, config):
     monkeypatch.setitem(MODELS, "small", small)
     builders = {
-        "": "benchmarks.trials:build",
-        "hand": "benchmarks.trials:build_by_hand",
+        "": "benchmarks.peers.trials:build",
+        "hand": "benchmarks.peers.trials:build_by_hand",
     }
     config = {"model": "small", "batch": 12, **config}
     work = {"builders": builders, "config": config, "rtol": 1e-4, **QUICK}
@@ -429,7 +431,11 @@ def test_a_trial_names_its_strategy():
 def test_peers_train_the_same_or_say_what_they_lack(name):
     """Their first losses are compared where they are measured."""
     config = {"model": "mlp", "batch": 16, "by": name, "towers": 2, "devices": 2}
-    work = {"builders": {"": "benchmarks.trials:build"}, "config": config, **QUICK}
+    work = {
+        "builders": {"": "benchmarks.peers.trials:build"},
+        "config": config,
+        **QUICK,
+    }
     record = forked.called(recorded, work)
     if record["status"] == "not available":
         assert "No module named" in record["error"]

@@ -1,7 +1,4 @@
-"""The steps that the benchmarks time, by towerjax, by hand and by other libraries.
-
-`build` and `by_hand` are for ``tj.tools.bench``: see docs/benchmarks/grid.toml.
-"""
+"""The train step that benchmarks time, built by towerjax and written by hand."""
 
 import dataclasses
 import functools
@@ -15,64 +12,19 @@ import numpy as np
 import optax
 from jax import lax
 
-from benchmarks.models import MODELS, Model
-from towerjax import collectives
+from benchmarks.models import Model
 from towerjax.data.batch_rows import split_rows
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.train import build_train_step
 from towerjax.towers.executors import over_devices, shapes_of
-from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
-NUM_LOSSES = 3
-# of peers that time themselves
-ROUNDS = 9
-SECONDS_PER_ROUND = 0.1
 _OUT = (Layout.MIRRORED, Layout.MIRRORED)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One thing to time: the arguments of `build`."""
-
-    model: str
-    batch: int  # B
-    by: str = "towerjax"  # or "jit", "pmap", "keras", "tensorflow", "torch"
-    strategy: str = "mirrored"  # or "mirrored_scan", "mirrored_pmap", "one_device"
-    towers: int = 1  # T
-    devices: int = 1  # D
-    cross_tower_ops: str = "AllReduce"
-    dtype: str = "float32"
-    micro_batches: int = 1  # A
-
-
-def build(**config: Any) -> Any:
-    """A step and its state and batch, by whom ``by`` says; see `Trial`."""
-    config.setdefault("devices", config.get("towers", 1))
-    trial = Trial(**config)
-    if trial.by in ("keras", "tensorflow", "torch"):
-        from benchmarks import peers
-
-        return getattr(peers, trial.by)(trial)
-    strategy = strategy_of(trial)
-    work = work_of(trial)
-    if trial.by == "towerjax":
-        found = by_towerjax(work, strategy)
-    else:
-        found = by_hand(work, strategy.placement, trial.by)
-    return found.call, found.state, found.batch
-
-
-def build_by_hand(**config: Any) -> Any:
-    """The hand-written step on the same devices, one tower on each."""
-    config.setdefault("devices", config.get("towers", 1))
-    trial = Trial(**config)
-    found = by_hand(work_of(trial), strategy_of(trial).placement)
-    return found.call, found.state, found.batch
 
 
 @dataclasses.dataclass
@@ -197,26 +149,3 @@ def by_towerjax(work: Work, strategy: Strategy) -> Contender:
         return state, metrics["loss"]
 
     return Contender(run, state, batch, seconds, program=program.call.as_text())
-
-
-def strategy_of(trial: Trial) -> Strategy:
-    """The strategy that a trial names, on the first devices of this process."""
-    platform = jax.default_backend()
-    names = tuple(f"{platform}:{i}" for i in range(trial.devices))
-    if trial.strategy == "one_device":
-        return OneDevice(names[0])
-    return Mirrored(
-        devices=names,
-        towers=trial.towers,
-        tower_loop="scan" if trial.strategy == "mirrored_scan" else "vmap",
-        executor="pmap" if trial.strategy == "mirrored_pmap" else "shard_map",
-        cross_tower_ops=getattr(collectives, trial.cross_tower_ops)(),
-    )
-
-
-def work_of(trial: Trial) -> Work:
-    """The `Work` of a trial's step."""
-    model = MODELS[trial.model](jnp.dtype(trial.dtype))
-    params = jax.tree.map(np.asarray, model.init(0))  # contenders donate theirs
-    batch = model.make_batch(1, trial.batch)
-    return Work(model, params, batch, trial.micro_batches)
