@@ -250,6 +250,11 @@ PROGRAM = textwrap.dedent("""
     def summed():
         return trained(jax.lax.psum)
 
+    def parses():
+        import argparse
+        argparse.ArgumentParser().parse_args()
+        return main()
+
     def dies():
         print("hello")
         raise RuntimeError("no more")
@@ -268,7 +273,7 @@ PROGRAM = textwrap.dedent("""
 @pytest.mark.slow
 def test_a_trainers_own_main_is_checked_as_it_is(shell):
     call = "--devices", "1", "2"
-    code, out, err = shell("check", "of_user:main", *call)
+    code, out, err = shell("check", "of_user:parses", *call)
     assert code == 0 and "is the same on 2 devices as on one" in out
     assert err == "[1 device] on 1\n[2 devices] on 2\n"
     code, out, err = shell("check", "of_user:summed", *call, "--json")

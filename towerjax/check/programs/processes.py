@@ -30,7 +30,7 @@ _LAST = 12  # lines of what a process printed that died
 _MAIN = "__main__"
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
-    " from towerjax.check.programs.processes import answer; answer(*sys.argv[1:])"
+    " from towerjax.check.programs.processes import answer; answer(sys.argv.pop())"
 )
 
 
