@@ -17,6 +17,9 @@ OUTSIDE = {"CHANGELOG.md": "changelog.md", "examples": "examples.md"} | {
 }
 # Where a page that is no more is found now.
 MOVED = {
+    "benchmarks/absent": "evidence/absent",
+    "benchmarks/faults": "evidence/faults",
+    "benchmarks/overhead": "evidence/overhead",
     "published_bugs": "public_code",
     "foreign_programs": "public_code",
     "public_programs": "public_code",
@@ -25,7 +28,7 @@ MOVED = {
 TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
 # Words that people type, and the pages that are meant; titles have the others.
 WORDS = {
-    "benchmarks/absent.md": ["TPU"],
+    "evidence/absent.md": ["TPU"],
     "check.md": ["check", "CI"],
     "checkpoints.md": ["resume"],
     "how_to/averages.md": ["EMA"],
@@ -170,8 +173,9 @@ def on_post_build(config: Any) -> None:
     """Lead from the address of a page that is no more to the one that has its text."""
     for old, new in MOVED.items():
         place = pathlib.Path(config.site_dir, old, "index.html")
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(redirection(f"../{new}/"))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        up = "../" * (old.count("/") + 1)
+        place.write_text(redirection(f"{up}{new}/"))
 
 
 def redirection(to: str) -> str:

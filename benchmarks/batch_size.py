@@ -5,7 +5,7 @@ size, at each of several learning rates, until the loss on all rows is small
 enough; the rate that needs the fewest steps counts. ``examples/noise_scale.py`` reports
 the noise scale at the end.
 
-Run: ``python -m benchmarks.batch_size [docs/benchmarks/batch_size.svg]``
+Run: ``python -m benchmarks.batch_size [docs/evidence/batch_size.svg]``
 """
 
 import pathlib

@@ -67,7 +67,7 @@ done
 beside notebook env --chdir="$logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m IPython "$PWD/notebooks/06_first_evening.ipynb"
 beside sweep "$python" -m towerjax bench benchmarks.peers.trials:build \
-  docs/benchmarks/grid.toml --peer hand=benchmarks.peers.trials:build_by_hand --out "$logs/sweep.jsonl"
+  docs/evidence/grid.toml --peer hand=benchmarks.peers.trials:build_by_hand --out "$logs/sweep.jsonl"
 # Two runs, whose digests of all bits must be the same.
 for time in once again; do
   beside "same_bits_$time" env XLA_FLAGS=--xla_gpu_deterministic_ops=true \

@@ -56,12 +56,12 @@ def table(page: str, *names: str) -> Rows:
 
 def timed() -> Rows:
     """The step times of each library over the hand-written step's."""
-    return table("benchmarks.md", "model", "D", "towerjax", "Keras")
+    return table("evidence/grid.md", "model", "D", "towerjax", "Keras")
 
 
 def held() -> tuple[Rows, Rows]:
     """What a device holds, for each way to hold a state, small and large."""
-    page = "how_to/larger_than_a_device.md"
+    page = "evidence/memory.md"
     large = table(page, "parameters", "peak")
     alike = [row for row in large if row["parameters"] == large[0]["parameters"]]
     return table(page, "state=", "arguments", "temporaries"), alike
@@ -145,13 +145,13 @@ def sweep(program: str) -> Figure:
 # Name -> where below docs/, what it shows, how that is drawn, its title.
 PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]] = {
     "scaling": (
-        "benchmarks/scaling.svg",
+        "evidence/scaling.svg",
         timed,
         scaling,
         "Step time over the hand-written step's, by devices, for each library",
     ),
     "memory": (
-        "how_to/memory.svg",
+        "evidence/memory.svg",
         held,
         memory,
         "Memory of a device: a state in parts takes a fraction of a mirrored one",

@@ -4,7 +4,7 @@ The model of ``notebooks/05_language_model.ipynb`` and its text, Python's own st
 library: 4 towers train it with each way to synchronise, with the same batches and the
 same optimizer. What a tower sends is counted in the traced step.
 
-Run: ``python -m benchmarks.synchronise [docs/benchmarks/synchronise.svg]``
+Run: ``python -m benchmarks.synchronise [docs/evidence/synchronise.svg]``
 """
 
 import contextlib

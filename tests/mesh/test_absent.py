@@ -199,7 +199,7 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
-PAGE = ROOT / "docs/benchmarks/absent.md"
+PAGE = ROOT / "docs/evidence/absent.md"
 
 
 class Words(nn.Module):

@@ -161,7 +161,7 @@ def test_code_fits_beside_the_sidebars(seen):
 
 
 def test_the_table_of_overhead_is_not_cut(seen, address):
-    assert seen[f"{address}benchmarks/overhead/"][1280]["tables"] == 0
+    assert seen[f"{address}evidence/overhead/"][1280]["tables"] == 0
 
 
 def test_links_and_pictures_lead_somewhere(seen, address):
