@@ -412,3 +412,15 @@ def test_a_digest_tells_programs_apart():
     ]
     assert len({*others, digest(plus(1.0), ones)}) == 6
     assert digest(lambda x: float(x[0]), ones) == ""
+
+
+def test_a_digest_is_of_the_arguments_as_they_were_given():
+    def changes(x):
+        x += 1
+        return x
+
+    ran, fresh = [
+        UserProgram("make()", (changes, [np.ones(2, np.float32)])) for _ in range(2)
+    ]
+    ran.run()
+    assert read.digest_of(ran) == read.digest_of(fresh) != ""

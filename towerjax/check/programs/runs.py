@@ -140,6 +140,7 @@ class UserProgram:
             return None, "an argument is an iterator"
         if self._trace is None:
             self._trace = self._traced_with(self._copies())
+            self.traced_args = self._copies()  # a run may have changed those given
             for kinds in (float | complex, ()):
                 args = self._with_numbers_as_arrays(self._trace[0], kinds)
                 if args is None:
