@@ -18,9 +18,10 @@ from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.make.train import build_train_step
-from towerjax.towers.executors import over_devices, shapes_of
+from towerjax.towers.executors import over_devices
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
+from towerjax.types.trees import shapes_of
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9

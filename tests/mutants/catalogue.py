@@ -602,7 +602,7 @@ INPUT = (
        "data.distribute:_own_copy", "leaf.copy() if", "leaf if",
        "distribute::a_loader_may_reuse_its_buffer"),
     _m("I09", "what a masked array leaves out counts", "types.refusals:problem_of",
-       "in _OF_LEAF if", "in _OF_LEAF[:2] if",
+       "isinstance(leaf, np.ma.MaskedArray)", "False",
        "bad_input::what_no_device_holds_is_refused_by_name[masked]"),
 )
 
@@ -672,8 +672,8 @@ VALUES = (
        "with_fixed_weights(loss, params)", "loss",
        "means::weights_that_move_with_the_parameters_are_refused"),
     _m("V15", "a function that chooses by readable names freezes nothing",
-       "step.state.update:trainable_flags", 'readable = readable_leaves("", shapes)',
-       'readable = named_leaves("", shapes)',
+       "step.state.update:trainable_flags", 'readable = readable_leaves("",',
+       'readable = named_leaves("",',
        "inputs_and_fixed::trainable_is_given_readable_names"),
     _m("V01", "a sum of means pools their rows", "metrics.weighted:Weighted.__add__",
        "return Means((self,)) + other", "return self.merge(other)",

@@ -187,5 +187,5 @@ def test_which_updates_each_device_runs(options, devices, hold_update, expected)
     )
     for accepts in (True, False):  # one that accepts nothing has no update
         plan.accepts = accepts
-        traced = Traced(plan, (), None, None)
+        traced = Traced(plan, (), (), None, None)
         assert traced.update_on_devices == (expected and accepts)

@@ -175,7 +175,7 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that a collective names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
-    return tuple([axis for axis in axes if isinstance(axis, str)])
+    return tuple([axis for axis in axes if isinstance(axis, str)]) if axes else ()
 
 
 def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
@@ -305,13 +305,14 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 def needed_eqns(
     eqns: Sequence[Any],
     results: Iterable[Any],
-    always: Callable[[Any], bool] = lambda eqn: False,
+    always: Iterable[Any] = (),
 ) -> list[Any]:
     """The equations that results depend on, and those that always run, in order."""
     wanted = {x for x in results if not isinstance(x, Literal)}
+    runs = set(map(id, always))
     needed = []
     for eqn in reversed(eqns):
-        if always(eqn) or not wanted.isdisjoint(eqn.outvars):
+        if id(eqn) in runs or not wanted.isdisjoint(eqn.outvars):
             needed.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
     return needed[::-1]

@@ -22,17 +22,12 @@ class Interpreter:
         """The value of a variable or a literal."""
         return var.val if isinstance(var, Literal) else self.values[var]
 
-    def operands(self, eqn: Any) -> list[Any]:
-        """The values of an equation's operands."""
-        values = self.values
-        operands = []
-        for x in eqn.invars:  # without a call for each: there are many
-            operands.append(x.val if isinstance(x, Literal) else values[x])
-        return operands
-
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
         """Evaluate an equation and store its results; ``operands`` replace its own."""
-        operands = self.operands(eqn) if operands is None else operands
+        if operands is None:
+            operands = []
+            for x in eqn.invars:  # without a call for each: there are many
+                operands.append(x.val if isinstance(x, Literal) else self.values[x])
         try:
             results = evaluate_eqn(eqn, operands)
         except NotImplementedError as error:
@@ -44,21 +39,19 @@ class Interpreter:
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation for ``operands``, in its `eqn_context`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with _located(eqn), eqn.ctx.manager:
+    at = eqn.source_info
+    names = current_name_stack() + at.name_stack
+    with user_context(at.traceback, name_stack=names), eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
-
-
-def _located(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """Trace with an equation's line and name stack."""
-    names = current_name_stack() + eqn.source_info.name_stack
-    return user_context(eqn.source_info.traceback, name_stack=names)
 
 
 @contextlib.contextmanager
 def eqn_context(eqn: Any) -> Iterator[None]:
     """Trace with an equation's line, name stack and JAX settings."""
-    with _located(eqn), eqn.ctx.manager:
+    at = eqn.source_info
+    names = current_name_stack() + at.name_stack
+    with user_context(at.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 

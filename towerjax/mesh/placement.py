@@ -240,19 +240,18 @@ class Placement:
         """A sharding for each leaf, by a prefix tree of layouts and its parameter's."""
         leaves, treedef = jax.tree.flatten(values)
         each = jax.tree.leaves(jax.tree.broadcast(layouts, values))
+        specs = self.specs_within(values, params)
         made: dict[PartitionSpec, NamedSharding] = {}
-
-        def sharding(layout: Layout, x: Any, spec: PartitionSpec) -> NamedSharding:
+        found = []
+        for layout, x, spec in zip(each, leaves, specs, strict=True):
             if layout is Layout.SHARDED:
                 spec = split_spec(self.split_dim(x, spec), spec)
             elif layout is not Layout.MIRRORED:
                 spec = SPECS[layout]
             if spec not in made:
                 made[spec] = NamedSharding(self.mesh, spec)
-            return made[spec]
-
-        specs = self.specs_within(values, params)
-        return treedef.unflatten(map(sharding, each, leaves, specs))
+            found.append(made[spec])
+        return treedef.unflatten(found)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
         """How each leaf is split over a tower's devices: as its parameter is."""

@@ -23,6 +23,7 @@ from towerjax.types.trees import (
     key_data,
     like_key,
     named_leaves,
+    sorted_keys,
 )
 
 # XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
@@ -35,9 +36,11 @@ _LARGE = 2**20
 
 def refuse_leaked(root: str, tree: PyTree) -> None:
     """Raise for a tracer that outlived its trace."""
-    named = named_leaves(root, tree)
-    leaked = [name for name, x in named if isinstance(x, Tracer)]
-    if leaked and not is_tracing():
+    with sorted_keys(root, tree):
+        is_of_trace = has_tracers(tree)
+    if is_of_trace and not is_tracing():
+        named = named_leaves(root, tree)
+        leaked = [name for name, x in named if isinstance(x, Tracer)]
         raise ValueError(
             f"{listed(leaked)}: a function computed it while JAX traced it, and put it"
             " aside, in a list, a global or an attribute. It has no value: return it"

@@ -19,6 +19,9 @@ from towerjax.types.trees import parts_of, promote_dtypes, widen_dtype
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
+_OF_COLLECTION = "_reduction_counter"  # a field of clu's, of several metrics
+
+
 def looks_like_state(x: Any) -> bool:
     """Whether the class of ``x`` has ``merge`` and ``compute``."""
     cls = type(x)  # not the object: a flax.nnx variable forwards to its value
@@ -29,7 +32,7 @@ def looks_like_state(x: Any) -> bool:
 
 def is_collection(x: Any) -> bool:
     """Whether ``x`` is a ``clu.metrics.Collection``, several metrics in one object."""
-    return looks_like_state(x) and hasattr(x, "_reduction_counter")
+    return looks_like_state(x) and hasattr(x, _OF_COLLECTION)
 
 
 def merge_parts(first: Any, second: Any) -> Any:
@@ -175,7 +178,7 @@ def is_metric(x: Any) -> bool:
     """
     return (
         looks_like_state(x)
-        and not is_collection(x)
+        and not hasattr(x, _OF_COLLECTION)
         and not jax.tree_util.all_leaves([x])
     )
 

@@ -21,7 +21,13 @@ from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, labe
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.options import check_callable, check_flag, check_takes
 from towerjax.types.refusals import a_type
-from towerjax.types.trees import has_tracers, is_traced, map_parts, named_leaves
+from towerjax.types.trees import (
+    has_tracers,
+    is_traced,
+    map_parts,
+    named_leaves,
+    shapes_of,
+)
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
@@ -77,7 +83,7 @@ def _run(
     args = (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
     on_device = functools.partial(_on_device, call)
-    towers = OnTowers(on_device, placement, _IN_LAYOUTS, args)
+    towers = OnTowers(on_device, placement, _IN_LAYOUTS, shapes_of(args))
     analysis = towers.analyse(names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):

@@ -25,7 +25,7 @@ from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.mesh.processes import require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.notes import says
-from towerjax.types.trees import has_tracers, held_dtype, is_traced, key_data
+from towerjax.types.trees import has_tracers, is_traced, key_data, shapes_of
 
 _IN_TOWER = "towerjax_in_tower"
 _MERGING = "towerjax_merging"
@@ -93,13 +93,12 @@ def _trace_in_mesh(
     mesh = placement.tower_mesh
 
     def run(*args: PyTree) -> PyTree:
-        shapes = shapes_of(args)
-        size = placement.num_devices
-        if shards is None:
-            jaxpr, out = traced or _trace_on_one(device_fn, size, shapes, mesh)
+        if shards is None and traced is not None:
+            jaxpr, out = traced
         else:
-            of_parts = shards.around(device_fn)
-            jaxpr, out = _trace_on_one(of_parts, size, shapes, mesh)
+            fn = device_fn if shards is None else shards.around(device_fn)
+            size = placement.num_devices
+            jaxpr, out = _trace_on_one(fn, size, shapes_of(args), mesh)
         leaves = jax.tree.leaves(args)
         same = contextlib.nullcontext()
         try:
@@ -237,14 +236,17 @@ def trace_one_tower(
     in_layouts: Sequence[PyTree],
     args: Sequence[PyTree],
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices."""
+    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
+
+    ``args`` are shapes, of global values.
+    """
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
         shape[axis] //= axes.num_devices
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))
+    shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(args))
     return _trace_on_one(device_fn, axes.num_devices, shapes, axes.mesh)
 
 
@@ -342,12 +344,6 @@ def in_tower_fn() -> Iterator[None]:
                 error.add_note(note.format(*match.groups()))
                 break
         raise
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """Replace each array by the shape and dtype that it has on a device."""
-    of = lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))  # noqa: E731
-    return jax.tree.map(of, tree)
 
 
 def fingerprint_of_program(

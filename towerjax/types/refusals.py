@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.types.trees import held_dtype, is_deleted, named_leaves
+from towerjax.types.trees import held_dtype, is_deleted, named_leaves, sorted_keys
 from towerjax.types.values import PyTree
 
 _NO_ARRAY = (
@@ -30,19 +30,6 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
 
-# Which leaves no device holds: what they are, and what to write instead.
-_OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
-    (is_deleted, "a deleted array, donated: pass its successor, or a jnp.copy(x)"),
-    (
-        lambda x: isinstance(x, jax.Ref) and not isinstance(x, jax.Array),
-        "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])",
-    ),
-    (
-        lambda x: isinstance(x, np.ma.MaskedArray),
-        "a masked array: pass x.filled(0), and the mask as weights",
-    ),
-    (lambda x: isinstance(x, type | memoryview), "no array: write np.asarray(x)"),
-]
 # Which dtypes none holds, and what to write instead.
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
@@ -79,8 +66,16 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
     """Why no device can hold a leaf, and what to write instead."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
-    if problem := next((text for is_so, text in _OF_LEAF if is_so(leaf)), None):
-        return problem
+    if is_deleted(leaf):
+        return "a deleted array, donated: pass its successor, or a jnp.copy(x)"
+    if isinstance(leaf, jax.Ref) and not isinstance(leaf, jax.Array):
+        return (
+            "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array: pass x.filled(0), and the mask as weights"
+    if isinstance(leaf, type | memoryview):
+        return "no array: write np.asarray(x)"
     is_array = isinstance(leaf, _WITH_DTYPE)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
@@ -220,16 +215,30 @@ def differences(
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
     """The leaves that differ; if none does, the first container that does."""
+    with sorted_keys(root, given):
+        leaves, treedef = jax.tree.flatten(given)
+    others, other = jax.tree.flatten(expected)
+    if treedef == other and _have_one_type(leaves, others):
+        return []  # names are for the error alone
     texts = unlike(
         {name: describe(x) for name, x in named_leaves(root, given)},
         {name: describe(x) for name, x in named_leaves(root, expected)},
     )
-    trees = jax.tree.structure(given), jax.tree.structure(expected)
-    if not texts and trees[0] != trees[1]:
-        got, want = _differing(*trees)
+    if not texts and treedef != other:
+        got, want = _differing(treedef, other)
         anew = ", a class that was defined anew" if str(got) == str(want) else ""
         texts = [f"a container is {got}, expected {want}{anew}"]
     return texts
+
+
+def _have_one_type(leaves: list[Any], others: list[Any]) -> bool:
+    """Whether leaves are arrays of the shapes and dtypes of others."""
+    pairs = zip(leaves, others, strict=True)
+    same = [
+        getattr(x, "dtype", None) == getattr(y, "dtype", "none") and x.shape == y.shape
+        for x, y in pairs
+    ]
+    return all(same)
 
 
 def check_like(

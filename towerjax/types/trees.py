@@ -108,7 +108,7 @@ def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
 
 def has_tracers(tree: PyTree) -> bool:
     """Whether any leaf is a tracer."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+    return any([isinstance(x, Tracer) for x in jax.tree.leaves(tree)])
 
 
 def is_traced(tree: PyTree) -> bool:
@@ -132,6 +132,12 @@ def _device_dtype_of(dtype: Any, _: bool) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Replace each array by the shape and dtype that it has on a device."""
+    of = lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))  # noqa: E731
+    return jax.tree.map(of, tree)
 
 
 def native(leaf: Any) -> Any:

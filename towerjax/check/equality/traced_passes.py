@@ -38,11 +38,11 @@ from towerjax.step.state.accumulators import (
     put_sums,
 )
 from towerjax.step.state.train_state import TrainState
-from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
-from towerjax.types.trees import key_data, map_parts, parts_of
+from towerjax.types.trees import key_data, map_parts, parts_of, shapes_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
 """Those that are compared, and besides that of the step's own towers."""
@@ -200,7 +200,9 @@ def _trace_passes(
     for pass_ in passes.in_turn(merged):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []
-        closed, tree = _trace_tower(pass_, (*given, before), in_micro_batches)
+        closed, tree = _trace_tower(
+            pass_, (*given, shapes_of(before)), in_micro_batches
+        )
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
         inputs = [*_inputs_of(step, pass_, own, replicated), *later]

@@ -1,6 +1,7 @@
 """A pass: what towers compute once, and what is made of it. Nothing runs here."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -164,6 +165,11 @@ class TracedPass:
     args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
     towers: OnTowers
 
+    @functools.cached_property
+    def layouts(self) -> tuple[PyTree, PyTree]:
+        """A prefix tree of the layouts of what it merges and looks at."""
+        return layouts_of(self.towers.out)
+
     @property
     def out(self) -> tuple[PyTree, PyTree]:
         """The shapes of what it merged and looked at, as global values."""
@@ -179,4 +185,4 @@ class TracedPass:
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """The results, of and as global values."""
         shards = self.pass_.shards(args, self.towers.out)
-        return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
+        return self.towers.run(self.layouts, args, shards=shards)

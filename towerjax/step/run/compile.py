@@ -61,11 +61,10 @@ class Program:
 def lower(
     traced: Traced,
     placement: Placement,
-    args: tuple[PyTree, ...],
     *,
     full_rows: int | None = None,
 ) -> jax.stages.Lowered:
-    """The step lowered to its devices, for arguments of these shapes.
+    """The step lowered to its devices.
 
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
     program of a training takes the step flag of the call before as a last argument.
@@ -73,6 +72,7 @@ def lower(
     plan = traced.plan
     ins = plan.ins
     outs: Any = traced.outs
+    args = traced.args
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
@@ -114,7 +114,6 @@ def compile_step(
     """Trace, prove, lower and compile the step; ``before_first`` may refuse it."""
     require_jit()
     start = time.perf_counter()
-    args = executors.shapes_of(args)
     with _collector_paused():
         traced = trace(plan, args)
         _refuse_stored_tracers(traced)
@@ -124,7 +123,7 @@ def compile_step(
         before_first(traced)
         start += time.perf_counter() - begun
     with _collector_paused():
-        lowered = lower(traced, placement, args, full_rows=full_rows)
+        lowered = lower(traced, placement, full_rows=full_rows)
     # An interrupt inside the compiler can kill the process (JAX 0.10).
     compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
     seconds = time.perf_counter() - start

@@ -25,7 +25,6 @@ from towerjax.step.state.accumulators import (
     ROWS,
     SAME,
     Returned,
-    layouts_of,
     put_sums,
     values_of,
 )
@@ -75,7 +74,7 @@ def prove(
 
     ``finish`` is its update; ``update_on_devices``: whether each device runs it.
     """
-    proofs = [_prove_pass(x.pass_, x.args, x.towers) for x in passes]
+    proofs = [_prove_pass(x) for x in passes]
     if passes:
         place = passes[0].pass_.strategy.placement
         counts = place.num_towers, len(place.devices)
@@ -91,8 +90,11 @@ def join_proofs(proofs: Sequence[Proof]) -> Proof:
     return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 
 
-def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
+def _prove_pass(traced: TracedPass) -> Proof:
     """Prove that a pass's mirrored values are the same on all towers."""
+    pass_ = traced.pass_
+    args = traced.args
+    towers = traced.towers
     placement = pass_.strategy.placement
     inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
@@ -101,8 +103,7 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     body = towers.jaxpr
     # The leaves of what towers return have names of their own.
     parts = ("", "finite")
-    layouts = layouts_of(towers.out)
-    outputs = _names_where(parts, layouts, towers.out, mirrored=True)
+    outputs = _names_where(parts, traced.layouts, towers.out, mirrored=True)
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
         findings.refuse_factors(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)

@@ -25,9 +25,10 @@ from towerjax.step.state.accumulators import (
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
-from towerjax.towers.executors import over_devices, shapes_of
+from towerjax.towers.executors import over_devices
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
+from towerjax.types.trees import shapes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Traced:
     """A traced step; called, it is a JAX function of global values."""
 
     plan: Plan
+    args: tuple[PyTree, ...]  # their shapes, ``(donated, kept, *batch)``
     passes: tuple[TracedPass, ...]
     finish: ClosedJaxpr  # of the plan's ``next``
     shapes: PyTree  # those of its results
@@ -143,7 +145,8 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     passes = list[TracedPass]()
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        passes.append(_trace_pass(pass_, given))
+        *of_step, before = given
+        passes.append(_trace_pass(pass_, (*of_step, shapes_of(before))))
         return passes[-1].out
 
     inner = list[Proof]()
@@ -154,7 +157,7 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     given = plan.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
-    return Traced(plan, tuple(passes), closed, shapes, inner)
+    return Traced(plan, args, tuple(passes), closed, shapes, inner)
 
 
 def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:

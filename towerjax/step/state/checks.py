@@ -58,9 +58,7 @@ def with_numbers_placed(
     A learning rate written into the optimizer's state, for example. All processes call
     this, and the first one's numbers are taken.
     """
-    named = named_leaves("state", state)
-    treedef = jax.tree.structure(state)
-    leaves = [leaf for _, leaf in named]
+    leaves, treedef = jax.tree.flatten(state)
     at = set(placement.jax_devices)
     away = [
         i
@@ -71,6 +69,7 @@ def with_numbers_placed(
         return state
     numbers = [leaves[i] for i in away]
     if jax.tree.structure(expected) == treedef:
+        named = named_leaves("state", state)
         types = [jnp.result_type(x) for x in jax.tree.leaves(expected)]
         numbers = [_cast_number(*named[i], types[i]) for i in away]
     for i, number in zip(away, place(numbers, placement, Layout.MIRRORED), strict=True):
@@ -155,13 +154,15 @@ def check_made_for(state: TrainState, strategy: Strategy) -> None:
     placement = strategy.placement
     check_num_towers(state, placement.num_towers)
     shardings = placement.shardings(state_layout(strategy), state, state.params)
-    pairs = zip(named_leaves("state", state), jax.tree.leaves(shardings), strict=True)
-    elsewhere = [
-        f"{name} is {_describe_location(x)}"
-        for (name, x), sharding in pairs
-        if np.shape(x) and not has_sharding(x, sharding)
-    ]
-    if elsewhere:
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    away = [bool(np.shape(x)) and not has_sharding(x, at) for x, at in pairs]
+    if any(away):
+        named = zip(named_leaves("state", state), away, strict=True)
+        elsewhere = [
+            f"{name} is {_describe_location(x)}"
+            for (name, x), is_away in named
+            if is_away
+        ]
         raise ValueError(
             f"The state is not placed as the strategy says on its devices,"
             f" {list(placement.devices)}: {listed(elsewhere)}. Move it with"
@@ -195,9 +196,9 @@ def check_leaves(state: TrainState) -> None:
 
 def check_not_donated(state: TrainState) -> None:
     """Raise if arrays of the state were donated to an earlier step."""
-    gone = [name for name, x in named_leaves("state", state) if is_deleted(x)]
-    carried = len(jax.tree.leaves(split_state(state)[0]))
-    if gone:
+    if any(map(is_deleted, jax.tree.leaves(state))):
+        gone = [name for name, x in named_leaves("state", state) if is_deleted(x)]
+        carried = len(jax.tree.leaves(split_state(state)[0]))
         what = "The state" if len(gone) >= carried else ", ".join(few(gone))
         known = "state.step" not in gone
         to = f"step {int(state.step) + 1}" if known else "an earlier step"

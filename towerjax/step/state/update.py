@@ -30,44 +30,43 @@ def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
     """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
-    )
-    readable = readable_leaves("", shapes)
+    leaves, treedef = jax.tree.flatten(params)
+    dtypes = list(map(jnp.result_type, leaves))
     if trainable is None:
         _refuse_statistics(params, advice)
         # A float of 8 bits must be named as fixed, so it is not left out here.
-        flags = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, np.inexact), shapes)
+        chosen = [jnp.issubdtype(x, np.inexact) for x in dtypes]
     elif callable(trainable):
+        shapes = map(jax.ShapeDtypeStruct, map(np.shape, leaves), dtypes)
+        readable = readable_leaves("", treedef.unflatten(shapes))
         chosen = [bool(trainable(name, x)) for name, x in readable]
-        flags = jax.tree.unflatten(jax.tree.structure(params), chosen)
     else:
         try:
-            flags = jax.tree.broadcast(trainable, params)
+            chosen = jax.tree.leaves(jax.tree.broadcast(trainable, params))
         except ValueError as error:
             raise ValueError(
                 "trainable is not the upper part of params:"
                 f" {_unlike(trainable, params)}. Give it the same containers and names,"
                 " and True or False for a leaf or for all below."
             ) from error
-    named = named_leaves("params", shapes)
-    chosen = jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
+        names = [repr(name) for name, _ in readable_leaves("", params)]
         raise ValueError(
             "trainable=... chooses none of the params, so that nothing would train."
-            f" Their names are {', '.join(few([repr(x) for x, _ in readable]))}."
+            f" Their names are {', '.join(few(names))}."
         )
-    if any(chosen):
-        named = [pair for pair, yes in zip(named, chosen, strict=True) if yes]
-    kinds = [(name, x.dtype) for name, x in named]
-    is_wide = lambda d: jnp.issubdtype(d, jnp.inexact) and d.itemsize > 1  # noqa: E731
-    if bad := [f"{name} is {dtype}" for name, dtype in kinds if not is_wide(dtype)]:
+    # Without any that trains, all are told of.
+    trains = chosen if any(chosen) else [True] * len(chosen)
+    wide = [jnp.issubdtype(d, jnp.inexact) and d.itemsize > 1 for d in dtypes]
+    if any([yes and not fits for yes, fits in zip(trains, wide, strict=True)]):
+        named = zip(named_leaves("params", params), dtypes, trains, wide, strict=True)
+        bad = [f"{x[0]} is {d}" for x, d, yes, fits in named if yes and not fits]
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating"
             f" or complex, of 16 bits or more, but {listed(bad)}. {advice} where it is"
             " fixed; cast inside the loss function to what is narrower."
         )
-    return flags
+    return treedef.unflatten(chosen)
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
@@ -189,21 +188,23 @@ def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTre
 
 
 def guard_rows(
-    eqn: Any, operands: list[Any], left: dict[Any, Any], accepted: jax.Array
-) -> list[Any]:
-    """Change the operands so that an equation writes no rows in a refused step.
+    walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
+) -> list[Any] | None:
+    """Operands with which an equation writes no rows in a refused step.
 
     Selecting between the new and the old array needs both at once: a copy of a whole
     table for a few rows. This selects the rows that are written instead, so that XLA
     writes into the donated buffer. ``left``: the leaf of the state that a refused step
-    leaves in a variable; the equation's result is added.
+    leaves in a variable; the equation's result is added. None where the equation writes
+    no rows of a leaf.
     """
-    first = eqn.invars[0] if eqn.invars else None
-    if first is None or isinstance(first, Literal) or first not in left:
-        return operands
-    name = eqn.primitive.name
+    first = eqn.invars[0]
+    if isinstance(first, Literal) or first not in left:
+        return None
     out = eqn.outvars[0]
     leaf = left[first]
+    operands = [walk.read(x) for x in eqn.invars]
+    name = eqn.primitive.name
     if name.startswith("scatter") and _drops(eqn):
         left[out] = leaf
         # A scatter drops the index -1.
@@ -213,7 +214,7 @@ def guard_rows(
         array, new, *starts = operands
         old = lax.dynamic_slice(array, starts, new.shape)
         return [array, lax.select(accepted, new, old), *starts]
-    return operands
+    return None
 
 
 def _drops(eqn: Any) -> bool:
@@ -268,7 +269,8 @@ def _evaluate_guarded(
     walk: Interpreter, jaxpr: Jaxpr, after: Sequence[Any], before: Sequence[Any]
 ) -> list[Any]:
     """The new leaves of a carry, or the old ones if the step is refused."""
-    deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], lambda eqn: bool(eqn.effects))
+    effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
+    deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], always=effects)
     for eqn in deciding:
         walk.evaluate(eqn)
     accepted = walk.read(jaxpr.outvars[0])
@@ -284,7 +286,10 @@ def _evaluate_guarded(
     # The old leaf that a variable holds where the step is refused.
     if_refused = dict(zip(jaxpr.invars, before, strict=False))
     for eqn in updating:
-        operands = guard_rows(eqn, walk.operands(eqn), if_refused, accepted)
+        operands = None
+        name = eqn.primitive.name
+        if name == "dynamic_update_slice" or name.startswith("scatter"):
+            operands = guard_rows(walk, eqn, if_refused, accepted)
         walk.evaluate(eqn, operands)
         for var in eqn.outvars:
             if var in olds and if_refused.get(var) is not olds[var]:

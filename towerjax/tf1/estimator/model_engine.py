@@ -59,12 +59,12 @@ from towerjax.tf1.estimator.variables import (
     spread,
     store,
 )
-from towerjax.towers.executors import Static, shapes_of
+from towerjax.towers.executors import Static
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.variables import plain
 from towerjax.types import Layout, PyTree, Sum
-from towerjax.types.trees import map_parts, parts_of
+from towerjax.types.trees import map_parts, parts_of, shapes_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,

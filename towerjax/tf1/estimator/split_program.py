@@ -8,7 +8,6 @@ after the last pass.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -251,8 +250,8 @@ class SplitProgram:
             parameters = [x for eqn in meets for x in parameters_of(eqn)]
             walk.values.update(zip(parameters, jax.tree.leaves(trained), strict=True))
         unknown = [x for x in self._eqns if walk.values.keys().isdisjoint(x.outvars)]
-        shows = functools.partial(self._shows_in, number)
-        for eqn in needed_eqns(unknown, self._returned_by(number), shows):
+        shown = [x for x in unknown if self._shows_in(number, x)]
+        for eqn in needed_eqns(unknown, self._returned_by(number), always=shown):
             self._evaluate_eqn(walk, eqn)
         return walk
 
