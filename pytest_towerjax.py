@@ -1,8 +1,8 @@
 """The pytest plugin of towerjax: ``@pytest.mark.same(devices=(1, 2, 4))``.
 
-Off until ``--towerjax`` or ``-p pytest_towerjax``. It is no module of ``towerjax``:
-pytest imports it in each session, and that would import JAX before a ``conftest.py``
-could set JAX's variables.
+It is off until ``--towerjax`` or ``-p pytest_towerjax``. It is not a module of
+``towerjax``, because pytest imports it in each session, and that would import JAX
+before a ``conftest.py`` could set JAX's variables.
 """
 
 import os
@@ -19,7 +19,7 @@ _MARK = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add the options of the plugin."""
     group = parser.getgroup("towerjax")
     group.addoption(
         "--towerjax", action="store_true", help="turn on the marker 'same' of towerjax"
@@ -39,7 +39,7 @@ def _is_on(options: Any) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Have JAX make the devices, before a ``conftest.py`` imports it."""
+    """Set the number of JAX's devices before a ``conftest.py`` imports JAX."""
     options = early_config.known_args_namespace
     if not _is_on(options) or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
@@ -50,18 +50,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and what runs it, if asked for."""
+    """Register the marker, and the class that runs its tests, if the plugin is on."""
     if _is_on(config.known_args_namespace):
         config.addinivalue_line("markers", _MARK)
         config.pluginmanager.register(_Same(), f"{_NAME}.same")
 
 
 class _Same:
-    """Runs the tests with the marker."""
+    """The hooks that run tests with the marker."""
 
     @pytest.hookimpl
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give an argument with the number's name its values, as no fixture does."""
+        """Give the argument that has the number's name its values."""
         mark = metafunc.definition.get_closest_marker("same")
         name, values, _ = _read(mark) if mark else ("", (), None)
         if name in metafunc.fixturenames:
@@ -70,7 +70,7 @@ class _Same:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Compare what a marked test returns for each number."""
+        """Compare the results of a marked test for each number."""
         mark = pyfuncitem.get_closest_marker("same")
         if mark is None:
             return None
@@ -85,7 +85,7 @@ class _Same:
 
 
 def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
-    """The number's name, its values, and the tolerance."""
+    """The name of the number, its values, and the tolerance."""
     options = dict(mark.kwargs)
     rtol = options.pop("rtol", None)
     if mark.args or len(options) != 1:
@@ -98,7 +98,7 @@ def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
 
 
 def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None) -> Any:
-    """The report of a test's program, by `towerjax.testing`."""
+    """The report of `towerjax.testing` on a test's program."""
     from towerjax.testing import same_for, same_on_devices
 
     arguments = item._fixtureinfo.argnames

@@ -1,6 +1,9 @@
-"""A hook fails; the run goes on from the error's state and batches.
+"""Go on with a run after a hook has failed, from the state and batches of the error.
 
-python examples/all_or_nothing.py
+The hook raises an error after step 5. The output is the note that the run adds to this
+error, and True: the resumed run ends with the bits of a run without an error.
+
+    python examples/all_or_nothing.py
 """
 
 import jax

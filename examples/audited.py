@@ -1,6 +1,10 @@
-"""A loss that depends on no split, and one that divides too early.
+"""Audit a loss that replicates, and one that divides by the weight too early.
 
-python examples/audited.py
+The output is which results of the good loss were compared, and how many splits of the
+batch were tried. Then come the results of the bad loss that differ between splits, each
+with the number of towers and the split.
+
+    python examples/audited.py
 """
 
 import jax

@@ -1,6 +1,10 @@
-"""A mean of all rows, an annealed weight, and a key that all towers share.
+"""Give a step more than rows: a mean from the step before, a weight, a shared key.
 
-python examples/besides_rows.py
+All towers flip signs alike with a shared random key, and the loss has a weight that
+falls from step to step. The output is the mean of all 10 rows as the towers add it up,
+the mean of NumPy, and the number of rows.
+
+    python examples/besides_rows.py
 """
 
 import jax

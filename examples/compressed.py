@@ -1,12 +1,16 @@
-"""Gradients in 8 or 4 bits a number, with and without feedback of the error.
+"""Sum gradients in 8 or 4 bits per number, with and without feedback of the error.
 
 Each device encodes its towers' sum, in blocks with one scale each, and sends each
 device a share (an all-to-all: Wang et al., 2023, https://arxiv.org/abs/2306.10209). It
-adds the shares that it receives, encodes the sum again and sends it to all (an
-all-gather). What both codes lose it adds to its next gradient (Karimireddy et al.,
-2019, https://arxiv.org/abs/1901.09847), so that the sum of all steps loses nothing.
+adds the shares that it receives, encodes the sum again and sends it to all devices (an
+all-gather). With feedback it adds what both codes lose to its next gradient
+(Karimireddy et al., 2019, https://arxiv.org/abs/1901.09847), so that nothing is lost in
+the sum over all steps.
 
-python examples/compressed.py
+The output is the bytes that a device sends per step, and the final loss: for an exact
+sum, for 4 bits, and for 4 bits without feedback.
+
+    python examples/compressed.py
 """
 
 import dataclasses

@@ -1,10 +1,11 @@
-"""Context parallel: a sequence over a tower's devices, by a constraint and by a ring.
+"""Split a sequence over a tower's devices: attention by a constraint and by a ring.
 
-A constraint on the queries is enough: the compiler gathers keys and values. In a ring
-(Liu et al., 2023) these go from device to device instead, and none holds more of them
-than its own part and its neighbour's.
+A constraint on the queries is enough: the compiler then gathers keys and values. In a
+ring (Liu et al., 2023) keys and values go from device to device instead, and no device
+holds more of them than its own part and its neighbour's. The output is the loss after
+20 steps of each, which is the same.
 
-python examples/context_parallel.py
+    python examples/context_parallel.py
 """
 
 import jax

@@ -1,6 +1,10 @@
-"""The largest eigenvalue of a loss's Hessian, by power iteration over all towers.
+"""Find the largest eigenvalue of a loss's Hessian, by power iteration over all towers.
 
-python examples/curvature.py
+A second pass differentiates the slope of the loss along a vector, so no tower holds the
+Hessian. The output is the eigenvalue after 50 steps, and that of NumPy from the Hessian
+of all rows.
+
+    python examples/curvature.py
 """
 
 import dataclasses

@@ -1,6 +1,9 @@
-"""A flipped bit on one device, and a NaN in one tower, are named.
+"""Find a bit that was flipped on one device, and a NaN that arose in one tower.
 
-python examples/desync.py
+The output has the device and the parameter of the flipped bit. Then come the tower, the
+leaf and the step of each NaN.
+
+    python examples/desync.py
 """
 
 import jax

@@ -1,6 +1,10 @@
-"""A Dice loss, which is a function of sums over the whole batch, in micro-batches.
+"""Train on a Dice loss, a function of sums over the whole batch, in micro-batches.
 
-python examples/dice.py
+A first pass adds up three sums over all rows. A second pass differentiates the loss at
+these sums. The output is the loss and the gradient of 4 towers, and those of the whole
+batch at once, which are the same.
+
+    python examples/dice.py
 """
 
 import dataclasses

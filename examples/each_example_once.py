@@ -1,6 +1,9 @@
-"""How often did a run train on each example? The state counts them.
+"""Count in the state how often a run trained on each example.
 
-python examples/each_example_once.py
+The output is True for data whose 50 ids all occur: each was seen in each of 3 epochs.
+For data in which one id is missing and another occurs twice, both are named.
+
+    python examples/each_example_once.py
 """
 
 import jax

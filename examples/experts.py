@@ -1,11 +1,13 @@
-"""Expert parallel: a mixture of experts, each device of a tower with its own experts.
+"""Train a mixture of experts, of which each device of a tower holds some.
 
-Every token goes to its two best experts, which take so many tokens of a row at most
-(Lepikhin et al., 2020). A tower's rows are split over its devices, as are the experts:
-the compiler exchanges tokens by an all-to-all. The load is balanced over all tokens of
-the batch, so towers add up how many each expert got.
+Every token goes to its two best experts, and each expert takes a limited number of
+tokens per row (Lepikhin et al., 2020). The rows of a tower are split over its devices,
+and so are the experts; the compiler exchanges tokens by an all-to-all. The load is
+balanced over all tokens of the batch, so towers add up how many tokens each expert
+gets. The output is the loss after 20 steps, with its two terms: the error of the tokens
+and the balance of the experts.
 
-python examples/experts.py
+    python examples/experts.py
 """
 
 import jax

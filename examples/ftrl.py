@@ -1,6 +1,9 @@
-"""Ftrl, TensorFlow's ``FtrlOptimizer``, as an optax transformation: sparse weights.
+"""Train a sparse linear model with Ftrl, TensorFlow's ``FtrlOptimizer``, in optax.
 
-python examples/ftrl.py
+Only two of eight features matter. The output is the absolute values of the weights: the
+other six are exactly 0.
+
+    python examples/ftrl.py
 """
 
 import jax

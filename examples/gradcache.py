@@ -1,6 +1,10 @@
-"""A contrastive loss of the whole batch, in micro-batches (Gao et al., 2021).
+"""Train on a contrastive loss of the whole batch, in micro-batches.
 
-python examples/gradcache.py
+A first pass embeds all rows and gathers them. A second pass differentiates the loss of
+all rows by each micro-batch's own rows (Gao et al., 2021). The output is the loss on 8
+towers and whether the gradients equal those of one batch, and the loss of one batch.
+
+    python examples/gradcache.py
 """
 
 import dataclasses

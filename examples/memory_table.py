@@ -1,6 +1,9 @@
-"""What a device holds and sends, over numbers of devices.
+"""Tabulate what a device holds and sends per step, over numbers of devices.
 
-python examples/memory_table.py
+The output is a table of bytes, for 1 to 8 devices: with the whole state on each device,
+and with the optimizer's state in parts.
+
+    python examples/memory_table.py
 """
 
 import jax

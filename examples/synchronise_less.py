@@ -1,6 +1,9 @@
-"""Towers that meet in every step, and in every eighth.
+"""Let towers meet in every step, or only in every eighth.
 
-python examples/synchronise_less.py
+It trains by plain SGD, by local SGD and by DiLoCo on the same data. The output is the
+final loss of each.
+
+    python examples/synchronise_less.py
 """
 
 import jax

@@ -1,10 +1,11 @@
-"""Tensor parallel: the heads and the hidden units of a layer over a tower's devices.
+"""Split the heads and the hidden units of a layer over a tower's devices.
 
-Each device computes its heads and its columns, and what they add up to is summed over
-the tower (Shoeybi et al., 2019). The loss is written for whole arrays: the mean of all
-tokens that count, of which each row has another number.
+Each device computes its heads and its columns, and the results are summed over the
+tower's devices (Shoeybi et al., 2019). The loss is written for whole arrays: the mean
+over the tokens that count, whose number differs from row to row. The output is the
+shape of a device's part of a matrix, and the loss after 20 steps.
 
-python examples/tensor_parallel.py
+    python examples/tensor_parallel.py
 """
 
 import jax

@@ -1,10 +1,12 @@
-"""A sharded vocabulary: each device of a tower has some of the words.
+"""Split a vocabulary over the devices of a tower: each has some of the words.
 
-Logits are never whole: each device takes the exponentials of its words, and the logit
-of the label from the device that has it. The rows of a tower are split, too, over
-another axis. Written for whole arrays, and by hand for one device's words.
+No device ever has all logits: each takes the exponentials of its own words, and the
+device that has a label gives its logit. The rows of a tower are split, too, over
+another axis. The loss is written twice, for whole arrays and by hand for the words of
+one device. The output is the shape of a device's part of the table and the loss after
+20 steps of each, which is the same.
 
-python examples/vocabulary.py
+    python examples/vocabulary.py
 """
 
 import jax

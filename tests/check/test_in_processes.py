@@ -76,8 +76,8 @@ def test_a_mean_of_means_is_told_by_the_name_of_its_number():
 @pytest.mark.parametrize(
     ("total", "text"),
     [
-        (sum_of_means, "result: in proportion to workers: "),
-        (divided_twice, "result: in proportion to 1/workers: "),
+        (sum_of_means, "result: proportional to workers: "),
+        (divided_twice, "result: proportional to 1/workers: "),
     ],
 )
 def test_a_factor_is_told(total, text):
@@ -101,15 +101,15 @@ def test_the_line_that_divides_by_the_number_is_told():
     lines = error.value.advice[-1]
     code = pathlib.Path(__file__).read_text().splitlines()
     at = 1 + code.index("            return total / number")
-    assert lines.startswith("What is multiplied or divided by depends on micro_batches")
+    assert lines.startswith("A factor or divisor depends on micro_batches")
     assert f"test_in_processes.py:{at} (mean) (div)." in lines and "(mul)" not in lines
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ({}, "takes one number by its name, and got none"),
-        ({"a": (1, 2), "b": (1, 2)}, "takes one number by its name, and got 'a' and"),
+        ({}, "needs one number by its name, but got none"),
+        ({"a": (1, 2), "b": (1, 2)}, "needs one number by its name, but got 'a' and"),
         ({"a": (2, 2)}, "two or more different numbers"),
         ({"a": (0, 2)}, r"a\[0\]=0"),
     ],
@@ -173,9 +173,9 @@ def test_what_make_returns_that_is_no_program_is_the_result():
 
 
 def test_a_program_must_give_something():
-    with pytest.raises(ToldError, match="must return .*, and returned a NoneType"):
+    with pytest.raises(ToldError, match="returned a NoneType, but must return"):
         here(nothing)
-    with pytest.raises(ToldError, match=r"make\(\) ran with 8 devices in place of 2"):
+    with pytest.raises(ToldError, match=r"make\(\) ran with 8 devices instead of 2"):
         child.run_program(name_function("make()", everywhere), 2)
 
 
@@ -189,7 +189,7 @@ def test_who_takes_nothing_is_called_in_a_process():
     assert not same.takes_nothing(lambda devices=None: None)
     assert not same.takes_nothing(lambda *a: None) and not same.takes_nothing(dict)
     for unnamed in (lambda: None, nothing.__call__):
-        with pytest.raises(ValueError, match="takes no argument, .*at the top of a"):
+        with pytest.raises(ValueError, match="takes no argument, .*at the top level"):
             name_function("make()", unnamed)
 
 
@@ -312,7 +312,7 @@ def test_a_fault_that_is_meant_is_told_and_passes(shell):
     assert code == 1 and not told["same"] and not told["meant"]
     assert [x["kind"] for x in told["findings"]] == ["equality", "comparison"]
     pathlib.Path("meant.json").write_text("[]")
-    assert "write it again" in shell(*call, "--baseline", "meant.json")[2]
+    assert "Write it again" in shell(*call, "--baseline", "meant.json")[2]
     assert shell(*call, "--json", "--github")[0] == 2
 
 

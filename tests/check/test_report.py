@@ -248,7 +248,7 @@ def test_a_function_of_ones_own_has_a_report():
     assert sum(each.bytes for each in found.collectives) == 4 * NUMBERS
     assert found.memory.by_kind["parameters"] == 4 * NUMBERS
     assert found.memory.aliased == 4 * NUMBERS and found.kernels > 0
-    with pytest.raises(ValueError, match="report_of expects a function under jax.jit"):
+    with pytest.raises(ValueError, match="report_of needs a function under jax.jit"):
         tj.tools.report_of(mapped, (params(), batch()), strategy)
     of_any = jax.jit(lambda first, *others: first + sum(others))
     found = tj.tools.report_of(of_any, (np.float32(1),) * 4, strategy)

@@ -271,7 +271,7 @@ def of_adam(devices, returned, factor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("returned", "calls", "text"), [
-    ("state", 3, None), ("loss", 1, "nothing but scalars"), ("new", 1, "one call"),
+    ("state", 3, None), ("loss", 1, "only scalars"), ("new", 1, "one call"),
 ])  # fmt: skip
 def test_three_calls_are_compared_or_it_is_said(returned, calls, text):
     make = functools.partial(of_adam, returned=returned)
@@ -400,6 +400,6 @@ def test_what_cannot_be_traced_may_compute_in_16_bits():
 
         return step, (W, X, Y)
 
-    with pytest.raises(tj.testing.SplitError, match="in 16 bits, say rtol=0.06"):
+    with pytest.raises(tj.testing.SplitError, match="in 16 bits, write rtol=0.06"):
         tj.testing.same_on_devices(make, (1, 2))
     assert tj.testing.same_on_devices(make, (1, 2), rtol=0.06).largest > 0.005

@@ -158,7 +158,7 @@ def test_other_leaves_for_another_number_of_towers_are_unknown():
         value = state.params["w"]
         return {"value": value if tower.num_towers == 1 else tj.Sum(value)}
 
-    assert "other leaves" in of_step(fn)["value"].why
+    assert "different leaves" in of_step(fn)["value"].why
 
 
 def of_two_passes(first):
@@ -177,7 +177,7 @@ def test_a_later_pass_is_proved_where_those_before_it_are():
         return {"centre": tj.Weighted(jnp.tanh(batch["y"].sum()), 1.0)}
 
     found = of_two_passes(wrong)
-    assert found["pass 2"].why == "what pass 1 merges is not proved"
+    assert found["pass 2"].why == "the results of pass 1 are not proved"
 
 
 def of_step(tower_fn, **options):
@@ -345,7 +345,7 @@ def test_what_cannot_be_traced_for_other_rows_is_unknown():
         return mean(errors(params, batch), tower)
 
     found = says_of(train(loss_fn))
-    assert "with other rows it raises AssertionError" in found["step"].why
+    assert "number of rows, raises AssertionError" in found["step"].why
 
 
 @pytest.mark.parametrize("remainder", ["error", "pad"])

@@ -245,7 +245,7 @@ def test_groups_are_processes_unless_said_otherwise():
     assert sizes(tj.collectives.Hierarchical(), three) == {"2"}
     assert sizes(tj.collectives.Hierarchical(3), three) == {"3"}
     uneven = dataclasses.replace(axes, num_processes=4)
-    with pytest.raises(ValueError, match="4 processes do not have equally many of the"):
+    with pytest.raises(ValueError, match="4 processes do not have equal numbers of t"):
         tj.collectives.Hierarchical().sum_over_towers([jnp.ones(2)], uneven)
 
 
@@ -443,7 +443,7 @@ def test_platform_and_processes_decide(monkeypatch):
     assert choose(jax.devices()) == choose(names(8))
     assert choose(names(8)).ops == tj.AllReduce()
     assert "8 CPU devices of one process" in choose(names(8)).reason
-    assert choose(["cpu:3"]).reason == "One device: nothing travels."
+    assert choose(["cpu:3"]).reason == "There is one device, so nothing is sent."
     absent = choose(["gpu:100", "gpu:101"])
     assert absent.ops == tj.AllReduce()
     assert absent.reason.endswith("devices. (Not on this machine: gpu:100, gpu:101.)")
@@ -463,5 +463,5 @@ def test_platform_and_processes_decide(monkeypatch):
     assert "2 processes have 2 GPU devices each" in owners(0, 0, 1, 1).reason
     for indices in ((0, 1, 0, 1), (0, 0, 0, 1), (0, 1), (0, 0, 1, 1, 1)):
         assert owners(*indices).ops == tj.AllReduce()
-        assert "processes make no groups" in owners(*indices).reason
+        assert "processes do not form equal groups" in owners(*indices).reason
     assert "one process, whose links are alike" in owners(0, 0).reason

@@ -179,7 +179,7 @@ def test_what_a_mean_of_integers_reads_as_may_be_assigned_if_it_is_whole():
     v = strategy.create_var("v", np.int32(3), reduction=R.MEAN, tower_local=True)
     assert strategy.assign(v, strategy.read_var(v)).value.tolist() == [3] * 4
     assert strategy.assign(v, 2**24 + 1).value.tolist() == [2**24 + 1] * 4
-    with pytest.raises(ValueError, match="gives a tower 3.5, which int32 cannot hold"):
+    with pytest.raises(ValueError, match="share is 3.5, which int32 cannot hold"):
         strategy.assign(v, strategy.read_var(v) + 0.5)
     b = strategy.create_var("b", np.bool_(1), reduction=R.MEAN, tower_local=True)
     assert strategy.assign(b, strategy.read_var(b)).value.tolist() == [True] * 4

@@ -212,9 +212,9 @@ BAD = {
     "no optimizer": (lambda: with_ema(print, 0.9), "must be an optax transformation"),
     "no such name": (lambda: build(log=["lr"]), "names 'lr', and may name learning_r"),
     "no rate": (lambda: train_step(loss_fn, optax.sgd(0.1), tj.OneDevice(),
-        log=BOTH).init(START), "the optimizer's state has no learning rates. Write"),
+        log=BOTH).init(START), "the optimizer's state has no learning rates, but must"),
     "two rates": (lambda: train_step(loss_fn, several(), tj.OneDevice(), ema=0.5,
-        log=BOTH).init(START), "the optimizer's state has 2 learning rates. Write"),
+        log=BOTH).init(START), "the optimizer's state has 2 learning rates, but must"),
     "no average": (lambda: ema_params(build(ema=None).init(START)),
         "state.opt_state has no averages of the parameters. Build the step"),
     "a gradient of rows": (lambda: (step := train_step(of_rows, OPTIMIZER,
@@ -226,7 +226,7 @@ BAD = {
         "both have ['learning_rate']"),
     "towers alone": (lambda: (step := build(log=["gradient_norm"], ema=None,
         extend=tj.contrib.LocalSGD(2)))(step.init(START), next(batches(1))),
-        "these towers train alone, and merge no gradient"),
+        "a merged gradient, but these towers train alone"),
 }  # fmt: skip
 
 

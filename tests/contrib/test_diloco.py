@@ -291,10 +291,10 @@ def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     two = tj.build_train_step(
         loss_fn, WITH_MOMENTUM, strategy, remainder="pad", extend=sync
     )
-    with pytest.raises(tj.CheckpointError, match="Use as many towers, on any devices"):
+    with pytest.raises(tj.CheckpointError, match=r"Use \d+ towers, on any devices"):
         tj.run(two, two.init(START), batches(), steps=2, **quiet)
     state = two.init(START)
-    text = r"another number of towers than 4: .*\. Start anew, step\.init\(state.params"
+    text = r"another number of towers than 4: .*\. Start anew with step\.init\(stat"
     with pytest.raises(ValueError, match=text):
         streaming(state, batches()[0])
     streaming(streaming.init(state.params), batches()[0])  # as it says
@@ -406,7 +406,7 @@ REFUSED = {
     "sharded": (dict(state="sharded"), "state='sharded'"),
     "sum": (dict(loss_fn=total, loss_reduction=tj.Reduction.SUM), "or of loss_reduc"),
     "update_extra": (dict(update_extra=count), "update_extra=... needs all"),
-    "fragments": (dict(sync=DiLoCo(3, fragments=3)), "trained, 2. Use as many"),
+    "fragments": (dict(sync=DiLoCo(3, fragments=3)), "trained, 2. Use at most"),
 }
 
 

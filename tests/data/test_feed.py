@@ -101,7 +101,7 @@ def test_epochs_none_never_ends():
     ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
     ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
     ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
-    ({"batch_size": 5, "drop_remainder": True}, "leaves nothing of 4 examples"),
+    ({"batch_size": 5, "drop_remainder": True}, "leaves no batch of 4 examples"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_at_the_call(arguments, message):
     with pytest.raises(ValueError, match=message):

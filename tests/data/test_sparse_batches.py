@@ -174,7 +174,7 @@ def test_entries_that_were_split_for_other_micro_batches_are_refused():
         sparse_one, dense_one = strategy.distribute_dataset([batch, dense_too], **given)
         step = training(strategy, micro_batches=taken_for)
         step.place_batch(dense_one)
-        text = f"split for micro_batches={placed_for}. Say micro_batches={taken_for} wh"
+        text = f"for micro_batches={placed_for}. Write micro_batches={taken_for} w"
         with pytest.raises(ValueError, match=re.escape(text)):
             step.place_batch(sparse_one)
     with pytest.raises(ValueError, match="split for micro_batches=2"):
@@ -223,13 +223,13 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
 BAD = {
     "bcsr": (
         lambda: sparse.BCSR((np.ones(4), np.arange(4), np.arange(5)), shape=(4, 4)),
-        "batch['x'] is a BCSR, which does not"),
+        "batch['x'] is a BCSR, a format that"),
     "scipy": (lambda: scipy.sparse.csr_matrix(np.eye(4)),
-        "batch['x'] is a csr_matrix, which does not split over towers"),
+        "batch['x'] is a csr_matrix, a format that cannot be split"),
     "coo": (lambda: sparse.COO((np.ones(4), np.arange(4), np.arange(4)), shape=(4, 4)),
         "BCOO.fromdense(x.todense())"),
     "negative": (lambda: sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
-        "batch['x'] has the index -1, but entries are counted from 0"),
+        "batch['x'] has the index -1, but indices are counted from 0"),
 }
 # fmt: on
 
@@ -256,5 +256,5 @@ def test_where_entries_would_be_taken_for_examples_they_are_refused():
     step = training(mirrored(2, 1))
     with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
         step.check(jax.ShapeDtypeStruct((4,), jnp.float32), data[0])
-    with pytest.raises(ValueError, match=r"\['x'\] is a BCOO.* not in a call"):
+    with pytest.raises(ValueError, match=r"\['x'\] is a BCOO.*only a call of a"):
         step.fn(step.init(jnp.zeros(4)), data[0])

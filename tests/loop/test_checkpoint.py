@@ -241,7 +241,7 @@ def test_a_run_says_what_was_other_where_it_was_saved(
     tj.run(four, state, data, steps=3, checkpointer=saving)
     told = (
         f"goes on after step 2, from its checkpoint; strategy was {light.strategy!r},"
-        f" and is {four.strategy!r}; jax was {jax.__version__}, and is 9.9\n"
+        f" and is now {four.strategy!r}; jax was {jax.__version__}, and is now 9.9\n"
     )
     assert told in capsys.readouterr().err
 
@@ -257,8 +257,8 @@ def build_other(*, rate=0.1, power=2, devices=2, towers=4, jitted=False):
     return tj.build_train_step(loss_fn, optax.sgd(rate), strategy, audit=False)
 
 
-UPDATE = "the optimizer, its numbers or another part of the update was other there"
-LOSS = "the loss function or the shapes of its batches was other there"
+UPDATE = "the optimizer, its numbers or another part of the update changed since then"
+LOSS = "the loss function or the shapes of its batches changed since then"
 OTHERS = {
     "the same": ({}, 8, None),
     "a learning rate": ({"rate": 0.2}, 8, UPDATE),
@@ -355,7 +355,7 @@ def test_a_variable_without_one_value_stays_on_as_many_towers(step, other, tmp_p
     restored = saving.restore(other, with_own(other))
     model.assert_same_bits(restored, model.bits(state))
     four = model.build(4, towers=4)
-    with pytest.raises(tj.CheckpointError, match=r"\['own'\].*NONE, so the 8 towers"):
+    with pytest.raises(tj.CheckpointError, match=r"\['own'\].*the 8 of the checkpoint"):
         saving.restore(four, with_own(four))
 
 
@@ -375,7 +375,7 @@ def test_another_model_is_refused_before_training(three, monkeypatch):
     with pytest.raises(tj.CheckpointError) as error:
         train(step, tj.Checkpointer(three), state=state)
     text = str(error.value)
-    assert "/4' is one of another model" in text
+    assert "/4' belongs to another model" in text
     assert "state.opt_state[0].trace['new'] is absent, expected float32[1]" in text
     assert "tower-local ONLY_FIRST_TOWER, expected absent" in text
     state = model.init(step)
@@ -399,7 +399,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
     monkeypatch.setattr(
         folder.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9)
     )
-    with pytest.raises(tj.CheckpointError, match="MB are free. Make room"):
+    with pytest.raises(tj.CheckpointError, match=r"MB are free in .* Make room"):
         train(light, tj.Checkpointer(tmp_path / "full"))
     with folder.lock(tj.Checkpointer(tmp_path / "just enough").path, needed=9):
         pass
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_nothing_is_lost(
         train(light, saving, steps)
     assert failure.type is tj.CheckpointError
     assert re.search(f"of step {at} could not.*No space", str(failure.value))
-    note = "KeyboardInterrupt() had asked the run to end."
+    note = "The run was ending because of KeyboardInterrupt()."
     notes = getattr(failure.value, "__notes__", [])
     assert (note in notes) == (fail is no_room_and_ctrl_c)
     assert int(failure.value.state.step) in (min(steps, at + 2), steps)
@@ -521,7 +521,7 @@ def test_two_runs_do_not_share_a_folder(light, tmp_path):
     unfinished = tmp_path / "1.orbax-checkpoint-tmp"
     with folder.lock(saving.path):
         unfinished.mkdir()
-        with pytest.raises(tj.CheckpointError, match="Another run writes"):
+        with pytest.raises(tj.CheckpointError, match="Another run is writing"):
             train(light, saving, 1)
         assert unfinished.is_dir()
     train(light, saving, 1)
@@ -592,7 +592,7 @@ def test_every_file_that_is_damaged_is_named(step, copied, kind):
         else:
             path.unlink()
             NO_FILE.get(kind, lambda path: None)(path)
-        with pytest.raises(tj.CheckpointError, match="/4' is not what was") as error:
+        with pytest.raises(tj.CheckpointError, match="/4' was changed after") as error:
             saving.restore(step, like)
         assert path.relative_to(copied / "4").as_posix() in str(error.value)
         path.rmdir() if kind == "folder" else path.unlink(missing_ok=True)
@@ -654,7 +654,7 @@ def test_what_cannot_be_read_now_is_not_called_damaged(
     with pytest.raises(tj.CheckpointError) as error:
         tj.Checkpointer(three).restore(step, model.init(step))
     text = (
-        f"/4': {os.strerror(getattr(errno, code))} ({code}). They need not be damaged"
+        f"/4': {os.strerror(getattr(errno, code))} ({code}). The files may be undamaged"
     )
     assert text in str(error.value) and "delete" not in str(error.value)
 
@@ -681,7 +681,7 @@ def test_a_lock_that_is_no_plain_file_is_refused(light, tmp_path, kind):
     outside = tmp_path / "outside"
     outside.write_text("mine")
     NO_FILE[kind](tmp_path / ".lock")
-    with pytest.raises(tj.CheckpointError, match=r"/\.lock', .* no plain file .*Del"):
+    with pytest.raises(tj.CheckpointError, match=r"/\.lock', .* is a link.* Del"):
         train(light, tj.Checkpointer(tmp_path))
     assert outside.read_text() == "mine"
 
@@ -705,7 +705,7 @@ def test_what_others_own_is_refused_before_the_first_step(step, copied, monkeypa
 def test_a_copy_under_another_steps_name_is_refused(step, copied):
     (copied / "4").rename(copied / "9")
     saving = tj.Checkpointer(copied)
-    text = "/9' is by its record of step 4.* Name it '4' or"
+    text = "/9' was saved after step 4.* Name it '4' or"
     for call in (
         lambda: saving.record(9),
         lambda: saving.restore(step, model.init(step)),
@@ -726,7 +726,7 @@ def test_a_pipe_at_which_orbax_would_wait_is_refused(step, copied, name, number)
     saving = tj.Checkpointer(copied)
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    text = f"/{number}' is not what was written: {name} is no file. Rest"
+    text = f"/{number}' was changed after it was written: {name} is not a file. Rest"
     with pytest.raises(tj.CheckpointError, match=text):
         train(step, saving, 5)
     with pytest.raises(tj.CheckpointError, match=text):
@@ -741,7 +741,7 @@ def test_a_table_that_names_a_file_outside_is_refused(light, tmp_path):
     size_and_crc = folder._checksum(epath.Path(tmp_path / "x"))
     table["files"]["../../x"] = size_and_crc
     folder.write_table(saving.path / "1", table)
-    with pytest.raises(tj.CheckpointError, match=r"\.\./\.\./x is missing, or no file"):
+    with pytest.raises(tj.CheckpointError, match=r"\.\./x is missing, or not a file"):
         saving.restore(light, model.init(light))
 
 
@@ -882,7 +882,7 @@ def test_leaves_that_orbax_takes_for_one_are_refused(light, tmp_path):
         optax.sgd(0.1),
         tj.OneDevice(),
     )
-    text = r"params\['a'\]\['b'\] and .*params\['a.b'\] would be one array"
+    text = r"params\['a'\]\['b'\] and .*params\['a.b'\] would have the same name"
     with pytest.raises(tj.CheckpointError, match=text):
         train(step, tj.Checkpointer(tmp_path), state=step.init(params))
 
@@ -963,12 +963,12 @@ def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
     def generator():
         yield from model.batches()
 
-    text = "no get_state and set_state. Say batches='count'"
+    text = "no get_state and set_state. Write batches='count'"
     with pytest.raises(tj.CheckpointError, match=text):
         train(light, tj.Checkpointer(tmp_path), batches=generator())
     anew = tj.Checkpointer(tmp_path / "anew", batches="anew")
     train(light, anew, 3, generator())
-    text = "which those of the checkpoint of step 3 had not. Pass those, or say"
+    text = "checkpoint of step 3 did not. Pass batches like those, or write"
     with pytest.raises(tj.CheckpointError, match=text):
         train(light, tj.Checkpointer(tmp_path / "anew"), batches=model.batches())
     source = model.batches().at(3)
@@ -983,9 +983,9 @@ def test_a_list_that_ends_too_early_is_refused(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     train(light, saving, 3, batches)
     copied = shutil.copytree(tmp_path, tmp_path / "copied")
-    with pytest.raises(ValueError, match="3 batches were used .* end after 2"):
+    with pytest.raises(ValueError, match="An earlier run used 3 batches.* end after 2"):
         train(light, saving, None, batches[:2])
-    with pytest.raises(ValueError, match="end after step 7, but batches ended after 5"):
+    with pytest.raises(ValueError, match="step 7, but batches ended after step 5"):
         train(light, tj.Checkpointer(copied), 7, batches[:5])
 
 
@@ -1021,13 +1021,13 @@ def test_no_batch_is_left_out_before_the_first_that_was_used():
     again = Source(left)
     again.go_to(Position(6))
     assert (again.last, next(again)) == (Position(6), 6)
-    with pytest.raises(ValueError, match="2 batches .* these begin after 7"):
+    with pytest.raises(ValueError, match="2 batches, but these begin after 7"):
         Source(left).go_to(Position(2))
 
 
 @pytest.mark.slow
 def test_a_distributed_data_set_takes_no_other_cursor(light, tmp_path):
-    with pytest.raises(ValueError, match="Pass the batches that it was taken from"):
+    with pytest.raises(ValueError, match="Pass the batches whose position was saved"):
         train(light, tj.Checkpointer(tmp_path), 2)
         batches = light.strategy.distribute_dataset(model.batches())
         train(light, tj.Checkpointer(tmp_path), 3, batches)
@@ -1121,7 +1121,7 @@ def test_the_best_is_one_real_number(light, tmp_path):
     one = np.float32(1)
     metrics = {"tree": tj.Weighted({"a": one}, one), "loss": one}
     options = {**metrics_of([]), "evaluate": model.Evaluation(lambda state: metrics)}
-    with pytest.raises(ValueError, match="best='tree': its value is a dict, not one"):
+    with pytest.raises(ValueError, match="best='tree' must name a .* is a dict"):
         train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
 
@@ -1170,8 +1170,8 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
 @pytest.mark.parametrize("change, text", [
     ({"directory": ""}, "directory='' must be the path of a folder"),
     ({"directory": "ftp://bucket/run"}, "directory='ftp://.* address that etils.epath"),
-    ({"directory": pathlib.Path("s3://bucket")}, "as text: pathlib.Path makes one"),
-    ({"directory": "s3://bucket/run"}, "or gs://, to which alone Orbax writes"),
+    ({"directory": pathlib.Path("s3://bucket")}, "as text, because pathlib.Path"),
+    ({"directory": "s3://bucket/run"}, "Orbax writes to no other"),
     ({"directory": "a\0b"}, "must be the path of a folder: on this machine"),
     ({"every": 0}, "every=0"),
     ({"keep": 0}, "keep=0"),
@@ -1204,7 +1204,7 @@ def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
 
 def test_options_that_do_not_fit_together(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, best="loss")
-    with pytest.raises(ValueError, match="without anything to evaluate"):
+    with pytest.raises(ValueError, match="has nothing to evaluate"):
         train(light, saving)
     with pytest.raises(
         TypeError, match=r"checkpointer=tj\.Checkpointer\(folder, best="
@@ -1212,7 +1212,7 @@ def test_options_that_do_not_fit_together(light, tmp_path):
         train(light, None, best="loss", **metrics_of([1]))
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
         train(light, str(tmp_path))
-    with pytest.raises(ValueError, match="no such metric; it has \\['loss'\\]"):
+    with pytest.raises(ValueError, match="not a metric of .*which has \\['loss'\\]"):
         train(light, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
     with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
         tj.Checkpointer(tmp_path / "empty").restore(light, model.init(light))

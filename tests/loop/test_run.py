@@ -363,13 +363,13 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"in_flight": True}, "in_flight=True must be a whole number >= 1"),
         ({"evaluate": eval_step}, "only evaluate was given"),
         ({"eval_batches": data}, "only eval_batches was given"),
-        ({"eval_every": 2}, "without anything to evaluate"),
+        ({"eval_every": 2}, "has nothing to evaluate"),
         ({"evaluate": eval_step, "eval_batches": one_shot},
-            "eval_batches is a list_iterator, which can be gone through only once"),
+            "eval_batches is a list_iterator, which can be iterated only once"),
         ({"progress": "bar"}, "progress='bar' must be"),
-        ({"eval_params": lambda s: s}, "without anything to evaluate"),
+        ({"eval_params": lambda s: s}, "has nothing to evaluate"),
         ({"evaluate": eval_step, "eval_batches": make_data(8)},
-            "eval_batches is one batch (a dict), but is to be an iterable of batches"),
+            "eval_batches is one batch (a dict), but must be an iterable of batches"),
         ({"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
             "eval_params='ema' is not a function; write def eval_params(state)"),
         ({"hooks": print}, "must be a list: write hooks=[<built-in function print>]."),
@@ -381,7 +381,7 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
             run(train_step, state, [], **arguments)
     assert int(state.step) == 0
     for data, text in [
-        (lambda: None, r"batches\(\) is a NoneType, but is to be"),
+        (lambda: None, r"batches\(\) is a NoneType, but must be"),
         ([], "no batches to evaluate"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -450,7 +450,7 @@ ENDS = {
     "no data": (lambda: iter([]), {}, NONE, 0),
     "no data for 3 steps": (lambda: iter([]), {"steps": 3}, NONE, 0),
     "too little data": (lambda: cut_of(5), {"steps": 9},
-        ValueError("after step 9, but .* ended after 5"), 5),
+        ValueError("after step 9, but .* ended after step 5"), 5),
     "another kind of batch": (lambda: [*cut_of(2), make_data(24)], {},
         ValueError("The batch has changed"), 2),
     "the last step": (lambda: cut_of(4), AT_2 | {"steps": 2}, ENOUGH, 2,
@@ -459,7 +459,7 @@ ENDS = {
         "after step 2; go on from"),
     "a hook with state was due": (  # step 4 was in flight when step 3 was looked at
         lambda: cut_of(10), {"hooks": [raising(3), *with_state(4, 5)]},
-        ENOUGH, 4, r"every=4\) was due and not called", "every=5"),
+        ENOUGH, 4, r"every=4\) was due, but was not called", "every=5"),
     "a hook with state was called": (lambda: cut_of(10),
         {"hooks": [*with_state(2, hook=lambda *_: None), raising(3)], "in_flight": 1},
         ENOUGH, 3, "", "every=2"),
@@ -866,7 +866,7 @@ def test_metrics_are_shown_that_are_asked_for(train_step, capsys):
     bias = shown.format_value(history.metrics["bias"][1])
     assert re.match(rf"step 2/2  loss \S+  bias {re.escape(bias)}  ", last)
     for wrong, text in [
-        (["mean"], "names 'mean', and the metrics of step 1 are"),
+        (["mean"], "names 'mean', but the metrics of step 1 are"),
         ([], r"progress=\[\] must be None, True"),
         ([1], r"progress=\[1\] must be None, True"),
     ]:

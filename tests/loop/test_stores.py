@@ -131,7 +131,7 @@ def test_a_damaged_file_in_gs_is_named(light, cloud):
     train(light, saving, 1)
     path = saving.path / "1" / "default" / "_METADATA"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(tj.CheckpointError, match="run/1' is not what .*_METADATA has"):
+    with pytest.raises(tj.CheckpointError, match="run/1' was changed .*_METADATA has"):
         saving.restore(light, model.init(light))
 
 

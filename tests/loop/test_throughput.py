@@ -102,8 +102,8 @@ def test_a_cpu_has_no_peak_and_a_report_says_the_same():
 
 
 BAD = {
-    "no such metric": ({"per_second": ["words"]}, "per_second names 'words', and the"),
-    "an array": ({"per_second": ["both"]}, "this metric is not a single number"),
+    "no such metric": ({"per_second": ["words"]}, "per_second names 'words', but the"),
+    "an array": ({"per_second": ["both"]}, "must name a metric that is a single"),
     "no name": ({"per_second": [3]}, "per_second=3 must be the name of a metric"),
     "one text": ({"per_second": "tokens"}, "per_second"),
     "no peak": ({"peak_flops": 0}, "peak_flops=0 must be FLOP/s of one device"),

@@ -81,7 +81,7 @@ def test_absent_devices_are_plain_values():
     (("h200",), "number=None must be a whole number >= 1"),
     (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
     (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
-    (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
+    (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Write hosts="),
     (("v5e:2x4", 8), "a TPU topology such as 'v5e:2x4' without a number"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(arguments, message):
@@ -94,7 +94,7 @@ def test_one_device_is_one_absent_one():
         tj.OneDevice(H200S)
     step, params, batch = make_step(tj.OneDevice(ONE))
     assert step.check(params, batch) and step.strategy.placement.num_devices == 1
-    with pytest.raises(ValueError, match="is not here"):
+    with pytest.raises(ValueError, match="is not on this machine"):
         step.init([np.zeros((WIDTH, WIDTH), np.float32)] * LAYERS)
 
 
@@ -104,7 +104,7 @@ def test_a_step_is_proved_and_does_not_run():
     (found,) = step.check(params, batch).analysis.collectives
     assert found.primitive == "psum"
     values, rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (params, batch))
-    sentence = r"Absent\(target='h200', number=8\) is not here"
+    sentence = r"Absent\(target='h200', number=8\) is not on this"
     for run in (
         lambda: step.init(values),
         lambda: step.place_batch(rows),

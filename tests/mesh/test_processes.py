@@ -99,7 +99,7 @@ def told(together):
     ("differing_batches", "global batch must be .* 1 and process 0 differ.*seed"),
     ("differing_towers", "The strategy's towers must be .* {me}: Placement"),
     ("differing_params", r"step.init was given .* {me}: .*params float32\[{more}\]"),
-    ("pmap", "executor='pmap' runs on the devices of one process, and"),
+    ("pmap", "executor='pmap' needs devices of one process, but these"),
     ("one_process_has_more_devices", r"\[0, 0, 1\] of 2. Name as many"),
     ("devices_out_of_order", r"\[1, 1, 0, 0\] of 2. Name as many"),
     ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
@@ -107,20 +107,20 @@ def told(together):
     ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
     ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
     ("other_steps_on_data", "A function on all towers must be .* closes over"),
-    ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
+    ("other_numbers_of_steps", "The work of tj.run .* {steps} batches, from st"),
     ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
     ("checkpoints_of_one_process", "all processes of a job .* with safetensors"),
-    ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
-    ("one_is_empty", r"The input of the processes \[0\] ended before .* Give each"),
-    ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
-    ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
+    ("folders_of_each", "The process that has locked the .* here .*own {me}'. Name"),
+    ("one_is_empty", r"The input of processes \[0\] ended before .* Give all"),
+    ("one_ends_early", r"input of processes \[0\] ended before that of the"),
+    ("ends_error", r"gave batches of \[2, 0\] rows .*, or write remainder='pad'"),
 ])  # fmt: skip
 def test_every_process_is_told_what_does_not_fit(told, scenario, text):
     for me, one in enumerate(told):
         assert re.search(text.format(me=me, more=2 + me, steps=3 - me), one[scenario])
 
 
-TOO_WIDE = "A tower of 4 devices would be of the processes [0, 1]"
+TOO_WIDE = "A tower of 4 devices would belong to the processes [0, 1]"
 FAULTS = ("loss/sum", "loss"), ("params", "gradient")
 OPS = "Packed", "Hierarchical", "ReduceToOneDevice"
 EXPECTED = {
@@ -254,7 +254,7 @@ def test_work_for_one_process_alone_is_refused(told):
     for me, one in enumerate(told):
         works = ["checkpointer=", "WithState.every=[2]", "evaluate=True"]
         for text, work in zip(one["work_of_one_process"], works, strict=True):
-            assert "What tj.run does must be the same on all 2 processes" in text
+            assert "The work of tj.run must be the same on all 2 processes" in text
             assert (work in text) == (me == 1)
 
 
@@ -264,7 +264,7 @@ def test_every_process_hears_of_a_writer_and_of_another_patience(told):
     assert told[0]["refused"] == "read only"
     assert "could not be opened on process 0" in told[1]["refused"]
     for me, one in enumerate(told):
-        assert "What tj.run does must be the same" in one["differs"]
+        assert "The work of tj.run must be the same" in one["differs"]
         assert f"patience={1 + me}" in one["differs"]
 
 

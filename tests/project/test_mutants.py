@@ -154,7 +154,7 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
     inner = tj.tf1.MirroredStrategy.map
     with pytest.MonkeyPatch.context() as patch:
         apply(mutant(place, "if not elements", "if True"), patch, print)
-        with pytest.raises(ValueError, match="there are no elements"):
+        with pytest.raises(ValueError, match="got no elements"):
             tj.tf1.MirroredStrategy(towers=2).map(np.sin, [1.0])
     assert tj.tf1.MirroredStrategy.map is inner
     # A decorator that registers the function has been undone, too.

@@ -280,9 +280,9 @@ def test_labels_are_shown_where_the_loss_is_nan():
     step = build(STRATEGIES["shard_map"](), fn=of_classes, audit=False)
     w = np.ones((3, 4), np.float32)
     labels = np.arange(16, dtype=np.int32) % 5
-    with pytest.raises(tj.NonFiniteError, match="label that is no class") as caught:
+    with pytest.raises(tj.NonFiniteError, match="label that is not a class") as caught:
         tj.run(step, step.init(w), [batch() | {"y": labels}], progress=False)
-    text = "Of its integers batch['y'] is from 0 to 4; an integer label that is no"
+    text = "Its integers: batch['y'] is from 0 to 4; a label that is not a class"
     assert text in caught.value.__notes__[0]
 
 

@@ -255,7 +255,7 @@ def test_what_a_worker_sees_of_the_environment():
     ({"rounds": 5}, "rounds=5 must be a whole number >= 6"),
     ({"seconds_per_round": "1"}, "seconds_per_round='1' must be seconds >= 0"),
     ({"grid": {}}, "grid must be"),
-    ({"build": lambda: 0}, "imported by other processes: write it into a module"),
+    ({"build": lambda: 0}, "must be importable by other processes. Write it"),
 ])  # fmt: skip
 def test_what_cannot_be_timed_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
@@ -309,7 +309,7 @@ def test_the_command_shows_what_was_done_before(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, code, text", [
     (["towers=[1, 2"], 2, "towers=[1, 2: "),
     (["towers=1"], 2, "grid['towers']=1 must be a list"),
-    *[(["towers=[1]", "--peer", x], 2, f"{x}: write --peer name=module:function")
+    *[(["towers=[1]", "--peer", x], 2, f"{x} has no name. Write --peer name=")
       for x in ("mine", "a=b=c")],
     (["no.toml"], 126, "no.toml"),
 ])  # fmt: skip

@@ -76,7 +76,7 @@ def test_marked_tests_are_compared(tmp_path):
     at = 1 + TESTS.splitlines().index('    fn = lambda w, x: reduce(w * x.mean(), "i")')
     assert "result is 18 on 2 devices and 9 on one" in out
     assert f"Devices communicate at test_it.py:{at}" in out
-    assert "result: in proportion to micro_batches: " in out
+    assert "result: proportional to micro_batches: " in out
     assert "test_without_its_number(w) must take micro_batches" in out
     assert "Traceback" not in out and "During handling" not in out
 

@@ -146,8 +146,8 @@ def test_a_resume_that_is_exact_is_silent():
 @pytest.mark.parametrize(
     ("make", "leaf", "advice"),
     [
-        (without_its_key, "state['key']", "It is as make() returns it: it was not"),
-        (without_its_average, "state['ema']", "It is as make() returns it"),
+        (without_its_key, "state['key']", "It has the value that make() returns"),
+        (without_its_average, "state['ema']", "It has the value that make() returns"),
         (from_the_first_batch, "batches[2]", "The resumed process reads other batches"),
         (with_a_counter, "state['ema']", "something else is not saved"),
         (of_another_shape, "state['ema']", ""),
@@ -183,7 +183,7 @@ def test_a_tolerance_is_of_a_leafs_size():
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_training_that_is_not_deterministic_is_told_apart():
-    with pytest.raises(NotAudited, match="not deterministic, also without a restart"):
+    with pytest.raises(NotAudited, match="not deterministic even without a restart"):
         tj.testing.same_resumed(that_draws, steps=(1, 1))
 
 
@@ -202,10 +202,10 @@ def test_our_own_checkpoints_are_exact_and_a_trainer_is_checked():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (without_a_save, r"make\(\) must return \(step, state, batches\) of tow"),
-        (with_half_a_result, r"restore must return \(state, batches\), and returned"),
-        (with_no_state, "must return the new state, of the same structure"),
-        (lambda: None, "takes no argument, so it is called in processes"),
+        (without_a_save, r"make\(\) must return \(step, state, batches\) with a st"),
+        (with_half_a_result, r"restore must return \(state, batches\), but returned"),
+        (with_no_state, "must return the new state, with the same structure"),
+        (lambda: None, "takes no argument, so other processes must"),
     ],
 )
 def test_other_forms_are_refused(make, text):
@@ -214,7 +214,7 @@ def test_other_forms_are_refused(make, text):
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="must be two numbers, before and after"):
+    with pytest.raises(ValueError, match="must be two numbers, the steps before"):
         tj.testing.same_resumed(right, steps=(3,))
     with pytest.raises(ValueError, match=r"steps\[1\]=0"):
         tj.testing.same_resumed(right, steps=(3, 0))

@@ -82,7 +82,7 @@ def check_name_mismatch(case, strategy):
     refused(
         case,
         lambda: strategy.regroup(made),
-        text="of several names, reductions or values",
+        text="has several names, reductions or values",
     )
 
 

@@ -205,7 +205,7 @@ CARELESS = {
     "local": (TRAIN, r"train_op\S* does not depend"),
 }
 STATIC = {
-    "array": (np.ones(3), r"^{} is an array.*put arrays into variables"),
+    "array": (np.ones(3), r"^{} is an array.*Put arrays into variables"),
     "on a device": ({"a": jnp.ones(())}, r"^{}\['a'\] is an array"),
     "deep": ({"a": [1, (np.float64(1), np.ones(2))]}, r"^{}\['a'\]\[1\]\[1\] is"),
     "set": ({"a": {1, 2}, "b": {}.keys()}, r"^{}\['b'\] is a dict_keys"),
@@ -229,9 +229,9 @@ MISTAKES = {
         lambda: OPTIMIZER.compute_gradients(lambda p: p["w"].sum(), FIXED), EXTRA),
     "a weighted gradient": (
         lambda: OPTIMIZER.apply_gradients(SUMS, start().opt_state, start().params),
-        r"tj\.value_and_grad.*pass grads\.sum, and"),
+        r"tj\.value_and_grad.*pass grads\.sum with"),
     **{f"a {kind} to {use}": (data_of(kind, use),
-        rf"batch .* is a {kind}; write \{{'features': .*train_and_evaluate")
+        rf"batch .* is a {kind}, but must be \{{'features': .*train_and_evaluate")
         for kind in ("tuple", "dict") for use in ("evaluate", "train")},
     "reduction none": (wrap(loss_reduction=Kind.NONE),
         r"Tower losses need to be reduced in some way, yet none reduction is"
@@ -251,8 +251,8 @@ MISTAKES = {
         r"multiple values for argument 'features'\. Write def model_fn\(variables"),
     "unknown": (wrap(lambda variables, features, labels, mode, rate: None),
         r"model_fn\(variables, features, labels, mode, rate\): .* argument: 'rate'"),
-    "optimizer 3": (lambda: est.TowerOptimizer(3), r"got 3; give it an optax transf"),
-    "optimizer None": (lambda: est.TowerOptimizer(lambda: None), r"got None; give it"),
+    "optimizer 3": (lambda: est.TowerOptimizer(3), r"got 3, .* Pass an optax transf"),
+    "optimizer None": (lambda: est.TowerOptimizer(lambda: None), r"got None, which"),
     "MultiSteps": (lambda: est.TowerOptimizer(optax.MultiSteps(optax.sgd(1), 2)),
         r"MultiSteps\(\.\.\.\)\.gradient_transf"),
     **{f"{name} as {x}": (each, text.format(x)) for name, (value, text)
@@ -272,29 +272,29 @@ MISTAKES = {
         call(towers=4, state=lambda: replicated().init(start(local=LOCAL))),
         r"towers than 4: .* has \(2,\) copies.*tj\.towers\.restored_values\("),
     # What its function returns.
-    "nothing": (call(lambda *_: None), r"in Mode\.TRAIN and returned a NoneType"),
+    "nothing": (call(lambda *_: None), r"in Mode\.TRAIN but returned a NoneType"),
     "a list": (call(lambda *_: [("loss", 1.0)]), "returned a list"),
     "another mode": (call(lambda v, x, y, t: Spec(PREDICT, {"x": x})),
-        r"called in Mode\.TRAIN and returned a ModelSpec of Mode\.PREDICT"),
+        r"called in Mode\.TRAIN but returned a ModelSpec of Mode\.PREDICT"),
     **{f"what {mode} needs": (call(lambda *_: {}, mode=mode),
-        rf"A ModelSpec of {mode!r} needs {names};") for mode, names
+        rf"A ModelSpec of {mode!r} needs {names}\.") for mode, names
         in {TRAIN: "loss and train_op", EVAL: "loss", PREDICT: "predictions"}.items()},
-    "no loss": (call(lambda v, *_: {"train_op": v}), r"of Mode\.TRAIN needs loss;"),
+    "no loss": (call(lambda v, *_: {"train_op": v}), r"of Mode\.TRAIN needs loss\."),
     "predictions an array": (evaluated(predictions=lambda v, x: x),
-        r"predictions is a .*, which has no names; return a dict"),
+        r"predictions is a .*, but must be a dict"),
     "a prediction of text": (evaluated(predictions=lambda v, x: {"p": "cat"}),
         r"predictions\['p'\] is a str: "),
     "exports an output": (evaluated(export_outputs=lambda v, x: est.PredictOutput(x)),
-        r"export_outputs is a PredictOutput, which has no names"),
+        r"export_outputs is a PredictOutput, but must"),
     "export of another class": (evaluated(export_outputs=lambda v, x: {"a": x}),
-        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput, Regres"),
+        r"export_outputs\['a'\] is a .*must be a tj\.estimator\.PredictOutput"),
     "hooks a function": (evaluated(hooks=lambda v, x: print),
         r"hooks=.* must be a list: write hooks="),
     "hooks no functions": (evaluated(hooks=lambda v, x: (1,)),
         r"hooks\[0\]=1 is not a function"),
     "rows": (
         evaluated(predictions=lambda v, x: {"bad": x[:1].sum(0), "sum": x.sum()}),
-        r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
+        r"must have 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
         r" \(3,\); predictions\['sum'\] has shape \(\)\..* jnp\.full\(tower\.rows"),
     "rows of exports": (
         evaluated(export_outputs=lambda v, x: {"a": est.RegressionOutput(x[0])}),
@@ -310,9 +310,9 @@ MISTAKES = {
         with_loss(Kind.SUM_OVER_BATCH_SIZE, lambda x, t: x.sum()),
         r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE needs"),
     "weighted": (with_loss(Kind.SUM, lambda x, t: Mean(x, t.weight)),
-        r"returned a tj\.Weighted, .*loss_reduction=LossReduction\.SUM is of scalar"),
+        r"returned a tj\.Weighted, .*loss_reduction=LossReduction\.SUM needs a scalar"),
     "weighted mean": (with_loss(Kind.MEAN, lambda x, t: Mean(x, t.weight)),
-        r"loss_reduction=LossReduction\.MEAN is of scalar losses"),
+        r"loss_reduction=LossReduction\.MEAN needs a scalar loss"),
     **{f"{name} of {towers}": (with_loss(*loss, towers), text) for towers in (1, 2)
         for name, (*loss, text) in ANY_TOWERS.items()},
     # Its next variables.
@@ -331,11 +331,11 @@ MISTAKES = {
         .items()},
     "an update without its loss": (
         call(updating(OPTIMIZER.update, lambda mean: mean.sum)),
-        r"update got no loss.*optimizer\.update\(grads, .*loss=loss\)"),
+        r"update needs the loss.*optimizer\.update\(grads, .*loss=loss\)"),
     "a sum where towers meet": (meeting("mean"),
-        rf"towers meet in a loss, at .*{HERE}.*optimizer\.minimize\(loss_fn"),
+        rf"in which towers communicate, .*{HERE}.*optimizer\.minimize\(loss_fn"),
     "in turn, inside a jit": (call(in_a_jit, tower_loop="scan"),
-        r"TowerOptimizer\.update stands inside a jit.*wrap last.*tower_loop='vmap'"),
+        r"TowerOptimizer\.update was called inside a jit.*wrapping last.*_loop='vmap'"),
     # Padding.
     **{f"padding, {part}": (careless(part, mode), text)
         for part, (mode, text) in CARELESS.items()},

@@ -170,7 +170,7 @@ def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
     state = tj.TrainState.create({"w": rows(8)}, SGD, local=local)
     model = replicated(2, 1, fn=fn)
     step = model.train_step(micro_batches=micro_batches)
-    refused = pytest.raises(ValueError, match="Say micro_batches=1")
+    refused = pytest.raises(ValueError, match="Write micro_batches=1")
     with refused if micro_batches > 1 else contextlib.nullcontext():
         step.check(model.init(state), {"features": rows(8)})
 
@@ -264,7 +264,7 @@ def test_parameters_of_one_tower_are_refused_by_minimize():
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=variables)
 
     model = replicated(2, 1, fn=fn)
-    with pytest.raises(ValueError, match=r"computed from a tower's rows.*compute_grad"):
+    with pytest.raises(ValueError, match=r"from one tower's rows.*compute_grad"):
         model.train_step().check(model.init(start()), {"features": rows(8)})
 
 
@@ -298,14 +298,14 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named():
 
 def test_what_a_sharded_state_cannot_be_is_refused():
     strategy = tj.Mirrored(towers=4, state="sharded")
-    with pytest.raises(ValueError, match="both say where variables wait"):
+    with pytest.raises(ValueError, match="both say where to keep variables"):
         tj.estimator.replicate_model_fn(
             model_fn,
             devices=strategy,
             variable_placement=tj.estimator.VariablePlacement.ON_ONE_DEVICE,
         )
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-    with pytest.raises(ValueError, match="the variables are none. Write tj.TrainState"):
+    with pytest.raises(ValueError, match="variables that are a tj.TrainState"):
         model({"w": np.ones(8, np.float32)}, **batch(8))
 
 

@@ -288,17 +288,17 @@ def test_what_is_natural_and_wrong_is_named():
     gradients = optimizer.compute_gradients
     moving = lambda w: tj.Weighted(w[0] ** 2, w[0])  # noqa: E731
     for call, args, text in [
-        (minimize, (tj.Weighted(1.0, 2.0), state), "a Weighted, but JAX differentia"),
+        (minimize, (tj.Weighted(1.0, 2.0), state), "a Weighted as the loss, but JAX"),
         (gradients, (lambda w: w**2, state), "got a tj.TrainState .* variables.par"),
         (gradients, (moving, np.ones(2, "f4")), "weights of the loss depend on the pa"),
-        (minimize, (lambda w: w**2, {"w": 1.0}), "got a dict, not a tj.TrainState"),
+        (minimize, (lambda w: w**2, {"w": 1.0}), "got a dict, but needs a tj.Train"),
         (minimize, (lambda w: (w**2, w), state), "returned a tuple.* has_aux=True"),
         (partial(minimize, has_aux=True), (lambda w: w**2, state), "has_aux=False"),
         (tj.estimator.TowerOptimizer, (optax.MultiSteps(SGD, 2),),
             r"Steps\(\.\.\.\).gradient_transformation\("),
         (tj.estimator.replicate_model_fn,
             (lambda v, features, labels, mode: None, tj.OneDevice()),
-            r"a strategy is devices=\.\.\."),
+            r"Pass a strategy as devices=\.\.\."),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
             call(*args)

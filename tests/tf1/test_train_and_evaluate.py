@@ -389,7 +389,7 @@ def test_how_many_batches_an_epoch_has_is_known_of_one():
 
 # What is refused
 
-ONCE = "is a generator, which can be gone through only once"
+ONCE = "is a generator, which can be iterated only once"
 
 
 def once():
@@ -401,19 +401,19 @@ def always(data):
 
 
 @pytest.mark.parametrize("data, options, text", [
-    (once(), {"epochs": 2}, f"train_data {ONCE}, but epochs=2 goes through it"),
+    (once(), {"epochs": 2}, f"train_data {ONCE}, but epochs=2 iterates it"),
     (once(), {"epochs": 3, "steps": 4}, f"train_data {ONCE}, but epochs=3"),
     (pairs(), {"eval_data": once()}, f"eval_data {ONCE}, but every evaluation"),
-    (pairs(), {"eval_every": 2}, "eval_every=2 without anything to evaluate"),
-    (pairs(), {"checkpointer": tj.Checkpointer("a", best="loss")}, "best=loss without"),
-    (pairs()[0], {}, "train_data is one batch (a dict), but is to be"),
-    (arrays(8)[0], {}, "train_data is one batch (a dict), but is to be"),
+    (pairs(), {"eval_every": 2}, "eval_every=2 has nothing to evaluate"),
+    (pairs(), {"checkpointer": tj.Checkpointer("a", best="loss")}, "best=loss has no"),
+    (pairs()[0], {}, "train_data is one batch (a dict), but must be"),
+    (arrays(8)[0], {}, "train_data is one batch (a dict), but must be"),
     (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch (a dict), but"),
-    (7, {}, "train_data is an int, but is to be an iterable of batches"),
+    (7, {}, "train_data is an int, but must be an iterable of batches"),
     (pairs(), {"variables": {"w": 1.0}},
-        "state is a dict, not a tj.TrainState. Make it"),
+        "state is a dict, not a tj.TrainState. Make one"),
     (pairs(), {"eval_data": pairs(), "eval_batches": pairs()},
-        "eval_batches= beside eval_data: pass only eval_data"),
+        "eval_data and eval_batches= exclude each other. Pass only"),
     (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
     (pairs(), {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
         "early_stopping without eval_every would never"),
@@ -428,14 +428,14 @@ def test_bad_arguments_are_refused_before_anything_is_done(model, data, options,
 @pytest.mark.parametrize("data, options, done, text", [
     (list, {}, 0, "batches is empty"),
     (list, {"steps": 3}, 0, "batches is empty"),
-    (once(), {"steps": 4}, 3, "batches ended after 3"),
-    (lambda: 3, {}, 0, "train_data() is an int, but is to be an iterable"),
-    (lambda: arrays(8)[0], {}, 0, "train_data() is one batch (a dict), but is to be"),
+    (once(), {"steps": 4}, 3, "batches ended after step 3"),
+    (lambda: 3, {}, 0, "train_data() is an int, but must be an iterable"),
+    (lambda: arrays(8)[0], {}, 0, "train_data() is one batch (a dict), but must be"),
     (always(once()), {"epochs": 2}, 3, "gave no batches in epoch 2"),
     (always(once()), {"steps": 9}, 3, "gave no batches in epoch 2"),
-    (lambda: [[1, 2]], {}, 0, "A batch is a list of two, features and"),
+    (lambda: [[1, 2]], {}, 0, "A batch is a list of two, which may be"),
     (lambda: [{"features": np.zeros(8), "labels": np.zeros(8)}], {}, 0,
-        "A batch is a dict of two, features and"),
+        "A batch is a dict of two, which may be"),
 ])  # fmt: skip
 def test_bad_data_is_told_of_and_nothing_is_lost(model, data, options, done, text):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -539,8 +539,8 @@ def test_endless_data_gives_endless_predictions(model):
 
 
 @pytest.mark.parametrize("data, options, text", [
-    (7, {}, "data is an int, but is to be an iterable"),
-    (arrays(8)[0], {}, "data is one batch (a dict), but is to be"),
+    (7, {}, "data is an int, but must be an iterable"),
+    (arrays(8)[0], {}, "data is one batch (a dict), but must be"),
     ([], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
 ])  # fmt: skip
 def test_bad_predictions_are_refused_at_once(model, data, options, text):

@@ -208,10 +208,10 @@ def saved(folder, **params):
 W = np.ones((2, 3), np.float32)
 BAD = {
     "a key": (lambda _: flat_parameters({"a": {"key": jax.random.key(0)}}),
-        "params has a random key, 'a/key', which no file of numbers holds"),
+        "params has a random key, 'a/key', which a file of numbers"),
     "no array": (lambda _: flat_parameters({"a": print}), "params['a'] is"),
     "one name": (lambda _: flat_parameters({"a": {"b": 1}, "a/b": 2}),
-        "Two parameters are called 'a/b': their keys have '/' in them"),
+        "Two parameters have the name 'a/b', because their keys"),
     "no separator": (lambda _: flat_parameters({"a": 1}, separator=3), "separator=3"),
     "no rows": (lambda _: parameter_table({"a": 1}, max_rows=0), "max_rows=0 must be"),
     "a folder": (lambda path: save_parameters(path, {"a": W}), "cannot be written to"),

@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_json_too(capsys):
 
 def test_a_name_of_another_form_is_told_with_one_of_the_command(shell):
     code, _, err = shell("audit", "train")
-    assert code == 2 and "not of the form module:name, as train:make_step" in err
+    assert code == 2 and "not of the form module:name, such as train:make_step" in err
 
 
 def test_what_a_named_module_misses_is_no_wrong_name(tmp_path, monkeypatch):

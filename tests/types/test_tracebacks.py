@@ -156,7 +156,7 @@ def test_an_error_of_jax_is_explained_where_its_own_frames_are_dropped():
     step = tj.build_step(tower_fn, lambda state, _: (state, {}), mirrored(2))
     with pytest.raises(ValueError, match="^Comparator raised") as caught:
         step.check(np.ones(3, np.float32), np.ones((4, 3), np.float32))
-    assert "make them all texts" in caught.value.__notes__[-1]
+    assert "make all keys strings" in caught.value.__notes__[-1]
 
 
 @pytest.mark.usefixtures("filtering")

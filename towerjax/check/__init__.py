@@ -1,1 +1,1 @@
-"""What is asked of a step or any program: the same on all towers, and on one."""
+"""Checks that a program computes the same on all devices as on one."""

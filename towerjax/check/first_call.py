@@ -34,29 +34,29 @@ from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
 CHECKS_UNASKED = True
-"""Whether a step built with ``audit=None`` is proved or audited; tests change it."""
+"""Whether a step built with ``audit=None`` is proved and audited; tests change it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is asked of a first call."""
+    """The checks that a caller asks of a first call."""
 
-    audit: bool | None = None  # goes before what the step was built with
-    folder: str | None = None  # where records of audits are kept, too
+    audit: bool | None = None  # replaces the step's own option
+    folder: str | None = None  # another folder for records of audits
 
 
 class Prepared(NamedTuple):
-    """A program, what a run says of its proof and audit, and how long they took."""
+    """A compiled program, a note on its proof and audit, and how long these took."""
 
     program: Program
-    note: str  # "" where there is nothing that has not been told
+    note: str  # "" if everything has already been said
     seconds: float
 
 
 def prepare(
     step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked
 ) -> Prepared:
-    """Compile a step for such a batch, and check it as it is ``asked``."""
+    """Compile a step for such a batch, and check it as ``asked`` says."""
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)
@@ -76,9 +76,9 @@ def before_first(
     batch: PlacedBatch,
     asked: Asked = Asked(),
 ) -> None:
-    """Prove a step equal to one tower before its first call, if it is to be.
+    """Prove a step equal to one tower before its first call, if its options say so.
 
-    What is refuted is refused; what is not proved is audited, and said in a line.
+    A refuted leaf is refused. An unproved leaf is audited, and one line says so.
     """
     wanted = _wanted(step, asked)
     if wanted is False:
@@ -96,7 +96,7 @@ def prove_alone(
     args: tuple[PyTree, ...],
     why: str,
 ) -> None:
-    """Prove a step equal to one tower, if it is to be, where nothing can run."""
+    """Prove a step equal to one tower, if its options say so, where nothing can run."""
     wanted = _wanted(step, Asked())
     if wanted is not False and step.num_calls > 1:
         sample = lambda _: f"Not audited: {why}"  # noqa: E731
@@ -106,11 +106,11 @@ def prove_alone(
 def audit_step(
     step: Step[Any], state: PyTree, batch: PyTree, **options: Any
 ) -> AuditReport:
-    """The report of an audit with options of `run_audit`; the step tells of it."""
+    """The report of an audit with options of `run_audit`; the step keeps it."""
     start = time.perf_counter()
     plan, state = step.to_audit(step.start(state))
     try:
-        # Of what only the audit makes, and judges: what is not finite, too.
+        # The audit makes values of its own, and judges those that are not finite, too.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
             how = {"calls": step.num_calls, "pads": step.placer.may_pad} | options
@@ -123,7 +123,7 @@ def audit_step(
 
 
 def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
-    """The report of an audit that somebody asks for: the first call makes none."""
+    """The report of an audit that a user asked for; the first call then makes none."""
     report = audit_step(step, state, batch)
     _found(step, is_done=True)
     return report
@@ -135,13 +135,13 @@ def equality_of_step(
     args: tuple[PyTree, ...],
     traced: Traced,
 ) -> StepEquality:
-    """What is proved of the leaves that a step merges, of shapes or arrays.
+    """The results of the proof for the leaves that a step merges.
 
-    Where padding counts in a sum, a padded batch is refused; then full ones are to be
-    proved.
+    The state and batch may be shapes. If padding counts in a sum, a padded batch is
+    refused anyway, so only full batches are proved.
     """
     rows, _, replicated = args
-    with jax.transfer_guard("allow"):  # of constants, which are looked at
+    with jax.transfer_guard("allow"):  # of constants, which are read
         plan, state = step.to_audit(state)
         to_prove = StepToProve(
             plan,
@@ -158,14 +158,14 @@ def equality_of_step(
 
 
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:
-    """Whether a step is to be proved; None: its samples need not be more than told."""
+    """Whether to prove a step; None if an audit of unproved leaves is enough."""
     wanted = step.options.audit if asked.audit is None else asked.audit
     is_unasked = wanted is None and not CHECKS_UNASKED
     return False if step.checked.is_done or is_unasked else wanted
 
 
 def _found(step: Step[Any], **fields: Any) -> None:
-    """Keep what was found of a step."""
+    """Add findings to the step."""
     step.checked = dataclasses.replace(step.checked, **fields)
 
 
@@ -178,7 +178,7 @@ def _prove(
     *,
     is_asked: bool,
 ) -> None:
-    """Prove a step equal to one tower; say what is not proved, and a sample of it.
+    """Prove a step equal to one tower; warn of unproved leaves, with a sample.
 
     Raises:
       SplitError: A leaf is proved to depend on the split, or differs in the sample.
@@ -207,9 +207,9 @@ def _sample(
     asked: Asked,
     equality: StepEquality,
 ) -> str:
-    """What an audit says of the leaves that are not proved.
+    """The result of an audit of the leaves that are not proved, as text.
 
-    Where towers have variables of their own, a difference is told. Elsewhere it is
+    If towers have variables of their own, a difference is only told. Otherwise it is
     raised.
     """
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
@@ -232,5 +232,5 @@ def _sample(
     except SplitError as error:
         if not jax.tree.leaves(state.local):
             raise
-        return f"{error}\nOr each tower's own statistics are meant"
+        return f"{error}\nUnless each tower's own statistics are meant"
     return f"A sample agreed: {report}".replace("\nnote: ", "; ")

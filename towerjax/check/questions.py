@@ -1,4 +1,4 @@
-"""What one asks of a step without a call: proof, program, report, locations of NaN."""
+"""Answers about a step without a call: proof, program, report, locations of NaN."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from towerjax.types.options import check_whole
 
 
 def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
-    """The proof that towers stay the same, and equal one, of shapes alone."""
+    """The proof, from shapes alone, that towers stay the same and equal one tower."""
     state = step.plan.states.as_state(state)
     args = step.placer.shapes(batch)
     traced = trace(step.plan, (*split_state(state), *args))
@@ -45,12 +45,12 @@ def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
 def prove_traced(
     step: Step[Any], traced: Traced, state: TrainState, batch: PlacedBatch
 ) -> None:
-    """Prove a step that is traced into another program, where it has no rows."""
+    """Prove a step that is traced into another program, where there are no rows."""
     prove_alone(step, traced, state, batch.args, NO_ROWS)
 
 
 def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
-    """The compiled program for such a batch; for absent devices of shapes alone."""
+    """The compiled program for such a batch; for absent devices from shapes alone."""
     placement = step.strategy.placement
     if placement.absent is not None:
         return _compile_for_absent(step, state, batch)
@@ -80,7 +80,7 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
 def report_step(
     step: Step[Any], state: PyTree, batch: PyTree, timed_calls: int
 ) -> StepReport:
-    """What the compiler made of a step, and what ``timed_calls`` of it take."""
+    """A report on a step's compiled program, with times of ``timed_calls`` calls."""
     check_whole("timed_calls", timed_calls, 0)
     placement = step.strategy.placement
     if not timed_calls:
@@ -100,7 +100,7 @@ def report_step(
 def locate_nonfinite(
     step: Step[Any], state: TrainState, batch: PyTree, number: int | None
 ) -> tuple[Location, ...]:
-    """Which towers' values of a step are not finite; ``number`` is the step's."""
+    """The towers and leaves whose values in a step are not finite."""
     placement = step.strategy.placement
     state = step.start(state)
     placed = send_replicated(step.place_batch(batch))

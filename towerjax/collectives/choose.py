@@ -11,10 +11,10 @@ from towerjax.types.options import check_list
 
 @dataclasses.dataclass(frozen=True)
 class OpsChoice:
-    """A cross-tower op and why it was chosen.
+    """A cross-tower op, and the reason why it was chosen.
 
     Attributes:
-      ops: For ``tj.Mirrored(cross_tower_ops=...)``.
+      ops: The op, for ``tj.Mirrored(cross_tower_ops=...)``.
       reason: One sentence.
     """
 
@@ -25,8 +25,9 @@ class OpsChoice:
 def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
     """Choose the cross-tower op that suits the devices, and say why.
 
-    `Hierarchical` for several processes with the same number >= 2 of neighbouring
-    devices, else `AllReduce`: links inside a machine XLA and NCCL know themselves.
+    It is `Hierarchical` for several processes that have the same number of neighbouring
+    devices, at least 2, and else `AllReduce`, because XLA and NCCL know the links
+    inside a machine.
 
     Args:
       devices: Names or ``jax.Device`` objects in tower order; the names may be of
@@ -40,7 +41,7 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
 
     Example:
       >>> choose_cross_tower_ops(["cpu:0"]).reason
-      'One device: nothing travels.'
+      'There is one device, so nothing is sent.'
 
     Source:
       ``choose_the_best`` of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018), which
@@ -53,7 +54,7 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
     absent = [x for x, i in zip(names, numbers, strict=True) if i >= len(present)]
     what = f"{len(names)} {platform.upper()} devices"
     if len(names) == 1:
-        return OpsChoice(AllReduce(), "One device: nothing travels.")
+        return OpsChoice(AllReduce(), "There is one device, so nothing is sent.")
     if absent:
         missing = f"(Not on this machine: {', '.join(absent)}.)"
         why = f"Nothing is known of the links of {what}. {missing}"
@@ -70,5 +71,5 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
             f"{count} processes have {what.replace(str(len(owners)), str(size), 1)}"
             f" each, so only 1/{size} of the sums goes between processes.",
         )
-    why = f"The {what} of {count} processes make no groups of neighbours."
+    why = f"The {what} of {count} processes do not form equal groups of neighbours."
     return OpsChoice(AllReduce(), why)

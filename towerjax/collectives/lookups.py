@@ -1,4 +1,4 @@
-"""Look up rows of a table in a loss, so that the table's gradient is of these rows."""
+"""Look up rows of a table in a loss, with a gradient that has only these rows."""
 
 import functools
 from collections.abc import Callable
@@ -14,28 +14,28 @@ from towerjax.types.refusals import refuse_no_numbers
 
 
 def take(table: Any, ids: Any) -> jax.Array:
-    """``jnp.take(table, ids, axis=0)``; in a loss the gradient is of these rows alone.
+    """``jnp.take(table, ids, axis=0)``, whose gradient in a loss has only these rows.
 
     In a loss that `tj.build_train_step`, `tj.of_loss`, `tj.value_and_grad` or a
-    ``TowerOptimizer`` differentiates, the gradient of a parameter that is looked up is
-    ``IndexedRows``: a row for each id, and of an id twice, two. Towers send these rows;
-    no gradient of the table's shape is made or sent. Elsewhere, ``jax.grad`` included,
-    it is a lookup as any other.
+    ``TowerOptimizer`` differentiates, the gradient of a table is ``IndexedRows``: one
+    row for each id, so two rows if an id occurs twice. Towers send these rows; no
+    gradient of the table's shape is made or sent. Elsewhere, also in ``jax.grad``, it
+    is an ordinary lookup.
 
     Args:
-      table: ``[N, ...]``, floats: a leaf of the parameters, itself. What is computed
-        from it would be computed of all rows: look up first.
-      ids: Integers of any shape, from ``-N`` to ``N - 1``; others give rows of NaN,
-        without gradient.
+      table: ``[N, ...]``, floats. It must be a leaf of the parameters itself, because
+        anything computed from it would be computed for all rows. Look up first.
+      ids: Integers of any shape, from ``-N`` to ``N - 1``. Other ids give rows of NaN,
+        without a gradient.
 
     Returns:
       The rows, ``[*ids.shape, ...]``.
 
     Raises:
-      ValueError: ``ids`` are no integers or the table has no rows; or in such a loss:
-        the table is no leaf of the parameters, though it depends on them; the lookup
-        stands inside a jit, scan, cond, while_loop, remat, custom_jvp or custom_vjp; or
-        the table is also used otherwise, which makes the gradient one of all rows.
+      ValueError: ``ids`` are not integers, or the table has no rows. In such a loss
+        also: the table depends on the parameters but is not one of them; the lookup is
+        inside a jit, scan, cond, while_loop, remat, custom_jvp or custom_vjp; or the
+        table has another use, which makes the gradient dense.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -107,7 +107,7 @@ mlir.register_lowering(LOOKUP, mlir.lower_fun(_take_rows, multiple_results=False
 
 
 def join_lookups(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
-    """All rows that were looked up; zeros, at one that was, where an id names none."""
+    """All rows that were looked up; a row of zeros for each id that names none."""
     shape = table.shape
     none = jnp.zeros((0, *table.shape[1:]), table.dtype)
     values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]

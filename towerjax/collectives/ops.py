@@ -1,4 +1,4 @@
-"""Cross-tower ops: all-reduce, packed, hierarchical, by one device, pinned tree."""
+"""Cross-tower ops: all-reduce, packed, hierarchical, to one device, pinned tree."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class CrossTowerOps(Protocol):
 
     @property
     def needs_every_tower(self) -> bool:
-        """Whether ``sum_over_towers`` takes leaves ``[k, ...]``, a row a tower."""
+        """Whether ``sum_over_towers`` takes leaves ``[k, ...]``, one row per tower."""
         ...
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
@@ -49,7 +49,7 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
 
 
 def sends_alone(ops: CrossTowerOps, leaf: Any, axes: TowerAxes) -> bool:
-    """Whether the op's sum of a leaf may be scattered: a plain all-reduce of it alone.
+    """Whether the op sends a leaf alone in a plain all-reduce, which can be scattered.
 
     An op of the user's has a way of its own, that of a subclass included.
     """
@@ -65,25 +65,27 @@ def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> P
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce over flat buffers: the fastest, exact up to rounding.
+    """One all-reduce over flat buffers: the fastest op, exact up to rounding.
 
-    Small leaves of a dtype share a flat buffer with those near them, because an
-    all-reduce costs time per operand; larger ones are sent alone, because copying them
-    costs more than that.
+    Small leaves of a dtype that are near each other in the tree share a flat buffer,
+    because an all-reduce costs time per operand. Larger leaves are sent alone, because
+    copying them costs more than that.
 
     Attributes:
-      pack_below_bytes: The most bytes of a leaf that shares a buffer; 0 packs none.
-        A buffer's leaves lie within 8 times as many bytes of the tree, so that operands
-        of the first gradients do not stay in memory until the last.
-      num_packs: How many equal buffers a dtype fills instead; see `Packed`.
-      bytes_per_pack: How many bytes a buffer holds instead; see `Packed`.
-      max_group: The most leaves of a buffer.
-      group_size: Sums are made inside groups first; see `Hierarchical`.
-      device: Sums are made on one device; see `ReduceToOneDevice`.
+      pack_below_bytes: The largest size of a leaf that shares a buffer, in bytes; 0
+        packs none. The leaves of a buffer lie within 8 times as many bytes of the tree,
+        so that the first gradients do not stay in memory until the last one.
+      num_packs: The number of equal buffers per dtype instead; see `Packed`.
+      bytes_per_pack: The bytes of a buffer instead; see `Packed`.
+      max_group: The largest number of leaves in a buffer.
+      group_size: The number of devices of a group, in which sums are made first; see
+        `Hierarchical`.
+      device: The name of the one device on which sums are made; see
+        `ReduceToOneDevice`.
 
     Raises:
-      ValueError: A number is out of range, or options exclude each other; or these
-        devices have no such groups, or no such device.
+      ValueError: A number is out of range; options exclude each other; or the devices
+        cannot form such groups or do not have this device.
 
     Example:
       >>> AllReduce(pack_below_bytes=0)
@@ -110,15 +112,17 @@ class AllReduce:
             check_whole(name, getattr(self, name), 1, _UNLIMITED, or_none=True)
         if self.num_packs is not None and (self.bytes_per_pack or self.max_group):
             raise ValueError(
-                f"{self!r}: num_packs cuts all leaves into equal parts, which leaves"
-                " nothing to choose. Give num_packs alone, or leave it out."
+                f"{self!r}: num_packs already sets the size of all packs. Give"
+                " num_packs alone, or leave it out."
             )
         if self.group_size != "process":
             check_whole("group_size", self.group_size, or_none=True)
         if self.device not in (None, _FIRST):
             object.__setattr__(self, "device", canonical_device_name(self.device))
         if self.device is not None and self.group_size is not None:
-            raise ValueError(f"{self!r}: give group_size or device, not both.")
+            raise ValueError(
+                f"{self!r} has both group_size and device. Give one of them."
+            )
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise unless ``group_size`` and ``device`` fit these devices."""
@@ -170,8 +174,8 @@ class AllReduce:
         if size is not None:
             if size == "process" and count % axes.num_processes:
                 raise ValueError(
-                    f"Hierarchical(): {axes.num_processes} processes do not have"
-                    f" equally many of the {count} devices. Give a group_size."
+                    f"Hierarchical(): {axes.num_processes} processes do not have equal"
+                    f" numbers of the {count} devices. Give a group_size."
                 )
             size = count // axes.num_processes if size == "process" else size
             _check_group_size(size, count)
@@ -201,12 +205,12 @@ def Packed(
     XLA may send several packs in one message, up to its own limit for combining them.
 
     Args:
-      num_packs: All leaves of a dtype lie end to end and are cut into so many
-        packs of ``total // num_packs`` elements; the last one has the remainder
-        too. A pack without elements is not sent.
-      bytes_per_pack: Consecutive leaves of a dtype fill a pack up to so many bytes;
-        a larger leaf is sent alone. Not with ``num_packs``.
-      max_group: The most leaves of a pack. Not with ``num_packs``.
+      num_packs: The number of packs. All leaves of a dtype lie end to end and are cut
+        into packs of ``total // num_packs`` elements; the last pack also has the
+        remainder. A pack without elements is not sent.
+      bytes_per_pack: The largest size of a pack, in bytes, which consecutive leaves of
+        a dtype fill; a larger leaf is sent alone. Not with ``num_packs``.
+      max_group: The largest number of leaves in a pack. Not with ``num_packs``.
 
     Example:
       >>> Packed(bytes_per_pack=1 << 20, max_group=16)
@@ -242,16 +246,16 @@ def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
 
 
 def Hierarchical(group_size: int | None = None) -> AllReduce:
-    """Sums made inside groups of ``L`` devices and then across the groups.
+    """An op that makes sums inside groups of ``L`` devices and then across the groups.
 
-    A reduce-scatter leaves each device of a group with its own ``1/L`` of the
-    group's sums; an all-reduce adds these over the ``D/L`` groups, and an all-gather
-    in the group shares them. So ``1/L`` of the bytes go between groups, where
-    links are slow. Flat buffers are padded to a multiple of ``L``.
+    A reduce-scatter leaves each device of a group with its own ``1/L`` of the group's
+    sums. An all-reduce adds these over the ``D/L`` groups, and an all-gather in the
+    group shares them. So only ``1/L`` of the bytes go between groups, where links are
+    slow. Flat buffers are padded to a multiple of ``L``.
 
     Args:
-      group_size: ``L``, the number of devices in a group, neighbours in tower order;
-        it divides ``D``. None takes the devices of one process.
+      group_size: ``L``, the number of devices in a group, which are neighbours in tower
+        order; it must divide ``D``. None takes the devices of one process.
 
     Example:
       >>> Hierarchical(group_size=4)
@@ -295,16 +299,17 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
 
 
 def ReduceToOneDevice(device: str | None = None) -> AllReduce:
-    """Sums added on one device and sent from there to all.
+    """An op that adds sums on one device and sends them from there to all devices.
 
-    In round ``s`` the devices whose distance from that one is an odd multiple of
+    In round ``s`` the devices whose distance from that device is an odd multiple of
     ``2**s`` send their sums to the device ``2**s`` nearer, which adds them:
-    ``ceil(log2(D))`` rounds for ``D`` devices. The additions are in one fixed order. An
-    all-reduce in which the others give zeros sends the sums to all. For links that are
-    much better to one device than between others; elsewhere slower than `AllReduce`.
+    ``ceil(log2(D))`` rounds for ``D`` devices. The additions have one fixed order. An
+    all-reduce, to which the other devices give zeros, then sends the sums to all. Use
+    it if links to one device are much better than those between others; elsewhere it is
+    slower than `AllReduce`.
 
     Args:
-      device: The name of the device, one of the strategy's; None is its first.
+      device: The name of one of the strategy's devices; None is its first.
 
     Example:
       >>> ReduceToOneDevice("CPU:3")
@@ -320,7 +325,7 @@ def ReduceToOneDevice(device: str | None = None) -> AllReduce:
 
 
 def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
-    """The sum over devices on device ``root``, and partial sums elsewhere."""
+    """The sum over all devices on device ``root``, and partial sums on the others."""
     distance = (lax.axis_index(DEVICE_AXIS) - root) % num_devices
     reach = 1
     while reach < num_devices:
@@ -341,18 +346,15 @@ def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
 class PinnedTree:
     """A sum in one fixed binary tree over towers: the same bits on any devices.
 
-    Tower values are added pairwise in tower order, then the pairs, and so on: the
-    order depends on ``T`` alone. With ``tower_loop="scan"``, which also runs the same
-    program for each tower, a whole training run has the same bits on every ``D``
-    that divides ``T``. Each device adds ``1/D`` of the numbers of all towers, and an
-    all-gather shares the sums, which moves the bytes of a ring all-reduce.
+    Tower values are added pairwise in tower order, then the pairs, and so on, so the
+    order depends only on ``T``. With ``tower_loop="scan"``, which also runs the same
+    program for each tower, a whole training run has the same bits on every ``D`` that
+    divides ``T``. Each device adds ``1/D`` of the numbers of all towers, and an
+    all-gather shares the sums. This moves as many bytes as a ring all-reduce.
 
-    Where ``k = T / D`` is a power of two, a device's own towers are a subtree and are
-    added before they are sent; otherwise each tower's values are sent, ``k`` times
-    the bytes. A device holds ``k`` gradients at once.
-
-    How it works, and what it costs:
-    <https://github.com/towerjax/towerjax/blob/main/docs/same_bits.md>.
+    If ``k = T / D`` is a power of two, the towers of a device are a subtree and are
+    added before they are sent. Otherwise each tower's values are sent, which is ``k``
+    times the bytes. A device holds ``k`` gradients at once.
 
     Example:
       >>> PinnedTree()

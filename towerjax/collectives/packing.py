@@ -26,7 +26,7 @@ _REACH = 8
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one leaf lies: in which buffer, and from which element."""
+    """The place of one leaf: its buffer, and its first element there."""
 
     buffer: int
     start: int
@@ -55,7 +55,7 @@ class Packing:
         max_leaves: float = math.inf,
         lead: int = 0,
     ) -> "Packing":
-        """Pack leaves of a dtype within ``reach`` bytes; large ones stay alone."""
+        """Pack leaves of a dtype within ``reach`` bytes; large leaves stay alone."""
         latest: dict[np.dtype, int] = {}  # the buffer that takes further leaves
         passed = Counter[np.dtype]()  # bytes of leaves since that buffer began
         filled: list[list[int]] = []  # the sizes of the leaves of each buffer
@@ -80,7 +80,7 @@ class Packing:
         return cls(tuple(slots), len(filled))
 
     def pack(self, leaves: list[jax.Array], lead: int) -> list[jax.Array]:
-        """Pack leaves, whose first ``lead`` dims are the buffers' too."""
+        """The buffers of leaves, whose first ``lead`` dims the buffers have, too."""
         parts: list[list[jax.Array]] = [[] for _ in range(self.num_buffers)]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             parts[slot.buffer].append(leaf)

@@ -1,4 +1,4 @@
-"""Reduce or join the values of T towers, inside a tower or outside."""
+"""Reduce or join the values of T towers, inside or outside a tower."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
-    """What is said of SUM, MEAN or ONLY_FIRST_TOWER; each use says it of each."""
+    """The properties of SUM, MEAN or ONLY_FIRST_TOWER, chosen by the reduction."""
     match reduction:
         case Reduction.SUM:
             return total
@@ -38,8 +38,8 @@ def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
             return first
         case Reduction.NONE:
             raise ValueError(
-                "Reduction.NONE says that the value is not to be reduced, so it has no"
-                " one value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read all with"
+                "Reduction.NONE says that a value must not be reduced, so it has no one"
+                " value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read all values with"
                 " unwrap."
             )
         case _:
@@ -57,21 +57,21 @@ def multiplies(reduction: Reduction) -> bool:
 
 
 def check_reduction(reduction: Any, value: PyTree = ()) -> None:
-    """Raise unless it is a member of ``Reduction`` that gives one value of these."""
+    """Raise unless it is a ``Reduction`` that gives one value of this kind."""
     if not isinstance(reduction, Reduction):
         raise ValueError(
-            f"reduction is {reduction!r:.200}; write tj.Reduction.SUM, MEAN or"
-            " ONLY_FIRST_TOWER."
+            f"reduction is {reduction!r:.200}, which is not a reduction. Write"
+            " tj.Reduction.SUM, MEAN or ONLY_FIRST_TOWER."
         )
     if not takes_first(reduction) and any(map(is_key, jax.tree.leaves(value))):
         raise ValueError(
-            f"{reduction!r} of a random key, which is not a number. Use"
+            f"{reduction!r} got a random key, which is not a number. Use"
             " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
         )
 
 
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """One value of leaves ``[T, ...]``, added in pairs; of stacked rows, all."""
+    """The one value of leaves ``[T, ...]``, added in pairs; all of stacked rows."""
 
     def reduce_leaf(x: Any) -> Any:
         if is_rows(x):
@@ -92,20 +92,20 @@ def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
 
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
-    """As `one_of`, for ``IndexedRows`` of unequally many rows; arrays are all rows."""
+    """`one_of` for ``IndexedRows`` of unequal numbers of rows; arrays are all rows."""
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
         if not (is_rows(x) or is_array):
             raise ValueError(
-                f"Tower {tower} has {a_type(x)} where others have IndexedRows."
-                " Give IndexedRows, or an array [N, ...] for all its rows."
+                f"Tower {tower} has {a_type(x)} where other towers have IndexedRows."
+                " Give IndexedRows, or an array [N, ...] for all rows."
             )
     rows = [x if is_rows(x) else all_rows_of(x) for x in towers]
     for tower, x in enumerate(rows):
         if x.dense_shape != rows[0].dense_shape:
             raise ValueError(
-                f"Tower {tower} has rows of an array of shape {x.dense_shape} and tower"
-                f" 0 of {rows[0].dense_shape}; give all of one shape."
+                f"Tower {tower} has rows of an array of shape {x.dense_shape} but tower"
+                f" 0 of {rows[0].dense_shape}. Give all towers the same shape."
             )
     if takes_first(reduction):
         rows = rows[:1]
@@ -139,7 +139,7 @@ def reduce_over_towers(
 
 
 def hide_complex(x: jax.Array) -> jax.Array:
-    """An addend of a sum over devices, a complex one hidden from constant folding."""
+    """An addend of a sum over devices; a complex one is hidden from folding."""
     # XLA aborts the process where all its elements are one constant, as the gradient
     # of a parameter without use (JAX 0.10 to 0.12).
     return lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x
@@ -259,13 +259,14 @@ def check_joins(value: PyTree, axis: Any) -> None:
         shape = x.dense_shape if is_rows(x) else jnp.shape(x)
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"axis={axis} is not a dim of {name} of shape {shape}. Name one of a"
-                " tower's own dims; a number gets one by x[None]."
+                f"axis={axis} is not a dim of {name} of shape {shape}. Name one of the"
+                " dims of a tower's value; x[None] gives a scalar one."
             )
         if is_rows(x) and axis % len(shape):
             raise ValueError(
-                f"axis={axis} of IndexedRows of an array of shape {shape}: rows are"
-                " joined along dim 0 alone. Give rows.to_dense() for another dim."
+                f"axis={axis} cannot join IndexedRows of an array of shape {shape},"
+                " which are joined only along dim 0. Give rows.to_dense() for another"
+                " dim."
             )
 
 

@@ -1,4 +1,4 @@
-"""Rows of a large array as values and indices, before they are added up."""
+"""Some rows of a large array, as values and indices, before they are added."""
 
 import dataclasses
 import sys
@@ -49,7 +49,7 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Replace some rows of the array; in place, where it is donated."""
+    """The array with some rows replaced; in place if it is donated."""
     # Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
     return array.at[indices].set(
         rows.astype(array.dtype),
@@ -91,26 +91,27 @@ _HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexedRows:
-    """Some rows of an array ``[N, ...]``, all others being 0.
+    """Some rows of an array ``[N, ...]``, whose other rows are 0.
 
     A row that is named twice counts twice: rows of the same index are added when they
-    are applied. So the SUM of several towers' rows is all of them, end to end, and
-    nothing of size ``N`` is sent.
+    are applied. So the SUM of several towers' rows is all of these rows, end to end,
+    and nothing of size ``N`` is sent.
 
     An index below 0 or from ``N`` on names no row; JAX would drop or wrap it silently.
-    It raises a ValueError where indices are known before tracing: NumPy's here, JAX's
-    when they are applied. Where they are traced, all of the result becomes what
-    ``jnp.take`` fills in: NaN, or for integers the smallest (signed) or largest
-    (unsigned). To pad to a fixed ``r``, add rows of zeros at a valid index.
+    It raises a ValueError if indices are known before tracing: for NumPy's at
+    construction, for JAX's when they are applied. If they are traced, the whole result
+    becomes the fill value of ``jnp.take``: NaN, or for integers the smallest (signed)
+    or largest (unsigned). To pad to a fixed ``r``, add rows of zeros at a valid index.
 
     Attributes:
       values: ``[r, ...]``, the rows.
-      indices: ``[r]``, an integer dtype, which rows of the array they are.
-      dense_shape: ``[N, ...]``, the shape of the array; static. Leading dims of both
-        ``values`` and ``indices``, such as ``[T]``, make a stack of ``IndexedRows``.
+      indices: ``[r]`` of an integer dtype, the numbers of these rows in the array.
+      dense_shape: ``[N, ...]``, the shape of the array, which is static. Leading dims
+        that both ``values`` and ``indices`` have, such as ``[T]``, make a stack of
+        ``IndexedRows``.
 
     Raises:
-      ValueError: Shapes do not fit, indices are no integers, values are booleans, or
+      ValueError: Shapes do not fit, indices are not integers, values are booleans, or
         an index names no row.
 
     Example:
@@ -127,12 +128,12 @@ class IndexedRows:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Check what is known; leaves may be tracers, or not be arrays."""
+        """Check all that is known; leaves may be tracers, or not be arrays."""
         shape: Any = self.dense_shape
         if not isinstance(shape, Iterable) or not tuple(shape):
             raise ValueError(
-                f"IndexedRows.dense_shape is {shape!r}; it is (N, ...), the shape of"
-                " the array whose rows these are."
+                f"IndexedRows.dense_shape is {shape!r}, but must be (N, ...), the shape"
+                " of the array whose rows these are."
             )
         object.__setattr__(self, "dense_shape", tuple(shape))
         object.__setattr__(self, "values", native(self.values))
@@ -176,19 +177,20 @@ class IndexedRows:
         if bad.size:
             raise ValueError(
                 f"{name}.indices has {', '.join(map(str, bad[:5]))}, but the array has"
-                f" {num_rows} rows, from 0 to {num_rows - 1}. To fill up, add rows of"
-                " zeros at an index that there is."
+                f" {num_rows} rows, from 0 to {num_rows - 1}. To pad, add rows of zeros"
+                " at a valid index."
             )
 
     # None makes NumPy leave `array + rows` to `__radd__`, as JAX does.
     __array_ufunc__ = None
 
     def __radd__(self, array: Any) -> jax.Array:
-        """``array + rows``, of the array's dtype; so ``optax.apply_updates`` adds rows.
+        """``array + rows`` in the array's dtype; so ``optax.apply_updates`` adds rows.
 
-        As `add_to`, but nothing of size ``N`` is read or written: an index that names
-        no row makes these rows alone NaN, at the nearest indices; and a wider float
-        may be added, in its own dtype and rounded once, as optax adds updates.
+        It adds as `add_to`, but nothing of size ``N`` is read or written. So an index
+        that names no row makes only these rows NaN, at the nearest indices. Rows of a
+        wider float dtype may be added: in that dtype, rounded once, as optax adds
+        updates.
         """
         array = jnp.asarray(array)
         check_fits("IndexedRows", self, array.shape)
@@ -214,7 +216,7 @@ def check_fits(name: str, rows: IndexedRows, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} has rows of an array of shape {rows.dense_shape}, with indices of"
             f" shape {np.shape(rows.indices)}, which cannot be added to an array of"
-            f" shape {shape}: give the same shape, and indices [r]."
+            f" shape {shape}. Give the same shape, and indices [r]."
         )
     rows.check_range()
 
@@ -223,7 +225,7 @@ def _check_holds(dtype: Any, values: Any) -> None:
     if promote_dtypes(dtype, values) != dtype:
         raise ValueError(
             f"IndexedRows of {values} cannot be added to an array of {dtype}, which"
-            " does not hold them. Cast the values, rows.values.astype(array.dtype)."
+            " cannot hold them. Cast the values, rows.values.astype(array.dtype)."
         )
 
 
@@ -232,12 +234,14 @@ def _check_rows(rows: IndexedRows) -> None:
     shape = np.shape(rows.indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
-            f"IndexedRows.indices are {indices.dtype}; give integers, the numbers"
+            f"IndexedRows.indices are {indices.dtype}, not integers. Give the numbers"
             " of the rows."
         )
     if isinstance(rows.values, _HAS_SHAPE):
         if rows.values.dtype == np.bool_:
-            raise ValueError("IndexedRows.values are bool; give numbers, which add up.")
+            raise ValueError(
+                "IndexedRows.values are bool, which cannot be added. Give numbers."
+            )
         row = rows.dense_shape[1:]
         if not shape or np.shape(rows.values) != (*shape, *row):
             expected = ", ".join(map(str, ("r", *row)))
@@ -255,7 +259,7 @@ is_rows: Callable[[Any], bool] = IndexedRows.__instancecheck__
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether ``x`` is a sparse array of ours, of JAX or of SciPy."""
+    """Whether ``x`` is a sparse array of this library, of JAX or of SciPy."""
     # Whoever has such an array has imported it; importing it here is slow.
     module = sys.modules.get("jax.experimental.sparse")
     return (
@@ -279,7 +283,7 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
 
 
 def splits_entries(tree: PyTree) -> bool:
-    """Whether a leaf is sparse, with entries of all examples and no dim over them."""
+    """Whether a leaf is sparse, with entries of all examples and no dim for them."""
     leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
     return any(is_sparse(x) and not getattr(x, "n_batch", 0) for x in leaves)
 
@@ -306,7 +310,7 @@ def all_rows_of(dense: jax.Array) -> IndexedRows:
 
 
 def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRows:
-    """All these ``IndexedRows`` joined, as rows of one array of this shape."""
+    """All these ``IndexedRows`` joined as rows of one array of this shape."""
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     return IndexedRows(values, indices, shape)
@@ -318,8 +322,8 @@ def flatten_stack(rows: IndexedRows) -> IndexedRows:
     indices = jnp.asarray(rows.indices)
     if indices.ndim != 2:
         raise ValueError(
-            "IndexedRows of each tower, side by side, have indices [T, r], and these"
-            f" have shape {indices.shape}: stack one IndexedRows for each tower."
+            "IndexedRows of all towers need indices [T, r], but these have shape"
+            f" {indices.shape}. Stack one IndexedRows for each tower."
         )
     values = values.reshape(indices.size, *values.shape[2:])
     return IndexedRows(values, indices.reshape(-1), rows.dense_shape)
@@ -345,7 +349,7 @@ def as_dense(tree: PyTree) -> PyTree:
 
 
 def add_trees(first: PyTree, second: PyTree) -> PyTree:
-    """The trees added leaf by leaf; rows of a table end to end."""
+    """The trees added leaf by leaf; rows of a table are joined end to end."""
 
     def add_leaves(x: Any, y: Any) -> Any:
         return end_to_end((x, y), x.dense_shape) if is_rows(x) else x + y

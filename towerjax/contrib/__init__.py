@@ -1,4 +1,4 @@
-"""What is written on the public names alone: rarer and shared-out work."""
+"""Extensions that use only the public names: rarer steps and updates."""
 
 from towerjax.contrib.by_owner import by_owner as by_owner
 from towerjax.contrib.diloco import DiLoCo as DiLoCo

@@ -19,17 +19,18 @@ def by_owner(
     strategy: tj.Mirrored | tj.OneDevice,
     stacked: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that updates stacks of matrices a part on each device.
+    """An optimizer that updates stacks of matrices, each device its own part of them.
 
-    Muon, Shampoo and SOAP need a matrix whole. Of a stack ``[n, ...]``, such as the
-    parameters of scanned layers, each device here updates ``n / D`` matrices, as their
-    owner; everything else is updated on all. The results are those of ``optimizer``,
-    which must compute each matrix of a stack by itself: what makes one number of all
-    of them, such as clipping by the global norm, is refused, and is chained before it.
+    Muon, Shampoo and SOAP need a whole matrix. Of a stack ``[n, ...]``, such as the
+    parameters of scanned layers, each device updates ``n / D`` matrices, as their
+    owner; all devices update everything else. The results are those of ``optimizer``,
+    which must compute each matrix of a stack by itself. An operation that makes one
+    number of all matrices, such as clipping by the global norm, is refused; chain it
+    before.
 
     Args:
       optimizer: An optax transformation whose state holds arrays like the parameters.
-      strategy: Of the step, with any ``state=``; not ``within=``.
+      strategy: The strategy of the step, with any ``state=`` but without ``within=``.
       stacked: ``(name, leaf) -> bool`` with names such as ``"layers/up"``: whether the
         matrices of a parameter lie along its first dim, whose size ``D`` divides.
 
@@ -37,8 +38,8 @@ def by_owner(
       The transformation, with the state of ``optimizer``.
 
     Raises:
-      ValueError: At the update, ``D`` does not divide a stack, or one number is made
-        of a whole one; or an argument is of another type.
+      ValueError: An argument is of another type. At the update: ``D`` does not divide a
+        stack, or the optimizer makes one number of a whole stack.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -67,7 +68,7 @@ def by_owner(
         )
     if isinstance(strategy, tj.Mirrored) and dict(strategy.within):
         raise ValueError(
-            "by_owner gives whole matrices to single devices, and within= splits them"
+            "by_owner gives whole matrices to single devices, but within= splits them"
             " over the devices of a tower. Leave one of the two out."
         )
     inner = optax.with_extra_args_support(optimizer)
@@ -95,7 +96,7 @@ def by_owner(
 def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
 ) -> dict[str, int]:
-    """How many matrices each parameter has that is a stack, by its name."""
+    """The number of matrices of each parameter that is a stack, by its name."""
     sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -127,7 +128,7 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
 
 
 def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
-    """A spec for each leaf: what belongs to a stack is dealt out."""
+    """A spec for each leaf: the matrices of a stack are split over the devices."""
     split = PartitionSpec(_AXIS)
     whole = PartitionSpec()
     specs = [split if x else whole for x in _of_stacks(tree, stacks)]
@@ -135,7 +136,7 @@ def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
 
 
 def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> None:
-    """Raise where an optimizer makes fewer numbers of a stack than it has matrices."""
+    """Raise if an optimizer makes fewer numbers of a stack than it has matrices."""
 
     def follow(jaxpr: Any, reads: list[str | None]) -> list[str | None]:
         of = dict(zip(jaxpr.invars, reads, strict=True))
@@ -154,9 +155,9 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
                 if stack is not None and x.aval.size < stacks[stack]:
                     raise ValueError(
                         f"The optimizer of by_owner makes one number of all of {stack},"
-                        " of which each device has its own matrices alone. Chain what"
-                        " looks at all before it: optax.chain("
-                        "optax.clip_by_global_norm(1.0), by_owner(...))."
+                        " but each device has only its own matrices. Chain such a"
+                        " transformation before it:"
+                        " optax.chain(optax.clip_by_global_norm(1.0), by_owner(...))."
                     )
         return [get(x) for x in jaxpr.outvars]
 

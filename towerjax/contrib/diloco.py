@@ -18,7 +18,7 @@ Tree: TypeAlias = Any  # a pytree
 
 
 class Fns(Protocol):
-    """The functions of a train step, as ``extend=`` is given them."""
+    """The functions of a train step, as ``extend=`` gets them."""
 
     strategy: tj.Mirrored
     options: Any  # with its on_nonfinite and guard
@@ -31,13 +31,13 @@ class Fns(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Each tower trains ``every`` steps alone; then all take their mean.
+    """Each tower trains ``every`` steps alone; then all take their mean parameters.
 
-    Give it to ``build_train_step(..., extend=)``. It sends ``1 / every`` of the bytes,
-    and is `DiLoCo` with ``outer=optax.sgd(1.0)``.
+    Pass it to ``build_train_step(..., extend=)``. It sends ``1 / every`` of the bytes.
+    It is `DiLoCo` with ``outer=optax.sgd(1.0)``.
 
     Attributes:
-      every: ``H``: after this many steps the towers' parameters are averaged.
+      every: ``H``, the number of steps after which the towers' parameters are averaged.
 
     Raises:
       ValueError: ``every`` is not a whole number >= 1.
@@ -67,24 +67,26 @@ class LocalSGD:
 class DiLoCo:
     """Each tower trains ``every`` steps alone; an outer optimizer applies their mean.
 
-    Give it to ``build_train_step(..., extend=)``. The outer gradient is ``sum_t w_t
-    (theta - theta_t) / sum_t w_t`` with the outer parameters ``theta``, a tower's own
-    ``theta_t`` and the weight ``w_t`` that its losses had since it was last sent. See
+    Pass it to ``build_train_step(..., extend=)``. With the outer parameters ``theta``,
+    a tower's own parameters ``theta_t`` and the weight ``w_t`` of its losses since it
+    was last sent, the outer gradient is ``sum_t w_t (theta - theta_t) / sum_t w_t``.
+    See
     <https://github.com/towerjax/towerjax/blob/main/docs/how_to/synchronise_less.md>.
 
     Attributes:
-      every: ``H``: after this many steps a parameter is sent again.
-      outer: Any optax transformation; its state is mirrored, one for each fragment.
-      fragments: ``P``: the leaves are split into so many parts alike in size, of which
-        one is sent every ``H / P`` steps, in turn.
-      overlap: ``tau``: a tower takes the result of the outer update so many steps after
-        it has sent, and trains alone in between.
-      keep: ``alpha``: what a tower keeps of its own when it takes the outer parameters,
-        ``alpha theta_t + (1 - alpha) theta``: the paper blends where steps overlap.
+      every: ``H``, the number of steps after which a parameter is sent again.
+      outer: Any optax transformation. It has a mirrored state for each fragment.
+      fragments: ``P``, the number of parts of similar size into which the leaves are
+        split. One part is sent every ``H / P`` steps, in turn.
+      overlap: ``tau``, the number of steps between sending and taking the result of the
+        outer update. The tower trains alone in between.
+      keep: ``alpha``, the share of its own parameters that a tower keeps when it takes
+        the outer ones: ``alpha theta_t + (1 - alpha) theta``. The paper blends them if
+        steps overlap.
 
     Raises:
       ValueError: A number is out of its range, ``fragments`` does not divide ``every``,
-        or ``outer`` is no optax transformation.
+        or ``outer`` is not an optax transformation.
 
     Source:
       Douillard et al. (2023), "DiLoCo: Distributed Low-Communication Training of
@@ -111,7 +113,7 @@ class DiLoCo:
         if self.every % self.fragments:
             raise ValueError(
                 f"DiLoCo.fragments={self.fragments} parts are sent in turn, each every"
-                f" {self.every} steps, so fragments must divide every. Say"
+                f" {self.every} steps, so fragments must divide every. Write"
                 f" every={self.fragments * -(-self.every // self.fragments)}."
             )
         _take_whole(self, "overlap", 0, self.every - 1)
@@ -129,7 +131,7 @@ class DiLoCo:
         if (state := fns.strategy.state) != "mirrored":
             raise ValueError(
                 f"state={state!r} needs all towers at every step, and {self!r} lets"
-                " them train alone. Say state='mirrored'."
+                " them train alone. Write state='mirrored'."
             )
         rounds = Rounds(self, fns)
         made = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
@@ -139,7 +141,7 @@ class DiLoCo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What each tower has of its own; in ``state.local["own"].value``, ``[T, ...]``."""
+    """The values of each tower; in ``state.local["own"].value``, ``[T, ...]``."""
 
     params: Tree  # those that are trained
     opt_state: Tree
@@ -159,18 +161,18 @@ class Outer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """The functions of a step whose towers train alone, made of a train step's."""
+    """The functions of a step whose towers train alone, from those of a train step."""
 
     sync: DiLoCo
     fns: Fns  # of the train step
 
     @property
     def _period(self) -> int:
-        """After so many steps towers meet again, for the next fragment."""
+        """The number of steps after which towers meet again, for the next fragment."""
         return self.sync.every // self.sync.fragments
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """The outer optimizer's state, and each tower's own, before the first step."""
+        """The outer optimizer's state, and each tower's values, for the first step."""
         first = self.fns.init(params)
         part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -188,7 +190,7 @@ class Rounds:
     def tower(
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
-        """What one tower returns, given its own parameters."""
+        """The results of one tower, from its own parameters."""
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
@@ -201,14 +203,15 @@ class Rounds:
         if out["metrics"] or "extra" in out:
             raise ValueError(
                 "The loss function returned TowerOutput(metrics=...) or extra=, but"
-                f" with {self.sync!r} towers train alone and merge no such value."
+                f" with {self.sync!r} towers train alone and do not merge such values."
                 " Return the loss and local=, and measure the rest with tj.evaluate."
             )
         if not isinstance(grads, tj.Weighted):
             raise ValueError(
-                f"{self.sync!r} got a gradient that has no one weight, of a sum of"
-                " several means or of loss_reduction=SUM, and towers train alone."
-                " Return one tj.Weighted, to which tj.penalty(...) may be added."
+                f"{self.sync!r} needs a gradient with one weight, because towers train"
+                " alone, but got one of a sum of several means or of"
+                " loss_reduction=SUM. Return one tj.Weighted, to which tj.penalty(...)"
+                " may be added."
             )
         dense = jax.tree.map(_as_dense, grads.sum, is_leaf=_is_rows)
         grads = tj.Weighted(dense, grads.weight)
@@ -217,7 +220,7 @@ class Rounds:
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """The next state, the loss of the last round, and which step was refused."""
+        """The next state, the loss of the last round, and the step that was refused."""
         replicated = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
@@ -319,7 +322,7 @@ class Rounds:
         return state, self._adopt(own, mine, flags, done - offset), faults
 
     def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
-        """A tower's own after it takes the outer parameters, if that is due."""
+        """A tower's values after it takes the outer parameters, if that is due."""
         since = since - self.sync.overlap
         keep = self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
@@ -338,8 +341,8 @@ class Rounds:
         chosen = [0] * len(leaves)
         if len(leaves) < len(sizes):
             raise ValueError(
-                f"DiLoCo.fragments={len(sizes)} is more than the parameters that are"
-                f" trained, {len(leaves)}. Use as many fragments, or fewer."
+                f"DiLoCo.fragments={len(sizes)} is more than the number of parameters"
+                f" that are trained, {len(leaves)}. Use at most that many fragments."
             )
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             chosen[i] = sizes.index(min(sizes))
@@ -348,7 +351,7 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """What one tower sends of a fragment: its weighted move since it was sent."""
+    """The values of a fragment that a tower sends: its weighted move since then."""
     params, weight, loss, faults = row
 
     def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
@@ -361,7 +364,7 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
 
 
 def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
-    """The towers' own with the counters of a fragment at 0, if it was sent."""
+    """The towers' values with the counters of a fragment at 0, if it was sent."""
     reset = lambda x: jnp.where(is_due, jnp.zeros_like(x), x)  # noqa: E731
     weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
     loss, faults = jax.tree.map(reset, (own.loss, own.faults))
@@ -389,7 +392,7 @@ def _of_one(
 
 
 def _others(local: dict[str, Tree]) -> dict[str, Tree]:
-    """Tower-local variables but for those of `DiLoCo`."""
+    """Tower-local variables except those of `DiLoCo`."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 

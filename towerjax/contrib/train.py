@@ -1,4 +1,4 @@
-"""A train step with what most trainers add: averaged parameters, logged numbers."""
+"""A train step with features that most trainers add: an average, and more metrics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -33,29 +33,30 @@ def train_step(
 ) -> Any:
     """`tj.build_train_step`, with an average of the parameters and more metrics.
 
-    The average is a part of ``state.opt_state``: checkpoints hold it, a step that is
-    refused leaves it, and it lies in shards where the optimizer's state does. It starts
-    at the parameters; after each step it is ``ema * average + (1 - ema) * params``.
+    The average is a part of ``state.opt_state``. So checkpoints hold it, a refused step
+    leaves it unchanged, and it is split over devices if the optimizer's state is. It
+    starts at the parameters; after each step it is ``ema * average + (1 - ema) *
+    params``.
 
     Args:
-      loss_fn: As of `tj.build_train_step`.
-      optimizer: Any optax transformation; for ``"learning_rate"`` one whose state has
-        it, such as ``optax.inject_hyperparams(optax.adamw)(schedule)``.
-      strategy: As of `tj.build_train_step`.
+      loss_fn: As for `tj.build_train_step`.
+      optimizer: Any optax transformation; to log ``"learning_rate"`` its state must
+        have it, as that of ``optax.inject_hyperparams(optax.adamw)(schedule)``.
+      strategy: As for `tj.build_train_step`.
       ema: The decay of an exponential moving average of the trained parameters, in
         (0, 1), such as 0.999; None keeps none. Evaluate it with
         ``tj.run(..., eval_params=tj.contrib.ema_params)``.
-      log: Metrics to add: ``"learning_rate"``, that of this step's update, and
-        ``"gradient_norm"``, the Euclidean norm of the whole merged gradient before
-        anything clips it, in float32.
-      options: As of `tj.build_train_step`.
+      log: Metrics to add: ``"learning_rate"`` is that of this step's update.
+        ``"gradient_norm"`` is the Euclidean norm of the whole merged gradient, before
+        any clipping, in float32.
+      options: As for `tj.build_train_step`.
 
     Returns:
       A step, as `tj.build_train_step` returns it.
 
     Raises:
-      ValueError: An option has no such value. At ``init``, the optimizer's state has no
-        learning rate, or several. At the first call, the loss has a metric of that
+      ValueError: An option has an unknown value. At ``init``, the optimizer's state has
+        no learning rate, or several. At the first call, the loss has a metric of that
         name, or a gradient of rows.
 
     Example:
@@ -90,18 +91,19 @@ def with_ema(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps an exponential moving average of the parameters.
 
-    `train_step` with ``ema=`` is this; it serves models and steps of your own, too.
+    `train_step` with ``ema=`` uses it. Use it by itself for models and for steps of
+    your own.
 
     Args:
       optimizer: Any optax transformation.
-      decay: In (0, 1): how much of the average is kept at each step.
+      decay: The share of the average that is kept at each step, in (0, 1).
 
     Returns:
       The transformation; its state is a NamedTuple of ``inner``, that of ``optimizer``,
       and ``ema``, the average, whose floats have at least 32 bits.
 
     Raises:
-      ValueError: ``decay`` is not in (0, 1), or ``optimizer`` is none.
+      ValueError: ``decay`` is not in (0, 1), or ``optimizer`` is not an optimizer.
 
     Example:
       >>> optimizer = with_ema(optax.sgd(0.5), 0.9)
@@ -119,8 +121,8 @@ def with_ema(
     is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
     if not is_number or not 0 < decay < 1:
         raise ValueError(
-            f"ema={decay!r} must be a number in (0, 1), such as 0.999: how much of the"
-            " average is kept at each step."
+            f"ema={decay!r} must be a number in (0, 1), such as 0.999, the share of the"
+            " average that is kept at each step."
         )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
@@ -153,7 +155,8 @@ def ema_params(state: tj.TrainState) -> _Tree:
       state: A state of a step with ``ema=``.
 
     Returns:
-      A tree like ``state.params``, of their dtypes; what does not train is as there.
+      A tree like ``state.params`` with the same dtypes. Leaves that do not train are
+      those of ``state.params``.
 
     Raises:
       ValueError: The state has no average.
@@ -192,7 +195,7 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
 
 
 def _widened(x: Any) -> jax.Array:
-    """A copy, of float32 where its floats have fewer bits."""
+    """A copy, in float32 if its floats have fewer bits."""
     x = jnp.asarray(x)
     return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 
@@ -202,7 +205,7 @@ def _is_averaged(x: Any) -> bool:
 
 
 def _found(tree: _Tree, is_one: Callable[[Any], bool]) -> list[Any]:
-    """The parts of a tree that are such."""
+    """The parts of a tree for which ``is_one`` is true."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
@@ -210,8 +213,8 @@ def _checked_log(log: Sequence[str]) -> tuple[str, ...]:
     names = (log,) if isinstance(log, str) else tuple(log)
     if unknown := [x for x in names if x not in LOGGED]:
         raise ValueError(
-            f"log={log!r} names {unknown[0]!r}, and may name {', '.join(LOGGED)}. Write"
-            " others by extend= of tj.build_train_step, or as metrics of the loss."
+            f"log={log!r} names {unknown[0]!r}, and may name {', '.join(LOGGED)}. Add"
+            " others with extend= of tj.build_train_step, or as metrics of the loss."
         )
     return names
 
@@ -234,8 +237,8 @@ def _logging(fns: Any, log: tuple[str, ...]) -> Any:
             more["gradient_norm"] = _norm(merged)
         if known := more.keys() & metrics.keys():
             raise ValueError(
-                f"log={log} and the metrics of the loss both have {sorted(known)}. Name"
-                " that of the loss differently."
+                f"log={log} and the metrics of the loss both have {sorted(known)}. Give"
+                " the metric of the loss another name."
             )
         return after, {**metrics, **more}, *rest
 
@@ -253,9 +256,9 @@ def _learning_rate(opt_state: _Tree) -> jax.Array:
     if len(found) != 1:
         count = len(found) or "no"
         raise ValueError(
-            f"log='learning_rate': the optimizer's state has {count} learning"
-            " rates. Write optax.inject_hyperparams(optax.adamw)(schedule), which keeps"
-            " it there; of several, extend= of tj.build_train_step logs each by a name."
+            f"log='learning_rate': the optimizer's state has {count} learning rates,"
+            " but must have one. Write optax.inject_hyperparams(optax.adamw)(schedule),"
+            " which keeps it there. To log several, use extend= of tj.build_train_step."
         )
     return found[0].hyperparams["learning_rate"]
 
@@ -264,14 +267,14 @@ def _norm(merged: dict[str, Any]) -> jax.Array:
     """The norm of the merged gradient."""
     if isinstance(merged["grads"], tj.PerTower):
         raise ValueError(
-            "log='gradient_norm': these towers train alone, and merge no gradient."
+            "log='gradient_norm' needs a merged gradient, but these towers train alone."
         )
     leaves = jax.tree.leaves(merged["grads"].value)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
         raise ValueError(
-            "log='gradient_norm': a table has a gradient of rows, which may name a row"
-            " twice, so that their norm is not that of the gradient. Log it by extend="
-            " of tj.build_train_step, of what you mean."
+            "log='gradient_norm' needs a dense gradient, but a table has a gradient of"
+            " rows, which may name a row twice, so their norm is not that of the"
+            " gradient. Log a norm of your own with extend= of tj.build_train_step."
         )
     return optax.tree.norm([x.astype(jnp.promote_types(x.dtype, jnp.float32))
         for x in leaves])  # fmt: skip

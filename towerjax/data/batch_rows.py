@@ -46,7 +46,7 @@ def check_remainder(remainder: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The tree, shapes and dtypes of a batch: one program serves one signature."""
+    """The tree, shapes and dtypes of a batch; one program serves one signature."""
 
     treedef: Any
     leaves: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each
@@ -56,7 +56,7 @@ class Signature:
         return hash((self.treedef, self.leaves))
 
     def __hash__(self) -> int:
-        """The hash, computed once: every step looks a program up by it."""
+        """The hash, computed once because every step looks up a program by it."""
         return self._hash
 
 
@@ -68,7 +68,7 @@ def batch_signature(rows: PyTree, replicated: list[PyTree] | None = None) -> Sig
 
 
 def fingerprint_of(batch: PyTree) -> str:
-    """The batch's tree, shapes and a hash of its values, to compare processes by."""
+    """The batch's tree, shapes and a hash of its values, for comparing processes."""
     leaves, treedef = jax.tree.flatten(batch)
     digest = hashlib.sha256()
     for leaf in leaves:
@@ -78,14 +78,14 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """The batch without the values of its `Whole` leaves, and these values."""
+    """The batch without the values of its `Whole` leaves, and those values."""
     with sorted_keys("batch", batch):
         held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
 def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """The inverse of `without_replicated`, except that ``held`` goes in as it is."""
+    """The batch with the values of its `Whole` leaves put back."""
     return put_parts(Whole, rows, held)
 
 
@@ -94,15 +94,15 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
-            f"The batch holds no arrays: {batch!r}. Where towers draw the examples,"
-            " pass their numbers, {'row': np.arange(64)}."
+            f"The batch holds no arrays: {batch!r}. If towers draw their examples"
+            " themselves, pass row numbers, {'row': np.arange(64)}."
         )
     problems = [(name, problem_of_rows(x, shapes=shapes)) for name, x in leaves]
     if bad := together((name, problem) for name, problem in problems if problem):
         raise ValueError(
-            "Every leaf of a batch is an array of numbers, a row for each example,"
-            f" but {listed(bad)}. Wrap lists in np.asarray, and what is the same for"
-            " all rows in tj.Whole(...)."
+            "Every leaf of a batch must be an array of numbers with one row per"
+            f" example, but {listed(bad)}. Wrap lists in np.asarray, and values that"
+            " are the same for all rows in tj.Whole(...)."
             + " A state comes first: step(state, batch)."
             * hasattr(batch, "opt_state")
         )
@@ -110,20 +110,23 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
     if len(first) > 1:
         sizes = few(f"{name}: {size}" for size, name in reversed(first.items()))
         raise ValueError(
-            "All leaves of a batch have the same number of examples in dim 0, but got"
-            f" {', '.join(sizes)}. What every tower needs whole is tj.Whole(...); pad"
-            " others, as in "
+            "All leaves of a batch must have the same number of examples in dim 0, but"
+            f" got {', '.join(sizes)}. Wrap a leaf that every tower needs whole in"
+            " tj.Whole(...). Pad other leaves, as in "
             + page("how_to/uneven_data", "Graphs and other ragged examples")
         )
     (size,) = first
     if size == 0:
         name, leaf = leaves[0]
-        raise ValueError(f"The batch is empty: {name} has shape {leaf.shape}.")
+        raise ValueError(
+            f"The batch is empty: {name} has shape {leaf.shape}. Pass at least one"
+            " example."
+        )
     return size
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
-    """Raise if a leaf is sparse or `Whole`, for callers that take only arrays."""
+    """Raise if a leaf is sparse or `Whole`, for callers that accept only arrays."""
 
     def is_replicated(x: Any) -> bool:
         return isinstance(x, Whole) and x.value is not None
@@ -131,8 +134,8 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_replicated(x))
     whole = "has no rows to split or join here. Pass its value as an argument."
     sparse = (
-        "whose entries would be taken for examples here, not in a call of a step. Make"
-        " it dense: x.todense(), or x.to_dense() of IndexedRows."
+        "whose entries would be taken for examples here; only a call of a step takes"
+        " sparse leaves. Make it dense: x.todense(), or x.to_dense() of IndexedRows."
     )
     for is_other, rule in ((is_replicated, f"which {whole}"), (is_sparse, sparse)):
         bad = [f"{n} is {a_type(x)}" for n, x in leaves if is_other(x)]
@@ -175,7 +178,7 @@ def fit_batch(
     full_size: int = 0,
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
-    """The batch, with rows that are shared evenly, and its number of examples."""
+    """The batch with rows that can be shared evenly, and how many are examples."""
     size = count_examples(batch)
     shares = math.prod(shared_by)
     if size < shares and remainder == "drop" and may_drop_all:
@@ -188,7 +191,7 @@ def fit_batch(
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
             f"{name} has {size} examples, which {shared_by} cannot share evenly. Use a"
-            f" multiple of {shares}, or say remainder='pad' (rows of weight 0) or"
+            f" multiple of {shares}, or write remainder='pad' (rows of weight 0) or"
             " remainder='drop'."
         )
     if size < shares:
@@ -207,7 +210,7 @@ def resize(batch: PyTree, rows: int) -> PyTree:
         library = jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
-        # A row of zeros may give NaN: only where there is no other.
+        # A row of zeros may give NaN, so it is used only if there is no other row.
         last = _rows(x, x.shape[0] - 1, x.shape[0]) if x.shape[0] else None
         last = library.zeros((1, *x.shape[1:]), x.dtype) if last is None else last
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
@@ -237,7 +240,7 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """The leaves that differ between two signatures, one bullet a leaf."""
+    """The leaves that differ between two signatures, one bullet per leaf."""
     given, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
@@ -249,14 +252,14 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
     """Raise if batches that are to be stacked have different signatures."""
     for other in (x for x in signatures if x != signatures[0]):
         raise ValueError(
-            "A call of several steps takes batches of one signature, but one differs:\n"
-            f"{explain_change(signatures[0], other)}\nMake all batches alike, or say"
-            " iterations=1."
+            "A call of several steps needs batches of the same shapes and dtypes, but"
+            f" one differs:\n{explain_change(signatures[0], other)}\nGive all batches"
+            " the same shapes and dtypes, or write iterations=1."
         )
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
-    """``[T]``: how many of each tower's rows are examples, with padding rows last."""
+    """The number of examples of each tower, ``[T]``; padding rows come last."""
     left = num_valid - rows * np.arange(num_towers)
     return np.clip(left, 0, rows).astype(np.int32)
 
@@ -264,7 +267,7 @@ def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
 def row_weights(
     num_valid: jax.Array, first_row: Any, rows: int, of_rows: int | None = None
 ) -> jax.Array:
-    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``."""
+    """The rows' weights, 1 or 0 for padding; ``num_valid`` is ``()`` or ``[T, 1]``."""
     # By lax: each function of jnp is traced by itself, in a step's first call.
     shape = (*num_valid.shape[:-1], rows)
     here = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
@@ -277,7 +280,7 @@ def row_weights(
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """A batch's leaves, its tree, and a key (or None) for all else that is read."""
+    """A batch's leaves, its tree, and a key (or None) for everything else we read."""
     try:
         leaves, treedef = jax.tree.flatten(batch)
     except ValueError:

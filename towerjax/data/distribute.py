@@ -1,7 +1,7 @@
-"""Distribute a data set over the towers of all processes, in rounds of one step each.
+"""Distribute a data set over the towers of all processes, one round per step.
 
-Processes that each read a part of their own exchange the sizes of each round through
-the job's coordinator, so that none waits for a peer whose data has ended.
+If each process reads its own part of the data, processes exchange the sizes of each
+round through the job's coordinator. So none waits for a process whose data has ended.
 """
 
 import dataclasses
@@ -65,15 +65,15 @@ class _Pulled(NamedTuple):
 
 
 class DistributedDataset:
-    """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
+    """Placed batches, one per step: the result of ``strategy.distribute_dataset``.
 
     Each iteration starts from the beginning, as often as the source allows. Steps and
-    `run` take its elements as they take batches.
+    `run` accept its elements as batches.
 
     Attributes:
-      prefetches: Its own thread places batches in advance.
-      is_reproducible: Whether a restarted job gets the same batches: known of a
-        sequence only.
+      prefetches: Whether its own thread places batches in advance; always True.
+      is_reproducible: Whether a restarted job gets the same batches, which is known
+        only if the source is a sequence.
     """
 
     prefetches = True
@@ -106,7 +106,11 @@ class DistributedDataset:
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> Stream[PlacedBatch]:
-        """One pass; it has a cursor if all processes read one source with a cursor."""
+        """One pass over the data.
+
+        Its position can be saved if all processes read one source that has
+        ``get_state``.
+        """
         self._passes += 1
         elements = open_source(self._source, *self._open_with)
         begin = functools.partial(self._begin, self._passes, elements)
@@ -126,7 +130,7 @@ class DistributedDataset:
         return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
-        """Each round as ``PerTower`` ``[T, b, ...]``, for verbs of ``tj.tf1``."""
+        """Each round as ``PerTower`` ``[T, b, ...]``, for the methods of ``tj.tf1``."""
         for placed in self:
             yield placed.unpadded()
 
@@ -174,8 +178,9 @@ class DistributedDataset:
             leaves = jax.tree.leaves(whole)
             if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
-                    f"An element is a global batch of arrays, but is {whole!r}. Say"
-                    " split='elements' where each tower takes an element."
+                    f"An element of the data set is {whole!r}, but split='batch' needs"
+                    " a global batch of arrays. Write split='elements' if each tower"
+                    " takes an element."
                 )
             if self._asks_peers:  # sparse leaves: no process knows others' capacities
                 batch_rows.refuse_other_than_rows(whole)
@@ -192,7 +197,8 @@ class DistributedDataset:
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         """An element for each of these towers; None at the end of the data."""
-        # Each copied at once: a loader may reuse its buffer for the next element.
+        # Each element is copied at once: a loader may reuse its buffer for the next
+        # one.
         first = itertools.islice(elements, self._towers)
         given = [jax.tree.map(_own_copy, x) for x in first]
         bare = all(map(_has_scalars, given))
@@ -213,9 +219,9 @@ class DistributedDataset:
             if remainder == "drop" and _is_at_end(elements):
                 return None
             raise ValueError(
-                f"{self._towers} towers take an element each, but got {len(taken)} of"
-                f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
-                " 'drop' for the end."
+                f"{self._towers} towers take one element each, but the source gave"
+                f" {len(taken)} elements of sizes {sizes}. Give elements of one size,"
+                " or write remainder='pad', or 'drop' to leave out the end."
             )
         of_one = self._placer.shared_by._replace(towers=1)
         fitted = [batch_rows.fit_batch(x, of_one, remainder) for x in taken]
@@ -223,7 +229,7 @@ class DistributedDataset:
         return _Pulled(trees, [size for _, size in fitted], bare)
 
     def _rows_for(self, sizes: list[int]) -> int:
-        """The rows that each tower needs."""
+        """How many rows each tower needs for parts of these sizes."""
         shares = self._towers * self._divisor // len(sizes)
         return max(-(-n // shares) for n in sizes) * self._divisor
 
@@ -271,7 +277,8 @@ class DistributedDataset:
         for process, part in enumerate(answers):
             if "failed" in part:
                 raise ValueError(
-                    f"The input of process {process} failed: {part['failed']}"
+                    f"The input of process {process} failed: {part['failed']}. See the"
+                    " traceback of that process."
                 )
         return pulled, [part["sizes"] for part in answers]
 
@@ -286,16 +293,17 @@ class DistributedDataset:
             return None
         if ended and (is_first or remainder == "error"):
             raise ValueError(
-                f"The input of the processes {ended} ended before that of the others."
-                " Give each a part, and all as many batches, or say remainder='pad' or"
+                f"The input of processes {ended} ended before that of the others. Give"
+                " all processes equally many batches, or write remainder='pad' or"
                 " 'drop'."
             )
         if remainder == "pad":
             return max(*needed, most_rows)
         if remainder == "error" and len(set(needed)) > 1:
             raise ValueError(
-                f"The processes gave {needed} rows for each of their towers. Use equal"
-                " batches, or remainder='pad'."
+                f"The processes gave batches of {needed} rows per tower, which must be"
+                " equal under remainder='error'. Give equal batches, or write"
+                " remainder='pad'."
             )
         return min(needed)
 
@@ -306,7 +314,7 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _has_scalars(element: PyTree) -> bool:
-    """Whether a leaf is one number, and the element so one row."""
+    """Whether an element is one row, because one of its leaves is a scalar."""
     return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
 
 
@@ -316,13 +324,13 @@ def _with_dim_of_rows(element: PyTree) -> PyTree:
 
 
 def _as_one_row(leaf: Any) -> Any:
-    """The leaf with a dim of one row before its own."""
+    """The leaf with a leading dim of one row."""
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     return array[None]
 
 
 def _refuse_unlike_elements(taken: list[PyTree]) -> None:
-    """Raise where the towers' elements differ in more than their rows."""
+    """Raise if the towers' elements differ in more than their number of rows."""
 
     def without_rows(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)

@@ -1,4 +1,4 @@
-"""Cut data into global batches, with a position: `batches`."""
+"""Cut data into global batches: `batches`, an iterator with a position."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from towerjax.types.refusals import a_type
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
-    """A function that takes rows of the data, by a slice or by numbers."""
+    """A function that takes rows of the data, given a slice or an array of indices."""
     rows, replicated = without_replicated(data)
     sparse, dense = SparseRows.put_aside(rows)
 
@@ -36,10 +36,10 @@ def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
 
 @dataclasses.dataclass(eq=False)
 class Batches(Iterator[PyTree]):
-    """An iterator over the batches of a data set, with a position; `batches` makes it.
+    """An iterator over the batches of a data set, with a position; see `batches`.
 
     Attributes:
-      position: The number of batches before the next one, from the first epoch on.
+      position: The number of batches before the next one, counted from the first epoch.
     """
 
     data: PyTree = dataclasses.field(repr=False)
@@ -58,7 +58,7 @@ class Batches(Iterator[PyTree]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches of an epoch."""
         whole, over = divmod(self.examples, self.batch_size)
         return whole if self.drop_remainder or not over else whole + 1
 
@@ -76,10 +76,11 @@ class Batches(Iterator[PyTree]):
         return batch
 
     def __len__(self) -> int:
-        """How many batches are left."""
+        """The number of batches that are left."""
         if self.epochs is None:  # list and tqdm catch a TypeError, go without a length
             raise TypeError(
-                "tj.batches(..., epochs=None) never end, so they have no length."
+                "tj.batches(..., epochs=None) never end, so they have no length. Write"
+                " a number of epochs."
             )
         return self.epochs * self.batches_per_epoch - self.position
 
@@ -91,22 +92,22 @@ class Batches(Iterator[PyTree]):
 
     @property
     def most_rows(self) -> int:
-        """How many examples the largest batch has."""
+        """The number of examples of the largest batch."""
         return min(self.batch_size, self.examples)
 
     def at(self, position: int) -> "Batches":
-        """The same batches from another position on; this iterator does not move."""
+        """The same batches, starting at another position; this iterator stays."""
         length = math.inf if self.epochs is None else self.epochs
         check_whole("position", position, 0, length * self.batches_per_epoch)
         return dataclasses.replace(self, position=position)
 
     def get_state(self) -> dict[str, Any]:
-        """The position and how the data is cut, as JSON values."""
+        """The position, and the options that cut the data, as JSON values."""
         fields = dataclasses.fields(self)[1:]  # without the data
         return {field.name: getattr(self, field.name) for field in fields}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position that `get_state` gave."""
+        """Continue at a position that `get_state` returned."""
         others = [
             f"{name} was {state.get(name)} and is {now}"
             for name, now in self.get_state().items()
@@ -132,20 +133,20 @@ def batches(
 ) -> Batches:
     """The data cut into global batches, epoch after epoch.
 
-    The last batch of an epoch is smaller where ``batch_size`` does not divide the
-    examples; what happens to it is the step's ``remainder``.
+    If ``batch_size`` does not divide the number of examples, the last batch of an epoch
+    is smaller. The step's option ``remainder`` says what happens to it.
 
     Args:
-      data: A pytree of NumPy arrays ``[N, ...]``; ``IndexedRows`` and ``BCOO`` too.
-      batch_size: ``B``, examples of a batch over all towers.
-      epochs: How often to go through the data; None never ends.
-      seed: None keeps the order, and batches are views of the data. A number
-        shuffles each epoch, the same way for the same ``(seed, epoch)``.
+      data: A pytree of NumPy arrays ``[N, ...]``, ``IndexedRows`` or ``BCOO``.
+      batch_size: The number of examples ``B`` of a batch, over all towers.
+      epochs: How often to go through the data; with None the batches never end.
+      seed: A number shuffles each epoch, in the same way for the same ``(seed,
+        epoch)``. None keeps the order; batches are then views of the data.
       drop_remainder: Leave out the smaller last batch of each epoch.
 
     Returns:
-      An iterator of pytrees ``[B, ...]`` with a position: ``.at(step)`` gives the
-      batches from that one on, shuffled ones too, and `run` sets the position to the
+      An iterator of pytrees ``[B, ...]`` with a position. ``.at(step)`` gives the
+      batches from that step on, with the same shuffling. `run` sets the position to the
       last batch that was used. Its ``len`` is the number of batches that are left.
 
     Raises:
@@ -162,19 +163,19 @@ def batches(
     check_flag("drop_remainder", drop_remainder)
     if drop_remainder and num_examples < batch_size:
         raise ValueError(
-            f"drop_remainder leaves nothing of {num_examples} examples in batches of"
-            f" {batch_size}."
+            f"drop_remainder=True leaves no batch of {num_examples} examples in batches"
+            f" of {batch_size}. Use a smaller batch_size, or drop_remainder=False."
         )
     return Batches(data, num_examples, batch_size, epochs, seed, drop_remainder)
 
 
 def as_reusable(name: str, data: Any, why: str) -> Any:
-    """Data that can be iterated several times; a one-pass iterator is an error."""
+    """The data, in a form that can be iterated again; raise for one-pass iterators."""
     if isinstance(data, Batches):
         return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):
         raise ValueError(
-            f"{name} is {a_type(data)}, which can be gone through only once,"
-            f" but {why}. Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
+            f"{name} is {a_type(data)}, which can be iterated only once, but {why}."
+            f" Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
         )
     return data

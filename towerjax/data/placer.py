@@ -30,28 +30,28 @@ BATCH_LAYOUT = {
     "num_valid": Layout.PER_TOWER,
     "replicated": Layout.MIRRORED,
 }
-"""The layouts of ``PlacedBatch.args``, which are a program's arguments."""
+"""The layouts of ``PlacedBatch.args``, the arguments of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBatch:
     """A global batch on the devices of its towers."""
 
-    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole).
+    # The program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole).
     args: tuple[PyTree, PyTree, PyTree]
     counts: np.ndarray  # [T]: how many of each tower's rows are examples
     rows: int  # b, the rows of each tower
     signature: batch_rows.Signature  # of arrays and replicated
     placement: Placement  # the towers and devices that it was placed for
-    # Of the first batch of a signature, where several processes have the whole batch:
-    # it must be the same on all.
+    # Only the first batch of a signature has one, if several processes each have the
+    # whole batch, which must be the same on all.
     fingerprint: str | None = None
     may_pad: bool = True  # whether such batches may be padded, even if this one is not
     bare: bool = False  # each tower's part is one element without a dim over examples
     micro_batches: int = 1  # between which the entries of sparse leaves are split
 
     def __post_init__(self) -> None:
-        """Count the examples once, because loops read the count at each step."""
+        """Count the examples once, because loops read the number at each step."""
         object.__setattr__(self, "num_examples", int(self.counts.sum()))
         object.__setattr__(self, "padded", bool((self.counts < self.rows).any()))
 
@@ -59,14 +59,14 @@ class PlacedBatch:
     padded: bool = dataclasses.field(init=False)  # has padding rows
 
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
-        """This batch with other arrays; faster than ``dataclasses.replace``."""
+        """The batch with other arrays; faster than ``dataclasses.replace``."""
         batch = object.__new__(PlacedBatch)
         vars(batch).update(vars(self), args=(arrays, *self.args[1:]))
         return batch
 
     @property
     def arrays(self) -> PyTree:
-        """The batch itself, on the devices."""
+        """The arrays of the batch, on the devices."""
         return self.args[0]
 
     def check_placement(self, placement: Placement, micro_batches: int = 1) -> None:
@@ -78,24 +78,24 @@ class PlacedBatch:
             raise ValueError(
                 f"The batch was placed for {mine.num_towers} towers on"
                 f" {', '.join(mine.devices)}, but the step has {yours.num_towers}"
-                f" towers on {', '.join(yours.devices)}. Place it with the step's own"
-                " strategy."
+                f" towers on {', '.join(yours.devices)}. Place it with"
+                " step.place_batch, or with the step's own strategy."
             )
         if self.rows % micro_batches:
             raise ValueError(
                 f"The placed batch gives each tower {self.rows} rows, which"
-                f" {micro_batches} micro-batches cannot share. Say"
-                f" micro_batches={micro_batches} where it is placed."
+                f" {micro_batches} micro-batches cannot share evenly. Write"
+                f" micro_batches={micro_batches} where the batch is placed."
             )
         if self.micro_batches != micro_batches and splits_entries(self.arrays):
             raise ValueError(
-                "The placed batch has sparse leaves, split for"
-                f" micro_batches={self.micro_batches}. Say"
-                f" micro_batches={micro_batches} where it is placed."
+                "The placed batch has sparse leaves that were split for"
+                f" micro_batches={self.micro_batches}. Write"
+                f" micro_batches={micro_batches} where the batch is placed."
             )
 
     def per_tower(self) -> PerTower:
-        """The batch as each tower sees it, for verbs of ``tj.tf1.MirroredStrategy``."""
+        """The batch as ``PerTower``, for methods of ``tj.tf1.MirroredStrategy``."""
         self.check_placement(self.placement)
         rows = self.arrays
         if not self.bare:
@@ -103,13 +103,13 @@ class PlacedBatch:
         return batch_rows.with_replicated(jax.tree.map(PerTower, rows), self.args[2])
 
     def unpadded(self) -> PerTower:
-        """`per_tower` of a batch without padding; raise if it has padding."""
+        """The batch as `per_tower` gives it; raise if it has padding."""
         if self.padded:
             raise ValueError(
-                f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
-                " rows, and the result could not mark the padding. Use"
-                " remainder='drop', or"
-                " hand on both, placed.per_tower() and tj.PerTower(placed.counts)."
+                f"The batch is padded: towers have {self.counts.tolist()} examples in"
+                f" {self.rows} rows, which the result could not show. Use"
+                " remainder='drop', or pass both placed.per_tower() and"
+                " tj.PerTower(placed.counts)."
             )
         return self.per_tower()
 
@@ -132,7 +132,7 @@ jax.tree_util.register_pytree_node(PlacedBatch, _flatten, _unflatten)
 
 
 class Placer:
-    """Checks, fits and places the batches of one step."""
+    """A function object that checks, pads and places the batches of one step."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class Placer:
     ) -> None:
         self.placement = placement
         self._micro_batches = micro_batches
-        # How many calls share the rows; None is towers times micro-batches.
+        # How many calls of the tower function share the rows; None is towers times
+        # micro-batches.
         self.calls: int = calls or placement.num_towers * micro_batches
         towers = placement.num_towers
         parts = placement.row_shards
@@ -157,8 +158,8 @@ class Placer:
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[batch_rows.Signature, batch_rows.Signature] = {}
-        # Of a key of `flatten_with_key`: a batch without arrays, which would stay
-        # alive, whether it may wrap, and what makes each leaf an argument.
+        # For each key of `flatten_with_key`: a batch without its arrays, which would
+        # stay alive; whether it may wrap; and what makes each leaf an argument.
         self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
     @property
@@ -172,7 +173,7 @@ class Placer:
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
-        """One batch for one step; with ``by_call`` its leaves may stay on the host."""
+        """The placed batch; with ``by_call`` its leaves may stay on the host."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -205,7 +206,7 @@ class Placer:
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
-        """The shapes of a program's arguments for one batch; nothing is placed."""
+        """The shapes of the program's arguments for one batch; nothing is placed."""
         rows, replicated = batch_rows.without_replicated(batch)
         batch_rows.refuse_other_than_rows(rows)
         batch_rows.count_examples(rows, shapes=True)
@@ -221,7 +222,7 @@ class Placer:
         return jax.eval_shape(fit, held, replicated)
 
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
-        """One batch of arrays or tracers for one step; nothing is placed."""
+        """The fitted batch of one step, of arrays or tracers; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -243,14 +244,14 @@ class Placer:
         replicated: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
-        """A `PlacedBatch` of arrays that are on the devices already."""
+        """The `PlacedBatch` of arrays that are already on the devices."""
         placed = self._place_counts(counts, Layout.PER_TOWER)
         return self._wrap((arrays, placed, [*replicated]), counts, batch)
 
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """A `PlacedBatch`; the first of a signature has a fingerprint."""
+        """The `PlacedBatch` of arguments; the first of a signature has a hash."""
         new = batch_rows.batch_signature(args[0], args[2])
         signature = self._signatures.setdefault(new, new)
         fingerprint = None
@@ -291,7 +292,7 @@ class Placer:
         )
 
     def place_replicated(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Whole` leaves on all devices, copied only where needed."""
+        """The values of `Whole` leaves on all devices, copied only if needed."""
         refuse_unheld(
             "batch",
             batch_rows.with_replicated(jax.tree.map(lambda _: None, rows), held),

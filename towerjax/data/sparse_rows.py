@@ -1,4 +1,4 @@
-"""Split the sparse leaves of a batch over towers: each row keeps its entries."""
+"""Split the sparse leaves of a batch over towers; each row keeps its entries."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from towerjax.types.refusals import a_type, listed, refuse_unheld
 from towerjax.types.trees import named_leaves
 
 Capacity = dict[int, int]
-"""Index of a leaf -> capacity: the entries that each part of the batch is padded to."""
+"""For the index of each leaf, the number of entries to which each part is padded."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Entries:
 
     @classmethod
     def from_leaf(cls, name: str, leaf: Any) -> "Entries":
-        """The entries of a leaf, without the padding among them."""
+        """The entries of a leaf, without padding entries."""
         if is_rows(leaf):
             leaf.check_range(name)
             values = leaf.values
@@ -40,7 +40,8 @@ class Entries:
         shape = dense_shape(leaf)
         if indices.size and indices.min() < 0:
             raise ValueError(
-                f"{name} has the index {indices.min()}, but entries are counted from 0."
+                f"{name} has the index {indices.min()}, but indices are counted from 0."
+                " Remove negative indices."
             )
         # JAX marks a padding entry by an index beyond the dim.
         inside = (indices < np.array(shape[: indices.shape[1]])).all(axis=1)
@@ -49,13 +50,13 @@ class Entries:
 
     @functools.cached_property
     def by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The entries sorted by row, and where each of ``B + 1`` rows begins there."""
+        """The order of the entries by row, and where each row begins in it."""
         order = np.argsort(self.indices[:, 0], kind="stable")
         rows = np.arange(self.shape[0] + 1)
         return order, np.searchsorted(self.indices[order, 0], rows)
 
     def take(self, rows: np.ndarray) -> Any:
-        """The leaf with only the given rows, in this order."""
+        """The leaf with only the given rows, in their order."""
         order, starts = self.by_row
         counts = starts[rows + 1] - starts[rows]
         before = np.cumsum(counts) - counts
@@ -67,16 +68,17 @@ class Entries:
         return self._rebuild(self.values[entries], indices, len(rows))
 
     def max_per_block(self, size: int) -> int:
-        """The entries of the fullest block of ``size`` rows; at least 1."""
+        """The number of entries in the fullest block of ``size`` rows; at least 1."""
         return int(np.bincount(self.indices[:, 0] // size).max(initial=1))
 
     def split(self, size: int, parts: int, capacity: int, rows: int) -> Any:
-        """The leaf in ``parts`` of ``size`` rows, of ``capacity`` entries each."""
+        """The leaf in ``parts`` of ``size`` rows, with ``capacity`` entries each."""
         order, starts = self.by_row
         bounds = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
         values = np.zeros((parts, capacity, *self.values.shape[1:]), self.values.dtype)
         width = self.indices.shape[1]
-        # Padding: a row of zeros at index 0, or for JAX an index beyond the dims.
+        # Padding is a row of zeros at index 0, or for JAX's formats an index beyond the
+        # dims.
         outside = 0 if is_rows(self.leaf) else np.array((size, *self.shape[1:width]))
         indices = np.empty((parts, capacity, width), self.indices.dtype)
         indices[:] = outside
@@ -97,7 +99,7 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseRows:
-    """The sparse leaves of a batch, put aside while its dense leaves are fitted."""
+    """The sparse leaves of a batch, set aside while its dense leaves are fitted."""
 
     treedef: Any  # of the batch, where a sparse leaf is one leaf
     leaves: Mapping[int, Any]  # index of the leaf -> its Entries, or a batched BCOO
@@ -125,7 +127,7 @@ class SparseRows:
         return cls(treedef, sparse), jax.tree.unflatten(treedef, leaves)
 
     def needed(self, size: int) -> Capacity:
-        """The entries of the fullest part of the batch, for each leaf."""
+        """The number of entries in the fullest part of the batch, for each leaf."""
         entries = {i: x for i, x in self.leaves.items() if isinstance(x, Entries)}
         return {i: x.max_per_block(size) for i, x in entries.items()}
 
@@ -136,7 +138,7 @@ class SparseRows:
     def put_back(
         self, batch: PyTree, num_towers: int, parts: int, capacity: Capacity
     ) -> PyTree:
-        """The fitted batch, its stand-ins replaced by each tower's entries."""
+        """The fitted batch with its stand-ins replaced by each tower's entries."""
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
@@ -158,7 +160,7 @@ class SparseRows:
 
 
 def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
-    """The first earlier capacity that is large enough, else new powers of 2."""
+    """The first earlier capacity that is large enough, or new ones, powers of 2."""
     for capacity in capacities:
         if all(capacity.get(i, 0) >= count for i, count in needed.items()):
             return capacity
@@ -177,7 +179,7 @@ def _refuse_formats(named: list[tuple[str, Any]]) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{listed(bad)}, which does not split over towers. Give a BCOO:"
+            f"{listed(bad)}, a format that cannot be split over towers. Pass a BCOO:"
             " BCOO.from_scipy_sparse(x), or x.to_bcoo() of a BCSR, or"
             " BCOO.fromdense(x.todense())."
         )

@@ -33,9 +33,9 @@ class InputContext:
     """The argument of a function that makes one process's input.
 
     Attributes:
-      process_index: The process, from 0.
-      num_processes: ``P``.
-      num_towers: ``T``, of all processes.
+      process_index: The number of the process, from 0.
+      num_processes: The number of processes ``P``.
+      num_towers: The number of towers ``T`` of all processes together.
 
     Example:
       >>> InputContext(process_index=1, num_processes=2, num_towers=8).part_of(64)
@@ -47,17 +47,18 @@ class InputContext:
     num_towers: int
 
     def part_of(self, batch_size: int) -> int:
-        """``B / P``, this process's even share of a global batch."""
+        """This process's even share ``B / P`` of a global batch."""
         if batch_size % self.num_processes:
             raise ValueError(
                 f"A global batch of {batch_size} examples cannot be shared evenly by"
-                f" {self.num_processes} processes. Use a multiple of that."
+                f" {self.num_processes} processes. Use a multiple of"
+                f" {self.num_processes}."
             )
         return batch_size // self.num_processes
 
 
 def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
-    """Raise unless batches can be iterated, or called where that is allowed."""
+    """Raise unless batches can be iterated, or called if that is allowed."""
     is_one = isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str)
     can_iterate = not is_function(batches) or hasattr(batches, "__getitem__")
     if is_one or not (can_iterate or (or_function and callable(batches))):
@@ -65,7 +66,7 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
         more = ", or a function that gives one" * or_function
         instead = "Call it, or pass" if callable(batches) else "Pass"
         raise ValueError(
-            f"{name} is {f'one batch ({kind})' if is_one else kind}, but is to be an"
+            f"{name} is {f'one batch ({kind})' if is_one else kind}, but must be an"
             f" iterable of batches{more}. {instead} [batch], or tj.batches(data,"
             " batch_size)."
         )
@@ -88,13 +89,13 @@ def open_source(source: Any, *context: InputContext) -> Any:
     """An iterator over the source; a source that is a function gets the context."""
     if is_function(source):
         source = source(*context)
-        check_batches("What the function of the data set returned", source)
+        check_batches("The result of the data set's function", source)
     # tf.data gives NumPy arrays instead of tensors by this method.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
 
 def is_function(source: Any) -> bool:
-    """Whether the source must be called because it cannot be iterated."""
+    """Whether the source must be called, because it cannot be iterated."""
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
@@ -132,7 +133,7 @@ class WithCursor(Protocol):
         ...
 
     def get_state(self) -> Any:
-        """The position after the last one, as JSON can hold it."""
+        """The position after the last batch, in a form that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> None:
@@ -141,7 +142,7 @@ class WithCursor(Protocol):
 
 
 class _Told:
-    """Reads batches by number, and goes back with their ``get_state``."""
+    """A reader of batches that goes back with their own ``get_state``."""
 
     def __init__(self, elements: WithCursor) -> None:
         self._elements = elements
@@ -158,13 +159,13 @@ class _Told:
         """Forget the batches up to this number: steps have used them."""
 
     def go_back(self, to: Position) -> WithCursor | None:
-        """Go back, so that the batch after this position comes next."""
+        """Move, so that the batch after this position comes next."""
         self._elements.set_state(to.cursor)
         return self._elements
 
 
 class _Kept:
-    """Reads batches that have no ``get_state``: keeps those taken and not yet used."""
+    """A reader of batches without ``get_state``; it keeps the unused ones."""
 
     def __init__(self, elements: Iterator[PyTree]) -> None:
         self._elements = elements
@@ -198,8 +199,8 @@ class Source(Iterator[PyTree]):
       has_cursor: Whether the batches tell their position themselves, so that another
         process can go to it.
       is_reproducible: Whether a restarted job is known to get the same batches.
-      prefetches: Whether they are placed in advance by a thread of their own.
-      used_before: How many came before the next one, earlier runs included.
+      prefetches: Whether a thread of their own places them in advance.
+      used_before: The number of batches before the next one, earlier runs included.
       last: The position after the last batch that steps have used.
     """
 
@@ -225,7 +226,7 @@ class Source(Iterator[PyTree]):
         return batch
 
     def __length_hint__(self) -> int:
-        """How many batches are left, if known."""
+        """The number of batches that are left, if known."""
         return NotImplemented if self._all is None else self._all - self.used_before
 
     def go_to(self, position: Position) -> None:
@@ -239,16 +240,16 @@ class Source(Iterator[PyTree]):
         collections.deque(itertools.islice(self, left), 0)
         if self.used_before != used:
             raise ValueError(
-                f"{used} batches were used before, but these begin after {before} and"
-                f" end after {self.used_before}. Pass the same batches, from the first"
-                " one on."
+                f"An earlier run used {used} batches, but these begin after {before}"
+                f" and end after {self.used_before}. Pass the same batches, starting"
+                " with the first one."
             )
         self.last = self._cursor.position(used)
 
     def stream(
         self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
-        """At most ``most`` placed batches, each with the `Position` after it."""
+        """A stream of placed batches, each with the `Position` after it."""
         first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
@@ -263,7 +264,7 @@ class Source(Iterator[PyTree]):
         return Stream(begin, depth, self.last)
 
     def use(self, position: Position) -> None:
-        """Forget the batches up to a position: steps have used them."""
+        """Forget the batches up to a position, because steps have used them."""
         self.last = position
         self.used_before = position.used
         self._cursor.forget(position.used)
@@ -274,7 +275,7 @@ class Source(Iterator[PyTree]):
         return self if batches is None else batches
 
     def settle(self) -> None:
-        """Return batches that were taken and not used, and close what was opened."""
+        """Put back the batches that were not used, and close what was opened."""
         if self._taken > self.last.used:
             self._cursor.go_back(self.last)
         if self._opened:
@@ -302,12 +303,12 @@ def close(iterator: Any) -> None:
 def prefetch(
     iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
 ) -> "Stream[Placed]":
-    """The elements of an iterable, placed in order by a thread while devices work."""
+    """The elements of an iterable, placed in order by a thread in advance."""
     return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
 class _Feed:
-    """State that a thread shares with the stream of its elements."""
+    """The state that a thread shares with the stream of its elements."""
 
     def __init__(self, depth: int) -> None:
         # (element, position after it, failure)
@@ -325,9 +326,10 @@ class _Feed:
 class Stream(Iterator[Placed]):
     """Elements that a thread makes in advance, with a position; Ctrl-C loses none.
 
-    ``begin(position, stopped)`` gives ``(element, position after it)``, from a position
-    that was set, or from the start; ``stopped`` is an event to heed in long waits. With
-    ``depth`` 0 there is no thread. An exception comes after all earlier elements.
+    ``begin(position, stopped)`` yields ``(element, position after it)``, from the given
+    position or, with None, from the start. ``stopped`` is an event that long waits must
+    check. With ``depth`` 0 there is no thread. An exception is raised after all earlier
+    elements.
     """
 
     def __init__(
@@ -355,11 +357,11 @@ class Stream(Iterator[Placed]):
             self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
-        """The next element; it is not kept, because it would stay on the devices."""
+        """The next element; the stream keeps no reference to it."""
         if self._failure is not None:
             raise ValueError(
-                f"This pass through the data ended with {self._failure}, and cannot"
-                " continue. Begin another, iter(dataset)."
+                f"This pass over the data failed with {self._failure}, and cannot"
+                " continue. Begin another one, iter(dataset)."
             )
         try:
             if self._depth:
@@ -396,15 +398,15 @@ class Stream(Iterator[Placed]):
         return element
 
     def get_state(self) -> Any:
-        """The position after the last element; None where there is none."""
+        """The position after the last element, or None."""
         return self._after
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue after the element that `get_state` was called after."""
+        """Continue after the element at which `get_state` returned ``state``."""
         if set(state) != set(self._after or ()):
             raise ValueError(
-                f"A place in a distributed data set has 'elements' and 'rows', but got"
-                f" {sorted(state)}. Pass the batches that it was taken from."
+                "A position in a distributed data set must have 'elements' and 'rows',"
+                f" but got {sorted(state)}. Pass the batches whose position was saved."
             )
         self.close()
         self._open(state)
@@ -430,7 +432,7 @@ def _fill(made: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
 
 
 def _stop(thread: threading.Thread, feed: _Feed) -> None:
-    """End the thread; warn where a loader hangs, which cannot be interrupted."""
+    """End the thread; warn if a loader hangs, which cannot be interrupted."""
     feed.stopped.set()
     feed.room.release()
     feed.ready.clear()

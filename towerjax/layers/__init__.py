@@ -1,1 +1,1 @@
-"""Parts of models: batch norm over towers, tables with sparse gradients."""
+"""Parts of models: batch norm over towers, and tables with sparse gradients."""

@@ -1,4 +1,4 @@
-"""The training loop: `run`, evaluation, history, writers, checkpoints."""
+"""The training loop: `run`, evaluation, history, writers and checkpoints."""
 
 from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
 from towerjax.loop.history import RunSummary as RunSummary

@@ -1,4 +1,4 @@
-"""Evaluate a whole data set: merge the metrics of its batches, divide once."""
+"""Evaluate a whole data set: merge the metrics of its batches, and divide once."""
 
 import collections
 import contextlib
@@ -21,11 +21,11 @@ from towerjax.types.refusals import a_type, shown
 from towerjax.types.tables import number_of
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
-"""An iterable of batches that can be iterated again, or a function that makes one."""
+"""An iterable of batches that can be iterated again, or a function that returns one."""
 
 
 class EvaluationStep(Protocol):
-    """The step that `evaluate` calls; `build_eval_step` returns one."""
+    """A step that `evaluate` can call, as `build_eval_step` returns one."""
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """Place a batch on the devices of its towers; called in a thread."""
@@ -46,20 +46,21 @@ def evaluate(
 ) -> dict[str, Any]:
     """The metrics over a whole data set, exact for any batch size.
 
-    ``sum_b s_b / sum_b w_b`` over the batches' ``Weighted`` metrics, added in float64
-    on the host and divided once; other metric states merge in the same way and are
-    computed once, see ``tj.metrics``. A plain array cannot be merged: its value is
-    that of the last batch.
+    A ``Weighted`` metric becomes ``sum_b s_b / sum_b w_b`` over the batches, added in
+    float64 on the host and divided once. Other metric states are merged in the same way
+    and computed once; see ``tj.metrics``. A plain array cannot be merged, so that its
+    value is that of the last batch.
 
     Args:
-      step: What `build_eval_step` returns, or another `EvaluationStep`.
-      state: A ``TrainState``, or parameters alone.
+      step: The result of `build_eval_step`, or another `EvaluationStep`.
+      state: A ``TrainState``, or the parameters alone.
       batches: Global batches, or a function that returns them.
       prefetch: How many placed batches may wait; 0 uses no thread.
 
     Returns:
-      Name -> float, or an array for a metric that has dims. ``compute`` of a state
-      whose merge is not an addition of every leaf is called with ``jax.Array``.
+      A dict of names and floats, with an array for a metric that has dims. If the merge
+      of a state is more than adding every leaf, its ``compute`` is called with
+      ``jax.Array``.
 
     Raises:
       ValueError: There are no batches, or ``step`` returns no metrics.
@@ -82,28 +83,28 @@ def evaluate(
         for metrics in outputs:
             if not isinstance(metrics, Mapping):
                 raise ValueError(
-                    f"evaluate returned {a_type(metrics)} instead of metrics"
-                    " by name. Pass a step of tj.build_eval_step."
+                    f"The step returned {a_type(metrics)}, but evaluate needs a dict of"
+                    " metrics. Pass a step of tj.build_eval_step."
                 )
             totals = totals or {}
             for name, metric in metrics.items():
                 totals[name] = add_batch(totals.get(name), metric)
     if totals is None:
         raise ValueError(
-            "There are no batches to evaluate. An iterator is empty the second time."
+            "There are no batches to evaluate. An iterator is empty after its first"
+            " use: pass a list, or a function that makes the batches."
         )
     if invalid := [name for name, total in totals.items() if has_invalid_rows(total)]:
         warn(
-            f"{', '.join(invalid)}: NaN, since a row has a label, a prediction or a"
-            " weight that is invalid, such as a class id that is not from 0 to"
-            " num_classes - 1, or a score that is not from 0 to 1. Give rows that are"
-            " to be left out the weight 0."
+            f"{', '.join(invalid)}: NaN, because a row has an invalid label, prediction"
+            " or weight, such as a class id outside of 0 to num_classes - 1, or a score"
+            " outside of 0 to 1. Give weight 0 to rows that should not count."
         )
     return {name: value_on_host(total) for name, total in totals.items()}
 
 
 def count_in_words(batches: Iterable[PyTree]) -> str:
-    """How many batches there are, if that is known without reading them."""
+    """The number of batches as text, if it is known without reading them."""
     known = operator.length_hint(batches, -1)
     if known < 0:
         return "no known number of batches"
@@ -116,15 +117,15 @@ def check_evaluate(evaluate: Any) -> None:
     check_methods("evaluate", evaluate, "place_batch __call__", example)
     if isinstance(evaluate, Step) and evaluate.plan.gives_step_flag:
         raise ValueError(
-            f"evaluate={shown(evaluate)} is a step that trains: it returns a state, and"
-            f" takes over the one that it is given. Pass {example}."
+            f"evaluate={shown(evaluate)} is a train step, which returns a state and"
+            f" donates the one that it is given. Pass {example}."
         )
 
 
 def outputs_on_host(
     step: EvaluationStep, state: PyTree, batches: AnyBatches, prefetch: int
 ) -> Generator[PyTree, None, None]:
-    """Yield a step's outputs for each batch; raise a batch's error after them."""
+    """The step's outputs for each batch; a batch's error is raised after them."""
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()

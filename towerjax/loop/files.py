@@ -1,4 +1,4 @@
-"""Files and folders of a run, on this machine or on any path that `epath` knows."""
+"""Files and folders of a run, on this machine or at any address that `epath` knows."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from etils import epath
 
 from towerjax.types.options import check_text, refuse_option
 
-# An address, of which pathlib makes one slash. A drive has one letter.
+# An address; pathlib makes one slash of its two. A drive has one letter.
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
@@ -29,7 +29,8 @@ def checked_path(name: str, value: Any, what: str) -> epath.Path:
     if path is None or "\0" in text or has_scheme and is_on_disk(path):
         where = (
             "on this machine, or an address that etils.epath knows, such as"
-            " 'gs://bucket/run', as text: pathlib.Path makes one slash of two"
+            " 'gs://bucket/run'. Write an address as text, because pathlib.Path makes"
+            " one slash of two"
         )
         refuse_option(name, value, f"the path of {what}: {where}")
     return path
@@ -43,15 +44,15 @@ def absolute_path(value: Any) -> epath.Path:
 
 
 def is_on_disk(path: epath.Path) -> bool:
-    """Whether an absolute path is one of this machine's file system."""
+    """Whether an absolute path is in this machine's file system."""
     return os.fspath(path).startswith("/")
 
 
 class StoredFile:
     """A file in a store that only replaces whole files, such as an object store.
 
-    What is written is kept in memory, and stored every so many seconds, or more rarely
-    where storing takes long; `flush` and `close` store all.
+    Written bytes are kept in memory and stored every ``flush_s`` seconds, or less often
+    if storing takes long. `flush` and `close` store all of them.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StoredFile:
 def opened_after(
     path: epath.Path, size: int | None = None, flush_s: float = math.inf
 ) -> FileIO | StoredFile:
-    """A file, open to be written after its first bytes; None keeps all of it."""
+    """A file, open for writing after its first ``size`` bytes; None keeps all."""
     if not is_on_disk(path):
         kept = path.read_bytes() if path.exists() else b""
         return StoredFile(path, kept[:size], flush_s)
@@ -99,7 +100,7 @@ def opened_after(
 def read_lines(
     path: epath.Path, first: str, owner: str
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each complete line's object, with first field ``first``, and its size."""
+    """Each complete line's object, whose first field is ``first``, and its size."""
     head = f'{{"{first}": '.encode()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -109,13 +110,13 @@ def read_lines(
             if not is_ours:
                 raise ValueError(
                     f"Line {number} of {str(path)!r} is not a line of {owner}:"
-                    f" {line[:60]!r}. Nothing was changed; use another path."
+                    f" {line[:60]!r}. The file was not changed. Use another path."
                 )
             yield json.loads(line), len(line)
 
 
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
-    """Write an object to an unbuffered file in one call, so that no kill splits it."""
+    """Write an object to an unbuffered file in one call, which a kill cannot split."""
     rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
     while rest:
         rest = rest[file.write(rest) :]

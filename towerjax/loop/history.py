@@ -1,4 +1,4 @@
-"""The history of a run: its metrics, its evaluations, its rates."""
+"""The history of a run: its metrics, its evaluations and its rates."""
 
 import dataclasses
 import time
@@ -16,28 +16,29 @@ from towerjax.types.options import require
 from towerjax.types.tables import Table, as_text, by_rich, number_of, picture
 
 _BY_NAME = (
-    "Metrics have names: history.metrics['loss'] of all steps, history.final['loss'] of"
-    " the last one."
+    "Write history.metrics['loss'] for the values of all steps, and"
+    " history.final['loss'] for the last one."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """How much a run did, and how fast.
+    """How much a run did, and how fast it was.
 
     Attributes:
-      towers: ``T``.
-      devices: ``D``.
-      steps: Steps done.
-      examples: Examples in them, padding not counted.
-      compile_seconds: How long the calls waited for compilation.
-      steps_per_second: Without the time of the audit, compilation and evaluation.
-      examples_per_second: Without the time of the audit, compilation and evaluation.
-      rates: More such: ``tokens_per_second`` of a metric that ``per_second`` of `run`
-        names; ``flops_per_second``, the model's FLOPs of all devices: of products, as
-        `tj.tools.Flops` counts them; and ``mfu``, which part of the devices' peak that
-        is, where the peak is known.
-      uncounted: What those FLOPs leave out, with lines of code; usually nothing.
+      towers: The number of towers ``T``.
+      devices: The number of devices ``D``.
+      steps: The number of steps.
+      examples: The number of examples in these steps, without padding.
+      compile_seconds: The time that calls waited for compilation, in seconds.
+      steps_per_second: The steps' rate, without the time of the audit, compilation and
+        evaluation.
+      examples_per_second: The examples' rate, over the same time.
+      rates: More rates by name: ``tokens_per_second`` for a metric ``tokens`` that
+        ``per_second`` of `run` names; ``flops_per_second``, the model's FLOPs on all
+        devices, counted as `tj.tools.Flops` does; and ``mfu``, its share of the
+        devices' peak, if the peak is known.
+      uncounted: The code that the FLOPs leave out, with its lines; usually none.
 
     Example:
       >>> for part in str(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5)).split(": "):
@@ -78,21 +79,22 @@ class RunSummary:
 class History:
     """The metrics and evaluations of `run`; ``n`` is the number of its steps.
 
-    A step's number is how many steps the state had done after it, so the first
-    step of a new state is 1.
+    A step's number counts all steps that the state has done, so the first step of a new
+    state has the number 1.
 
     Attributes:
-      steps: ``[n]`` int, the steps' numbers.
-      metrics: Name -> ``[n, ...]``, row ``i`` for ``steps[i]``. A metric whose
-        shape changed between steps is an array of objects.
-      evaluations: ``(step number, {name: float or array})``, in order.
-      skipped: The numbers of the steps that left the parameters as they were,
-        because a loss or gradient was not finite; where towers train alone, for each
-        time that they were merged, of the first step that one of them left out.
-      input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
-        while dispatched calls ran.
-      summary: How much and how fast.
-      stopped: Why the run ended early, in words; None when all steps were done.
+      steps: The numbers of the steps, ``[n]`` int.
+      metrics: The values of each metric by its name, ``[n, ...]`` with row ``i`` for
+        ``steps[i]``. A metric whose shape changed between steps is an array of objects.
+      evaluations: The evaluations in order, each ``(step number, {name: float or
+        array})``.
+      skipped: The numbers of the steps that left the parameters as they were, because a
+        loss or gradient was not finite. If towers train alone between merges, the first
+        step that a tower left out, for each merge.
+      input_wait_s: The seconds that this process waited for each step's batch while
+        dispatched calls ran, ``[n]``.
+      summary: How much the run did, and how fast.
+      stopped: The reason why the run ended early, as text; None if it did all steps.
     """
 
     steps: np.ndarray
@@ -107,7 +109,7 @@ class History:
         __getattr__ = explain_missing(_BY_NAME)
 
         def __getitem__(self, name: Any) -> Any:
-            raise TypeError(f"A history has no items. {_BY_NAME}")
+            raise TypeError(f"A history cannot be indexed. {_BY_NAME}")
 
     def __repr__(self) -> str:
         last = [f"{name} {format_value(x)}" for name, x in self.final.items()]
@@ -115,9 +117,9 @@ class History:
 
     @property
     def final(self) -> dict[str, Any]:
-        """The metrics of the last step, and of the last evaluation.
+        """The metrics of the last step and of the last evaluation, by name.
 
-        Where both have a name, such as ``loss``, it is the evaluation's.
+        If both have a name, such as ``loss``, the value is the evaluation's.
         """
         last = {
             name: column[-1] for name, column in self.metrics.items() if len(column)
@@ -129,8 +131,8 @@ class History:
         """The history as a table of text.
 
         Args:
-          rows: The most steps to show, evenly chosen; those with an evaluation
-            are shown besides.
+          rows: The largest number of steps to show, evenly chosen. Steps with an
+            evaluation are always shown.
 
         Returns:
           A table with a row for each shown step and a column for each metric.
@@ -141,7 +143,7 @@ class History:
         return by_rich([self._table(20)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """One mapping per step: number, metrics, and the evaluation after it."""
+        """One dict per step: its number, its metrics, and the evaluation after it."""
         by_step: dict[int, dict[str, Any]] = {}
         for place, number in enumerate(self.steps.tolist()):
             by_step[number] = {name: x[place] for name, x in self.metrics.items()}
@@ -163,11 +165,11 @@ class History:
         return pandas.DataFrame(self.rows())
 
     def plot(self) -> Any:
-        """A picture of the metrics and evaluations over the steps; arrays are left out.
+        """A figure of the metrics and evaluations over the steps, without arrays.
 
         Returns:
-          A ``matplotlib.figure.Figure`` with a panel for each name, which a notebook
-          shows.
+          A ``matplotlib.figure.Figure`` with a panel for each name; a notebook shows
+          it.
 
         Raises:
           ValueError: Matplotlib is not installed.
@@ -191,7 +193,7 @@ class History:
         return made
 
     def _table(self, rows: int) -> Table:
-        """A row of texts for each shown step."""
+        """The table of `table`, with a row for each shown step."""
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
         shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
@@ -206,7 +208,7 @@ class History:
 
 
 class HistoryLog:
-    """Collects a `History` while the run is under way."""
+    """The growing log of a run, from which its `History` is made."""
 
     def __init__(self, throughput: Throughput | None = None) -> None:
         self.throughput = throughput or Throughput()
@@ -219,21 +221,21 @@ class HistoryLog:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were added so far."""
+        """The number of steps added so far."""
         return len(self._waits_s)
 
     @property
     def _seconds(self) -> float:
-        """The time so far, without that of compilation and evaluation."""
+        """The seconds so far, without compilation and evaluation."""
         return time.perf_counter() - self._start_s - self.compile_s - self.aside_s
 
     @property
     def steps_per_second(self) -> float:
-        """The rate so far, without the time of compilation and evaluation."""
+        """The steps' rate so far, without the time of compilation and evaluation."""
         return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
-        """The evaluation after a step, if that was the last one; or None."""
+        """The evaluation after a step, if it is the last one; else None."""
         after, values = self.evaluations[-1] if self.evaluations else (None, None)
         return values if after == number else None
 
@@ -246,17 +248,17 @@ class HistoryLog:
         wait_s: float,
         flops: Flops,
     ) -> None:
-        """Add one step, and the number of the one that is known to be refused."""
+        """Add one step, and the number of the step that was refused, if any."""
         self._columns = self._columns or {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
             raise ValueError(
-                f"Step {number} has the metrics {sorted(metrics)}, but those"
-                f" before had {sorted(self._columns)}. One without a value can have"
-                " weight 0."
+                f"Step {number} has the metrics {sorted(metrics)}, but the steps before"
+                f" had {sorted(self._columns)}. Return the same names in each step; a"
+                " metric without a value can have weight 0."
             )
         self.throughput.add(self._seconds, metrics, examples, flops)
         for name, value in metrics.items():
-            # A copy, since on CPUs an array is a view that keeps a JAX array alive.
+            # A copy: on CPUs an array is a view that keeps a JAX array alive.
             self._columns[name].append(value.copy())
         self._waits_s.append(wait_s)
         if refused is not None:
@@ -265,7 +267,7 @@ class HistoryLog:
     def history(
         self, number: int, placement: Placement, stopped: str | None
     ) -> History:
-        """The `History` of the steps added so far, of which this is the last."""
+        """The `History` of the steps so far, the last of which has this number."""
         done = dataclasses.replace(self.throughput.done, seconds=self._seconds)
         rates = self.throughput.rates(done)
         steps = self.num_steps

@@ -44,7 +44,7 @@ class Call:
 
 
 class Loop:
-    """A run in progress: position, calls in flight, log of finished calls."""
+    """A run in progress: its position, calls in flight, and log of finished calls."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Loop:
         self._batches = batches
         self._step = step
         self._options = options
-        # The number of the last step, also where a checkpoint is resumed.
+        # The number of the last step, also if a checkpoint is resumed.
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
@@ -67,11 +67,11 @@ class Loop:
         self._has_begun = False
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
-        self._without_hooks = 0  # how many recorded steps lack the call of all hooks
+        self._without_hooks = 0  # recorded steps for which not all hooks were called
         self._flops: dict[Signature, Flops] = {}  # of each program that is compiled
 
     def begin(self, stack: contextlib.ExitStack) -> None:
-        """Go on from the newest checkpoint, if there is one; show the progress."""
+        """Restore the newest checkpoint, if there is one; show the progress."""
         options = self._options
         point = self.point
         batches = self._batches
@@ -100,7 +100,7 @@ class Loop:
 
     @property
     def _recorded(self) -> int:
-        """The number of the last step that is in the history: none is after it."""
+        """The number of the last step in the history."""
         return self.point.number - len(self._in_flight)
 
     def run(self) -> None:
@@ -195,7 +195,7 @@ class Loop:
         self._flops[placed.signature] = made.program.flops
 
     def _save(self, *, last: bool = False) -> None:
-        """Begin to save the state; if it is the ``last``, wait until it is saved."""
+        """Begin to save the state; for the ``last`` one wait until it is saved."""
         if self._saving is None:
             return
         self._fetch(0)  # first check the steps so far, and write their records
@@ -208,8 +208,9 @@ class Loop:
             self._saving.wait()
 
     def _save_at_stop(self, error: BaseException) -> None:
-        """Save the state at SIGTERM and Ctrl-C; raise an error if that fails."""
-        # At Ctrl-C several processes may be after different steps: nothing is saved.
+        """Save the state at SIGTERM or Ctrl-C; raise if that fails."""
+        # At Ctrl-C several processes may have done different steps, so nothing is
+        # saved.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return
@@ -218,13 +219,16 @@ class Loop:
                 raise self._step.refused(self._log.skipped[0])
             self._save(last=True)
         except Exception as failure:
-            failure.add_note(f"{error!r} had asked the run to end.")
+            failure.add_note(f"The run was ending because of {error!r}.")
             raise failure from error
         where = f"step {self.point.number} in {self._saving.directory!r}"
-        error.add_note(f"It is saved: {where}. The same run again goes on from there.")
+        error.add_note(
+            f"The state after {where} is saved. Start the same run again to go on from"
+            " there."
+        )
 
     def _fetch(self, allowed: int) -> None:
-        """Wait for the oldest calls until ``allowed`` are in flight; process each."""
+        """Wait for the oldest calls, and process them, until few are in flight."""
         while len(self._in_flight) > allowed:
             with self.guard.holding_sigterm():
                 self._process_oldest()
@@ -243,9 +247,9 @@ class Loop:
                 after = hook.function(number, self.point.state, row)
                 if isinstance(after, TrainState):
                     raise ValueError(
-                        f"{hook} returned a state, from which a run does not go on. Run"
-                        " in pieces and change the state between: state, _ = tj.run("
-                        f"step, state, batches, steps={hook.every})."
+                        f"{hook} returned a state, but a hook cannot change the state"
+                        " of a run. Run in pieces and change the state in between:"
+                        f" state, _ = tj.run(step, state, batches, steps={hook.every})."
                     )
         self._without_hooks = 0
         self._progress.step(number, row, self._log.steps_per_second)
@@ -253,9 +257,9 @@ class Loop:
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
         """The error of a refused step, with the tower and leaf that was not finite.
 
-        The step's batch is run again, with the present parameters: the step changed
-        none, but later steps may have. Where towers are merged later, so is it told,
-        and the batch is gone.
+        The step's batch is run again with the present parameters. The step itself did
+        not change them, but later steps may have. If towers are merged later, the step
+        is known only then, when its batch is gone.
         """
         state = self.point.state
         if number != self._recorded:
@@ -264,27 +268,27 @@ class Loop:
             locations = self._step.locate(state, placed, number=number)
             outcome = "" if locations else ": all values were finite"
             after = f"after step {step_number(state)}{outcome}"
-            note = f"To find this the batch was run again, {after}."
+            note = f"To find this, the batch was run again {after}."
             has_nan = any(x.part == "loss" and "NaN" in x.kind for x in locations)
             if has_nan and (integers := integers_text(placed.arrays)):
-                why = "an integer label that is no class makes a loss NaN"
-                note += f" Of its integers {integers}; {why}."
+                why = "a label that is not a class makes the loss NaN"
+                note += f" Its integers: {integers}; {why}."
         except RuntimeError as failure:  # such as too little memory
             locations = ()
-            note = f"Looking for the location failed: {failure}"
+            note = f"The search for the location failed: {failure}"
         error = self._step.refused(number, locations)
         error.add_note(note)
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
-        """Record the oldest step in history and files; return it if it was refused."""
+        """Record the oldest step; return its metrics, and its number if refused."""
         call = self._in_flight[0]
         metrics, step_flag = jax.device_get((call.metrics, call.step_flag))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
         is_told = self._step.options.on_nonfinite != "ignore" and step_flag != NONE
         refused = int(step_flag) % 2**32 if is_told else None
         time_s = time.time()
-        with self.guard:  # so that each step is once in the history and in the files
+        with self.guard:  # each step is exactly once in the history and the files
             number = self._recorded + 1
             examples = call.placed.num_examples
             flops = self._flops[call.placed.signature]
@@ -317,7 +321,7 @@ class Loop:
         self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
-        """The run's state, or what ``eval_params`` makes of it."""
+        """The run's state, or the result of ``eval_params``."""
         state = self.point.state
         if self._options.eval_params is None:
             return state
@@ -344,15 +348,15 @@ class Loop:
             return
         if done == 0:
             raise ValueError(
-                "batches is empty. An iterator is empty after its first use: make it"
-                " anew. error.batches is empty if the run had done all its steps, or"
+                "batches is empty. An iterator is empty after its first use, so make a"
+                " new one. error.batches is empty if the run had done all its steps, or"
                 " if the error had ended a generator."
             )
         if end is not None and number < end:
             raise ValueError(
-                f"The run should end after step {end}, but batches ended after"
+                f"The run should end after step {end}, but batches ended after step"
                 f" {number}. Use tj.batches(..., epochs=None) for endless data, or"
-                " leave steps out to stop where the data ends."
+                " leave steps out to stop when the data ends."
             )
 
     def history(self) -> History:
@@ -362,7 +366,7 @@ class Loop:
         return self._log.history(self._recorded, placement, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
-        """Attach state, batches and history to an exception: the state was donated."""
+        """Attach state, batches and history to an exception that ends the run."""
         if not self._has_begun:
             error.state = self.point.state
             error.batches = self._batches
@@ -380,10 +384,10 @@ class Loop:
         error.batches = self._source.settle() if is_lost else self._source.rest()
         sentences = self._about_state(is_lost=is_lost)
         sentences += [
-            f"{hook} was due and not called, or not to its end"
+            f"{hook} was due, but was not called or did not finish"
             for hook in self._hooks_left_out()
         ]
-        error.add_note(". ".join([*sentences, "error.history is what the run saw."]))
+        error.add_note(". ".join([*sentences, "error.history has the run's metrics."]))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
         """What a user has to know about the state that an exception holds."""
@@ -392,8 +396,8 @@ class Loop:
         about = f"error.state is the state after step {self.point.number}{goes_on}"
         if is_lost:
             about = (
-                "The state is lost: the devices failed in a step that had taken it over"
-                " (donate=False keeps it). Go on from a checkpoint"
+                "The state is lost, because the devices failed in a step to which it"
+                " was donated (donate=False keeps it). Go on from a checkpoint"
             )
         if self._step.strategy.placement.num_processes > 1:
             return [about, "Processes may have stopped after different steps"]

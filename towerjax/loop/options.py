@@ -28,13 +28,14 @@ from towerjax.types.options import (
 class WithState:
     """A hook of `run` that gets the state every ``every`` steps.
 
-    It is called as ``function(step number, state, metrics)``, on every process, after
-    each step whose number is a multiple of ``every``. `run` first waits for the
-    dispatched steps, which it does not do for other hooks. The next step donates the
-    state: copy what you keep (``jax.tree.map(jnp.copy, state.params)``).
+    `run` calls ``function(step number, state, metrics)`` on every process, after each
+    step whose number is a multiple of ``every``. It first waits for the dispatched
+    steps, which it does not do for other hooks. The next step donates the state, so
+    copy what you keep: ``jax.tree.map(jnp.copy, state.params)``.
 
     Attributes:
-      function: What it returns is ignored; a ``TrainState`` is refused.
+      function: The function. Its result is ignored; returning a ``TrainState`` is an
+        error.
       every: The number of steps between two calls.
 
     Example:
@@ -62,11 +63,11 @@ class WithState:
 
 
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
-"""``(step number, metrics)``: called for every step, with host values."""
+"""``(step number, metrics)``, called after every step with values on the host."""
 
 
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
-    """Return the hooks as a tuple, or raise if one cannot be called."""
+    """The hooks as a tuple; raise if one cannot be called."""
     hooks = check_list("hooks", hooks)
     for i, hook in enumerate(hooks):
         if not isinstance(hook, WithState):
@@ -76,7 +77,7 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """The options of `run`, see there."""
+    """The options of `run`, which documents them."""
 
     steps: int | None
     evaluate: EvaluationStep | None
@@ -118,7 +119,7 @@ class RunOptions:
 
     @property
     def with_state(self) -> list[WithState]:
-        """The hooks that are given the state."""
+        """The hooks that get the state."""
         return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
     def _check_evaluation(self) -> None:
@@ -128,7 +129,8 @@ class RunOptions:
         elif self.evaluate is not None or self.eval_batches is not None:
             given = "evaluate" if self.eval_batches is None else "eval_batches"
             raise ValueError(
-                f"evaluate and eval_batches belong together, but only {given} was given"
+                f"evaluate and eval_batches need each other, but only {given} was"
+                " given. Pass both, or neither."
             )
         if self.eval_params is not None:
             check_function("eval_params", self.eval_params, "eval_params(state)")
@@ -138,11 +140,11 @@ class RunOptions:
         for name, value in needing.items():
             if self.evaluate is None and value is not None:
                 raise ValueError(
-                    f"{name}={value} without anything to evaluate: pass evaluate and"
-                    " eval_batches, or to a model eval_data."
+                    f"{name}={value} has nothing to evaluate. Pass evaluate and"
+                    " eval_batches; to train_and_evaluate of a model pass eval_data."
                 )
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError(
-                "early_stopping without eval_every would never stop anything: there is"
-                " one evaluation, at the end. Say eval_every=n."
+                "early_stopping without eval_every would never stop the run, because"
+                " the only evaluation is at the end. Write eval_every=n."
             )

@@ -28,7 +28,7 @@ def _print(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Display:
-    """Base of displays of a run's progress; this one shows nothing."""
+    """A base class of displays of a run's progress; this one shows nothing."""
 
     seconds_between: float = float("inf")  # the least time between two shown texts
     # Replaces the shown text and bar: ``(done, total, text)``.
@@ -50,8 +50,8 @@ def _terminal_bar() -> Display:
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)
     columns = (BarColumn(), TextColumn("{task.description}", markup=False))
-    # Redrawn by `show` alone: rich's refresh thread would compete with the run.
-    # Rich would print to stderr what goes into a file or a pipe.
+    # Only `show` redraws: rich's refresh thread would compete with the run. Rich would
+    # send output to stderr that belongs into a file or a pipe.
     takes = _is_terminal(sys.stdout)
     bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=takes)
     task = bar.add_task("starting", total=None)
@@ -67,7 +67,7 @@ def _terminal_bar() -> Display:
 
 
 def _notebook_bar() -> Display:
-    """A rich bar that is drawn again in its place, which needs no widgets."""
+    """A rich bar that is redrawn in its place, without widgets."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -108,8 +108,9 @@ def check_progress(progress: Any) -> None:
 
 
 def choose_display(progress: bool | None) -> Display:
-    """The display that ``progress`` of `run` asks for; in a job process 0 has it."""
-    # Without a job the question would start JAX's devices, which a bench is to leave.
+    """The display for the option ``progress``; in a job only process 0 shows one."""
+    # Without a job the question would start JAX's devices, which a benchmark must not
+    # do.
     is_other = jax.distributed.is_initialized() and jax.process_index() > 0
     if progress is False or (progress is None and is_other):
         return Display()
@@ -122,7 +123,7 @@ def choose_display(progress: bool | None) -> Display:
 
 
 class Progress:
-    """Shows the steps and evaluations of a run, at the pace of its display."""
+    """The steps and evaluations of a run, shown at the pace of its display."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Progress:
         end: int | None,
         batches: Iterable[Any] | None = None,
     ) -> None:
-        """Of the steps after one up to another; None: as many as there are batches."""
+        """The progress of a run from one step to another; None is the data's end."""
         if end is None and (left := operator.length_hint(batches, -1)) >= 0:
             end = start + left
         is_named = not isinstance(progress, bool | None)
@@ -145,15 +146,15 @@ class Progress:
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def phase(self, number: int, what: str) -> None:
-        """Show what goes on before a step."""
+        """Show what happens before a step."""
         text = f"step {number}: {what}"
         self._display.show(number - 1 - self._start, self._total, text)
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
-        """Show that the steps up to this one are done, or keep that for later."""
+        """Show that the steps up to this one are done, now or a little later."""
         if unknown := [x for x in self._names[1:] if x not in metrics]:
             raise ValueError(
-                f"progress names {unknown[0]!r}, and the metrics of step {number} are"
+                f"progress names {unknown[0]!r}, but the metrics of step {number} are"
                 f" {', '.join(map(repr, metrics))}. Name some of these."
             )
         self._waiting = (number, metrics, rate)
@@ -198,7 +199,7 @@ class Progress:
 
 
 def format_value(value: Any) -> str:
-    """A metric in a few characters."""
+    """A metric as a short text."""
     value = np.asarray(value)
     if value.ndim == 0:
         return f"{value.item():#.4g}" if value.dtype.kind == "f" else str(value)

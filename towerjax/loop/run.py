@@ -1,4 +1,4 @@
-"""`run`, the training loop: check its arguments, assemble its parts, hand errors on."""
+"""`run`, the training loop: check its arguments, and put its parts together."""
 
 import contextlib
 import dataclasses
@@ -47,62 +47,68 @@ def run(
 ) -> tuple[TrainState, History]:
     """Train for a number of steps; return the last state and the history.
 
-    A thread places batches while the devices work, and up to ``in_flight`` calls are
-    dispatched without waiting for their results. Step numbers are those of the state.
+    A thread places batches while the devices compute. Up to ``in_flight`` calls are
+    dispatched before the run waits for a result. Step numbers count all steps that the
+    state has done.
 
     Args:
-      step: What `build_train_step` returns.
-      state: The state to start from; donated, unless the step was built otherwise.
-      batches: Global batches, e.g. of `batches`, or a `DistributedDataset`; may be
-        endless with ``steps``. No more than ``steps`` are taken (a distributed data
-        set takes some in advance from its source).
-      steps: How many steps to do; None runs to the end of the data.
-      evaluate: What `build_eval_step` returns, or another `EvaluationStep`.
-      eval_batches: The data of each evaluation: an iterable that can be iterated
-        again, such as `batches` returns, or a function that returns an iterable.
-      eval_every: Evaluate after each step whose number is a multiple of this, and
-        at the end; None only at the end.
-      eval_params: ``state -> parameters or state``: what to evaluate instead of the
-        state, such as averaged parameters in it. Checkpoints keep the run's state.
-      early_stopping: Ends the run when evaluations stop improving; of several, the
-        first that does.
+      step: The result of `build_train_step`.
+      state: The state to start from. It is donated, unless the step has
+        ``donate=False``.
+      batches: Global batches, as `batches` makes them, or a `DistributedDataset`. They
+        may be endless if ``steps`` is given. At most ``steps`` batches are taken,
+        though a distributed data set reads its source in advance.
+      steps: How many steps to do; None runs until the data ends.
+      evaluate: The result of `build_eval_step`, or another `EvaluationStep`.
+      eval_batches: The data of each evaluation: an iterable that can be iterated again,
+        such as the result of `batches`, or a function that returns an iterable.
+      eval_every: Evaluate after each step whose number is a multiple of this, and at
+        the end. None evaluates only at the end.
+      eval_params: A function ``state -> parameters or state`` that returns what to
+        evaluate instead of the state, such as averaged parameters. Checkpoints keep the
+        run's state.
+      early_stopping: An `EarlyStopping`, which ends the run when evaluations stop
+        improving; or a list, of which any one ends the run.
       prefetch: How many placed batches may wait; 0 places them without a thread.
-      in_flight: How many dispatched calls may run before one is waited for.
-      checkpointer: Saves the run, and resumes it from the newest checkpoint:
-        ``steps`` counts from the state that is passed. See
+      in_flight: How many calls may be dispatched before the run waits for one.
+      checkpointer: Saves the run, and resumes it from the newest checkpoint. ``steps``
+        still counts from the given state. See
         <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
-      audit: Whether the step is audited before its first call; None: as it was built.
-        Its audit result is kept in the checkpointer's folder, too.
-      progress: None shows a bar on a terminal and in a notebook, else a plain line now
-        and then, both on stderr; True always shows a bar, False nothing. Names of
-        metrics, ``["accuracy"]``, are shown as by None, beside the loss.
-      per_second: Names of metrics that count what a step read, such as ``["tokens"]``
-        of ``tj.Sum(weight.sum())``: history and writers have how many a second.
-      peak_flops: FLOP/s of one device, of which the history's ``mfu`` is the part that
-        is used; None takes that of bfloat16 from a table of devices, if it is there.
-      hooks: Each is called as ``hook(step number, metrics)`` with host values, for
-        every step in order, some calls later; a `towerjax.loop.WithState` is given
-        the state, too, every so many steps.
-      writers: Such as `JsonLines`; each is given every step and every evaluation, on
-        process 0.
+      audit: Whether the step is audited before its first call; None is the step's own
+        option. The result of the audit is kept in the checkpointer's folder, too.
+      progress: None shows a bar on a terminal and in a notebook, and otherwise a plain
+        line now and then, on stderr. True always shows a bar, False nothing. A list of
+        names of metrics, ``["accuracy"]``, acts as None and shows these beside the
+        loss.
+      per_second: Names of metrics that count things, such as ``["tokens"]`` for a
+        ``tj.Sum(weight.sum())``. History and writers get their rates per second.
+      peak_flops: The peak FLOP/s of one device, for the history's ``mfu``. None takes
+        the bfloat16 peak from a table of known devices.
+      hooks: Functions that are called as ``hook(step number, metrics)`` with values on
+        the host, for every step in order, some calls later. A `towerjax.loop.WithState`
+        also gets the state, every so many steps.
+      writers: Writers such as `JsonLines`. Each gets every step and every evaluation,
+        on process 0.
 
     Returns:
       ``(state, history)``.
 
     Raises:
-      ValueError: An option is wrong, a batch is malformed, there is no batch, or
-        there are fewer than ``steps``; the evaluation lacks a metric that is named.
-      SplitError: The audit found what depends on how the batch is split over towers.
-      NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
-        finite. That step changed nothing; steps then in flight are done. Names the
-        tower and leaf, if the step can ``locate``: its batch is run once more.
-      CheckpointError: Checkpoints cannot be written, or the newest is damaged or of
-        another model. Raised before the first step.
-      DesyncError: At a checkpoint, which is not written: devices' copies differed.
+      ValueError: An option is wrong; a batch is malformed; there are no batches, or
+        fewer than ``steps``; or the evaluation lacks a metric that an option names.
+      SplitError: The loss or a metric depends on how the batch is split over towers.
+      NonFiniteError: A loss or gradient was not finite, and the step has
+        ``on_nonfinite="raise"``. That step changed nothing; steps in flight after it
+        are done. The error names the tower and the leaf, for which the batch is run
+        once more.
+      CheckpointError: Checkpoints cannot be written, or the newest one is damaged or
+        belongs to another model. Raised before the first step where possible.
+      DesyncError: The devices' copies of the state differed at a checkpoint, which is
+        not written.
 
-    Any exception during the run (also Ctrl-C) has ``error.state``, ``error.batches``
-    and ``error.history``: ``run(step, error.state, error.batches, ...)`` continues as
-    if it had not been raised. See
+    Any exception during the run, Ctrl-C included, has ``error.state``,
+    ``error.batches`` and ``error.history``. ``run(step, error.state, error.batches,
+    ...)`` goes on as if it had not been raised. See
     <https://github.com/towerjax/towerjax/blob/main/docs/all_or_nothing.md>.
 
     Example:
@@ -140,10 +146,10 @@ def run(
     state = step.start(state)
     check_batches("batches", batches)
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
-    if isinstance(batches, Batches):  # which may be at a smaller last one
+    if isinstance(batches, Batches):  # the next batch may be a smaller last one
         step.placer.expect([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
-    # Of several processes JAX is sent SIGTERM, and all end after the same step.
+    # With several processes JAX handles SIGTERM, and all end after the same step.
     saving = options.checkpointer
     is_one = step.strategy.placement.num_processes == 1
     guard = InterruptGuard(saving.exit_code if saving and is_one else None)
@@ -161,7 +167,7 @@ def run(
 def _require_same_work(
     placement: Placement, batches: Iterable[PyTree], options: RunOptions, start: int
 ) -> None:
-    """Raise, on every process, unless all processes will make the same calls."""
+    """Raise on every process unless all processes will make the same calls."""
     if placement.num_processes == 1:
         return
     names = ("steps", "eval_every", "early_stopping")
@@ -173,7 +179,7 @@ def _require_same_work(
     given["WithState.every"] = [hook.every for hook in options.with_state]
     work = ", ".join(f"{name}={x}" for name, x in given.items() if x)
     require_same(
-        "What tj.run does",
+        "The work of tj.run",
         f"{work}, of {count_in_words(batches)}, from step {start}",
         "Give every process the same steps, batches and options.",
     )

@@ -1,4 +1,4 @@
-"""Where a run is, and whether its evaluations are good enough or stall."""
+"""The position of a run, and the rules by which evaluations end it."""
 
 import dataclasses
 import math
@@ -24,21 +24,22 @@ Direction: TypeAlias = Literal["min", "max"]
 @api_boundaries
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stop a run when its evaluations no longer improve, or are good enough.
+    """A rule that ends a run when its evaluations stop improving, or are good enough.
 
-    An evaluation is an improvement when its value is less than the best before it
-    minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
-    never is, nor is the infinity on the wrong side. After ``patience`` evaluations
-    in a row without an improvement the run ends. It also ends with an evaluation that
-    reaches ``goal``. A resumed run counts from 0 again, unless a `Checkpointer` saved
-    the count. Of a list of these, ``early_stopping=[first, second]``, any ends the run.
+    An evaluation is an improvement if its value is less than the best value before it
+    minus ``min_delta``; with ``"max"``, if it is more than the best plus ``min_delta``.
+    NaN is never an improvement, nor is the infinity on the wrong side. The run ends
+    after ``patience`` evaluations in a row without an improvement, or with an
+    evaluation that reaches ``goal``. A resumed run counts from 0 again, unless a
+    `Checkpointer` saved the count. Any rule of a list, ``early_stopping=[first,
+    second]``, ends the run.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
-      patience: Evaluations in a row without an improvement, >= 1; None if only
-        ``goal`` ends the run.
+      patience: The number of evaluations in a row without an improvement that ends the
+        run, >= 1; None if only ``goal`` ends it.
       mode: ``"min"`` if less is better, ``"max"`` if more is.
-      min_delta: The least change that is an improvement, >= 0.
+      min_delta: The smallest change that counts as an improvement, >= 0.
       goal: A value of the metric that is good enough, or None.
       min_steps: Evaluations before this step number do not count, >= 0.
 
@@ -65,7 +66,7 @@ class EarlyStopping:
         check_choice("EarlyStopping.mode", self.mode, get_args(Direction))
         if self.goal is None and self.patience is None:
             raise ValueError(
-                "EarlyStopping: patience=None and goal=None would never stop anything."
+                "EarlyStopping with patience=None and goal=None would never stop a run."
                 " Give one of them, or both."
             )
         if self.patience is not None:
@@ -79,7 +80,7 @@ class EarlyStopping:
 
 
 def sign_of(mode: Direction) -> int:
-    """The factor by which a metric is multiplied so that less is better."""
+    """The factor, 1 or -1, that makes less of a metric better."""
     return 1 if mode == "min" else -1
 
 
@@ -88,13 +89,13 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     given = () if early_stopping is None else early_stopping
     rules = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
-        what = "None or a tj.EarlyStopping(...), or a list of such"
+        what = "None, a tj.EarlyStopping(...), or a list of these"
         refuse_option("early_stopping", early_stopping, what)
     return rules
 
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
-    """In words, why a run with these evaluations ends; None if it continues."""
+    """The reason why a run with these evaluations ends; None if it continues."""
     sign = sign_of(rule.mode)
     goal = rule.goal
 
@@ -125,11 +126,11 @@ def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | No
 
 
 class Watch:
-    """The evaluations of a run, by which rules of early stopping end it.
+    """The evaluations of a run, and whether the rules of early stopping end it.
 
     Attributes:
-      values: Metric -> step number -> its value after that step.
-      stopped: Why the run is to end, in words; None if it is not.
+      values: The values of each metric by step number.
+      stopped: The reason why the run must end, as text; None if it continues.
     """
 
     def __init__(self, rules: Sequence[EarlyStopping]) -> None:
@@ -138,7 +139,7 @@ class Watch:
         self.values: dict[str, dict[int, float]] = {rule.metric: {} for rule in rules}
 
     def add(self, number: int, values: Mapping[str, Any]) -> None:
-        """Add an evaluation, which counts once."""
+        """Add an evaluation; the same one counts once."""
         metrics = [x.metric for x in self._rules]
         what = "EarlyStopping.metric"
         self.go_on({x: {number: value_of(values, what, x)} for x in metrics})
@@ -157,32 +158,38 @@ class Point:
 
     state: TrainState
     watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
-    # Of the last dispatched step: the run's one count, of which it derives the last
-    # recorded and the last hooked one. What is saved is a number of the disk.
+    # The number of the last dispatched step. The numbers of the last recorded step and
+    # of the last hooked one follow from it; that of the last saved one is on the disk.
     number: int = dataclasses.field(init=False)
-    # What is to be done before the next step.
+    # What must be done before the next step.
     is_evaluation_due: bool = False
     is_saving_due: bool = False
 
     def __post_init__(self) -> None:
-        """Count from the state's number on."""
+        """Start counting at the state's step number."""
         self.number = step_number(self.state)
 
     def advance(self, eval_every: int | None, every: int | None) -> None:
-        """Count a dispatched step; ``every``: of a `Checkpointer`."""
+        """Count a dispatched step; ``every`` is that of the `Checkpointer`."""
         self.number += 1
         self.is_evaluation_due |= bool(eval_every) and self.number % eval_every == 0
         self.is_saving_due |= bool(every) and self.number % every == 0
 
 
 def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
-    """The metric of an evaluation that an option names; raise unless it is a number."""
+    """The metric of an evaluation that an option names, as one real number."""
     what = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)
-        raise ValueError(f"{what}: the evaluation has no such metric; it has {names}.")
+        raise ValueError(
+            f"{what} is not a metric of the evaluation, which has {names}. Name one of"
+            " these."
+        )
     value = values[metric]
     if not is_one_real(value):
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
-        raise ValueError(f"{what}: its value is {kind}, not one real number.")
+        raise ValueError(
+            f"{what} must name a metric that is one real number, but its value is"
+            f" {kind}."
+        )
     return float(value)

@@ -9,7 +9,7 @@ from towerjax.jaxprs.flops import Flops
 from towerjax.types.options import is_one_real
 from towerjax.types.tables import in_flops
 
-# A rate beside a step is one over so many steps, or fewer at the start.
+# A rate beside a step is taken over this many steps, or fewer at the start.
 _STEPS = 20
 
 
@@ -21,10 +21,10 @@ class Done:
     steps: int = 0
     examples: int = 0
     products: int = 0  # as of `Flops`
-    counts: tuple[float, ...] = ()  # of each metric that counts
+    counts: tuple[float, ...] = ()  # of each counting metric
 
     def since(self, other: "Done") -> "Done":
-        """What was done after ``other``."""
+        """The work done after ``other``."""
         before = other.counts or (0.0,) * len(self.counts)
         return Done(
             self.seconds - other.seconds,
@@ -36,15 +36,15 @@ class Done:
 
 
 class Throughput:
-    """Adds up the work of a run's steps.
+    """A counter of the work of a run's steps.
 
     Attributes:
-      done: What was done so far, without the time of the steps under way.
-      uncounted: What of the step's arithmetic is not counted.
+      done: The work done so far, without the time of steps in flight.
+      uncounted: The step's arithmetic that is not counted.
     """
 
     def __init__(self, counting: Sequence[str] = (), peak: float | None = None) -> None:
-        """``counting`` names metrics that count; ``peak``: FLOP/s of all devices."""
+        """``counting`` names metrics to count; ``peak`` is FLOP/s of all devices."""
         self._counting = tuple(counting)
         self._peak = peak
         self.done = Done(counts=(0.0,) * len(self._counting))
@@ -54,7 +54,7 @@ class Throughput:
     def add(
         self, seconds: float, metrics: Mapping[str, Any], examples: int, flops: Flops
     ) -> None:
-        """Add a step; ``seconds`` are those of all steps so far."""
+        """Add a step; ``seconds`` is the time of all steps so far."""
         done = self.done
         counts = [_count_in(metrics, name) for name in self._counting]
         self.uncounted = flops.uncounted or self.uncounted
@@ -98,15 +98,14 @@ def flops_in_words(rates: Mapping[str, float], is_least: bool) -> str:
 def _count_in(metrics: Mapping[str, Any], name: str) -> float:
     if name not in metrics:
         raise ValueError(
-            f"per_second names {name!r}, and the metrics of a step are"
-            f" {', '.join(map(repr, metrics))}. Return TowerOutput(loss, metrics="
-            f"{{{name!r}: tj.Sum(tower.weight.sum())}}), or name one of these."
+            f"per_second names {name!r}, but the metrics of a step are"
+            f" {', '.join(map(repr, metrics))}. Return TowerOutput(loss,"
+            f" metrics={{{name!r}: tj.Sum(tower.weight.sum())}}), or name one of these."
         )
     value = metrics[name]
     if not is_one_real(value):
         raise ValueError(
-            f"per_second={name!r}: this metric is not a single number, so it"
-            " cannot be a count."
-            " Return its tj.Sum."
+            f"per_second={name!r} must name a metric that is a single number. Return a"
+            " tj.Sum of a scalar."
         )
     return float(value)

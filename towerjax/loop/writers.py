@@ -1,4 +1,4 @@
-"""Write a run's metrics while it is under way: `JsonLines` and `TensorBoard`."""
+"""Write a run's metrics while it trains: `JsonLines` and `TensorBoard`."""
 
 import dataclasses
 import math
@@ -33,8 +33,8 @@ from towerjax.types.options import (
     require,
 )
 
-# What a killed process may lose: lines of steps, where a file is replaced as a whole,
-# and curves.
+# The seconds that a killed process may lose: of a file that can only be replaced as a
+# whole, and of curves.
 _STORED_EVERY_S = _FLUSHED_EVERY_S = 10.0
 
 
@@ -43,10 +43,10 @@ class Record:
     """The metrics of one step, or of one evaluation."""
 
     kind: Literal["train", "eval"]
-    step: int  # the step's number; for an evaluation that of the last step before it
+    step: int  # the number of the step; for an evaluation, of the last step before it
     time_s: float  # seconds since 1970 when the metrics reached the host
     metrics: Mapping[str, Any]  # name -> number or array, on the host
-    # Of a step: name -> how much a second, over the last steps; see `RunSummary`.
+    # For a step, the rates over the last steps by name; see `RunSummary`.
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ class OpenWriter(Protocol):
         """Write one record."""
 
     def close(self) -> None:
-        """Write what is buffered, and close files. Called once."""
+        """Write buffered records, and close files; called once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Writer(Protocol):
 
 
 class Writers:
-    """The open writers of a run. Each gets every record, even if another fails."""
+    """The open writers of a run; each gets every record, even if another one fails."""
 
     def __init__(self) -> None:
         self._failures: list[Exception] = []
         self._open: list[OpenWriter] = []
 
     def open(self, writers: Iterable[Writer], start: int, placement: Placement) -> None:
-        """Open the writers, on process 0 alone of those that share the run."""
+        """Open the writers; of several processes only process 0 does."""
 
         def open_each() -> None:
             for writer in writers:
@@ -98,7 +98,7 @@ class Writers:
 
     @property
     def are_open(self) -> bool:
-        """Whether any writer is given records."""
+        """Whether any writer is open."""
         return bool(self._open)
 
     def write(self, record: Record) -> None:
@@ -130,18 +130,18 @@ class Writers:
             raise failures[0]
 
     def explain(self, error: BaseException) -> None:
-        """Note the first failure in another exception that ends the run."""
+        """Add the first failure as a note to another exception that ends the run."""
         for failure in self._failures[:1]:
             text = f"{type(failure).__name__}: {failure}"
-            error.add_note(f"Besides, a writer failed: {text}.")
+            error.add_note(f"A writer failed, too: {text}.")
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
-    """Return the writers as a tuple, or raise if one cannot be opened."""
+    """The writers as a tuple; raise if one cannot be opened."""
     writers = check_list("writers", writers)
     example = (
-        "tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own whose"
-        " open(start) returns one with write(record) and close()"
+        "tj.JsonLines(path), tj.TensorBoard(logdir), or your own object whose"
+        " open(start) returns an object with write(record) and close()"
     )
     for writer in writers:
         check_methods("one of writers", writer, "open", example)
@@ -149,7 +149,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """Replace each float that is not finite by its name, which ``float`` reads."""
+    """The value, with non-finite floats replaced by names, which ``float`` reads."""
     if isinstance(value, Mapping):
         return {str(name): as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -164,19 +164,18 @@ class JsonLines:
     """A file with one line of JSON for each step and each evaluation.
 
     ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
-    ``kind`` is ``"train"`` or ``"eval"``. In a run, a step's line ends with
-    ``"rates": {"steps_per_second": 45.6, ...}``, those of the last 20 steps, named as
-    in `tj.loop.RunSummary`. Numbers are exact; those that are not finite
-    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
-    reads. A process killed at any time leaves whole lines. An object store cannot
-    append: there the file is stored anew every 10 s, with each evaluation and at the
-    end.
+    ``kind`` is ``"train"`` or ``"eval"``. In a run, a step's line ends with ``"rates":
+    {"steps_per_second": 45.6, ...}``, the rates over the last 20 steps, named as in
+    `tj.loop.RunSummary`. Numbers are exact. Non-finite numbers are the strings
+    ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. A process that
+    is killed at any time leaves complete lines. An object store cannot append, so there
+    the whole file is stored every 10 s, with each evaluation and at the end.
 
     A run that starts at step ``n`` cuts off later lines, so that no step has two lines.
     A run that starts at step 0 refuses a file that has lines.
 
     Attributes:
-      path: The file, local or such as ``"gs://bucket/run.jsonl"``; its folder is made.
+      path: The file, local or like ``"gs://bucket/run.jsonl"``; its folder is created.
       replace: Whether a run that starts at step 0 may cut off the lines of another.
 
     Example:
@@ -199,9 +198,9 @@ class JsonLines:
         check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """The file, open after the lines of the ``start`` steps done before.
+        """The file, open for writing after the lines of the first ``start`` steps.
 
-        A ``ValueError`` where ``path`` holds something else or an earlier run.
+        It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
         """
         path = absolute_path(self.path)
         with opening("JsonLines.path", path):
@@ -211,7 +210,7 @@ class JsonLines:
 
         def write(record: Record) -> None:
             nonlocal repeated
-            # An evaluation that comes before any step is that of the start.
+            # An evaluation that comes before any step repeats the one at the start.
             if record.kind == "eval" and repeated is not None:
                 file.truncate(repeated)
             repeated = None
@@ -226,7 +225,7 @@ class JsonLines:
         return Opened(write, file.close)
 
     def _kept(self, path: epath.Path, start: int) -> tuple[int | None, int | None]:
-        """How many bytes to keep, and whether their last line evaluates ``start``."""
+        """How many bytes to keep, and where an evaluation of ``start`` begins."""
         if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
             return None, None  # a pipe or a device has no earlier lines
         kept = last = 0
@@ -244,26 +243,27 @@ class JsonLines:
 
 def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
     return ValueError(
-        f"{writer}: {str(path)!r} holds {what}, but this one starts at step 0. Use"
-        " another path, go on with that run's state, or say"
-        f" {writer}(path, replace=True)."
+        f"{writer}: {str(path)!r} holds {what}, but this run starts at step 0. Use"
+        f" another path, go on with that run's state, or write {writer}(path,"
+        " replace=True)."
     )
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Convert a metric to numbers and lists for JSON."""
+    """A metric as numbers and lists for JSON."""
     return as_json(real_numbers("JSON", name, value).tolist())
 
 
 def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
-    """A metric as an array, floats in float64; raise unless they are real numbers."""
+    """A metric as an array, floats in float64; raise unless it has real numbers."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
         return array
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"{writer}: the metric {name!r} is {type(value).__name__}, {array.dtype}"
-            f"{list(array.shape)}, not real numbers. Return its .value or its parts."
+            f"{writer}: the metric {name!r} is {type(value).__name__},"
+            f" {array.dtype}{list(array.shape)}, but must have real numbers. Return its"
+            " .value, or its real and imaginary parts."
         )
     return array.astype(np.float64)
 
@@ -272,18 +272,18 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
 class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
-    Besides ``rate/examples_per_second`` and others, over the last 20 steps, named as in
-    `tj.loop.RunSummary`. Needs ``tensorboardX``. Values are float32. A metric that is
-    an array has a curve for each element, ``eval/confusion/1/2``. A killed process
-    loses 10 s of curves.
+    They also hold rates over the last 20 steps, such as ``rate/examples_per_second``,
+    named as in `tj.loop.RunSummary`. Values are float32. A metric that is an array has
+    a curve for each element, ``eval/confusion/1/2``. A killed process loses 10 s of
+    curves. The package ``tensorboardX`` must be installed.
 
-    Each run writes its own file, which begins with a mark that the steps from its
-    start are done again, so that TensorBoard hides those that a lost run wrote. A run
-    that starts at step 0 refuses a folder that has event files.
+    Each run writes its own file. The file begins with a mark, by which TensorBoard
+    hides later steps that a lost run wrote. A run that starts at step 0 refuses a
+    folder that has event files.
 
     Attributes:
-      logdir: The folder, local or such as ``"gs://bucket/logs"``; it is made.
-      max_elements: The most curves of one metric.
+      logdir: The folder, local or like ``"gs://bucket/logs"``; it is created.
+      max_elements: The largest number of curves of one metric.
       replace: Whether a run that starts at step 0 may hide earlier runs.
     """
 
@@ -297,12 +297,13 @@ class TensorBoard:
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """A new event file, of a state that had done ``start`` steps before.
+        """A new event file for a run whose state has done ``start`` steps.
 
-        A ``ValueError`` without ``tensorboardX``, or where ``logdir`` holds other runs.
+        It raises a ``ValueError`` without ``tensorboardX``, or if ``logdir`` holds
+        other runs.
         """
         logdir = absolute_path(self.logdir)
-        # Its SummaryWriter waits for ever, and raises nothing, once its disk is full.
+        # The SummaryWriter of tensorboardX waits for ever once its disk is full.
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
         files = require("tensorboardX.event_file_writer", *needs)
         proto = require("tensorboardX.proto.event_pb2", *needs)
@@ -314,7 +315,7 @@ class TensorBoard:
             raise _earlier("TensorBoard", logdir, "event files of an earlier run")
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
-            # By this name tensorboardX opens a file; its own take other packages.
+            # tensorboardX opens files by this name; its own stores need other packages.
             stored = lambda at: StoredFile(epath.Path(at.partition(":")[2]))  # noqa: E731
             made = types.SimpleNamespace(open=stored)
             stores = require("tensorboardX.record_writer", *needs)
@@ -342,16 +343,16 @@ class TensorBoard:
 
 
 def curves(record: Record, most: int) -> dict[str, float]:
-    """The number of each curve; a metric has one for each of its elements."""
+    """The value of each curve by its name; each element of a metric has a curve."""
     numbers = {}
     for name, value in record.metrics.items():
         tag = f"{record.kind}/{name}"
         array = real_numbers("TensorBoard", tag, value)
         if array.size > most:
             raise ValueError(
-                f"TensorBoard: the metric {tag!r} has {array.size} elements, each a"
-                f" curve, and may have {most}. Use tj.JsonLines(path), or give"
-                " TensorBoard a larger max_elements."
+                f"TensorBoard: the metric {tag!r} has {array.size} elements, which"
+                f" would each be a curve, but max_elements is {most}. Use"
+                " tj.JsonLines(path), or give TensorBoard a larger max_elements."
             )
         for place, x in np.ndenumerate(array.astype(np.float64)):
             numbers["/".join([tag, *map(str, place)])] = float(x)

@@ -55,20 +55,21 @@ _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """Devices that this machine lacks, for which XLA compiles.
+    """Devices that this machine lacks, for which XLA can compile.
 
-    A strategy of them proves and compiles steps from shapes: ``step.check``,
-    ``step.report``. Nothing runs on them. The compiler comes with
-    ``pip install 'towerjax[gpu-compiler]'`` or ``[tpu-compiler]``, and needs no driver.
+    A strategy on them proves and compiles steps from shapes, with ``step.check`` and
+    ``step.report``. Nothing runs on them. The compiler comes with ``pip install
+    'towerjax[gpu-compiler]'`` or ``[tpu-compiler]``, and needs no driver.
 
     Attributes:
-      target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; TPUs by their
-        topology, ``"v5e:2x4"``; or XLA's text of a GPU, a ``GpuTargetConfigProto``.
-      number: How many, up to 1,048,576; None for TPUs, whose topology says it.
-      hosts: How many hosts share the GPUs evenly; None is one for each eight.
+      target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; a topology of
+        TPUs, ``"v5e:2x4"``; or XLA's description of a GPU, a ``GpuTargetConfigProto``
+        as text.
+      number: The number of GPUs, up to 1,048,576; None for TPUs, whose topology has it.
+      hosts: The number of hosts, which share the GPUs evenly; None is one for each 8.
 
     Raises:
-      ValueError: No such target, or a number that hosts do not share evenly.
+      ValueError: The target is unknown, or hosts cannot share the number evenly.
 
     Example:
       >>> import towerjax as tj
@@ -90,16 +91,16 @@ class Absent:
         if self.target not in _GPUS and "gpu_device_info" not in self.target:
             raise ValueError(
                 f"{self!r} is not a known device. Write one of"
-                f" {', '.join(map(repr, _GPUS))} and their number, a TPU topology such"
-                " as 'v5e:2x4' without a number, or XLA's text of a GPU, which has"
-                " gpu_device_info { ... }."
+                f" {', '.join(map(repr, _GPUS))} and a number, a TPU topology such as"
+                " 'v5e:2x4' without a number, or XLA's description of a GPU, a text"
+                " with gpu_device_info { ... }."
             )
         check_whole("number", self.number, 1, _MOST)
         check_whole("hosts", self.hosts, or_none=True)
         if len(self) % self.num_hosts:
             raise ValueError(
-                f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Say"
-                f" hosts= a number that divides {self.number}."
+                f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Write"
+                f" hosts= with a number that divides {self.number}."
             )
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class Absent:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The memory of one device; None where the target does not say."""
+        """The memory of one device in bytes; None if the target does not say."""
         match = re.search(r"device_memory_size: (\d+)", self.text)
         return int(match[1]) if match else None
 
@@ -157,7 +158,9 @@ class Absent:
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         devices = tuple(make(self))
         if len(devices) != len(self):
-            raise ValueError(f"{self} has {len(devices)} devices by its compiler.")
+            raise ValueError(
+                f"{self} has {len(devices)} devices according to its compiler."
+            )
         return devices
 
 
@@ -192,8 +195,8 @@ def _tpu_devices(absent: Absent) -> list[Any]:
 
 def _missing_compiler(absent: Absent) -> ValueError:
     return ValueError(
-        f"Compiling for {absent}, which is not here, needs its compiler, a wheel of"
-        f" JAX's own version: pip install 'towerjax[{absent.platform}-compiler]'."
+        f"Compiling for {absent} needs its compiler, a wheel of JAX's version. Install"
+        f" it with pip install 'towerjax[{absent.platform}-compiler]'."
     )
 
 

@@ -22,8 +22,8 @@ _NAME = re.compile(
     r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
 )
 _WITHOUT_CPU = (
-    "JAX was told to leave CPUs out, by JAX_PLATFORMS or jax_platforms: add cpu to it,"
-    " as in JAX_PLATFORMS=cuda,cpu, or name another device."
+    "JAX_PLATFORMS or jax_platforms leaves CPUs out. Add cpu to it, as in"
+    " JAX_PLATFORMS=cuda,cpu, or name another device."
 )
 
 
@@ -48,26 +48,26 @@ def canonical_device_names(devices: Any) -> tuple[str, ...]:
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
-            " objects, such as devices=('gpu:0',); leave it out to use all. A number of"
-            " towers is towers=8."
+            " objects, such as devices=('gpu:0',); leave it out to use all. For a"
+            " number of towers write towers=8."
         )
     names = tuple(canonical_device_name(device) for device in devices)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
-            " several towers on a device write towers=..., not the device twice."
+            " several towers on a device write towers=... instead."
         )
     platforms = sorted({name.split(":")[0] for name in names})
     if len(platforms) > 1:
         raise ValueError(
-            f"devices are of several platforms, {' and '.join(platforms)}, in {names};"
-            " one program runs on one platform. Name devices of one."
+            f"devices are of several platforms, {' and '.join(platforms)}, in {names},"
+            " but one program runs on one platform. Name devices of one platform."
         )
     return names
 
 
 def platform_devices(platform: str) -> list[Device]:
-    """The devices of a platform; an empty list where JAX has no such platform."""
+    """The devices of a platform; an empty list if JAX has no such platform."""
     try:
         return jax.devices(platform)
     except RuntimeError:  # JAX has no such platform
@@ -93,7 +93,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
         own = [i for i, d in enumerate(devices) if d.process_index == process]
         if len(own) < wanted:
             raise ValueError(
-                f"num_gpus={gpus} of each process, but process {process} has"
+                f"num_gpus={gpus} asks for more GPUs than process {process} has,"
                 f" {len(own)}. Ask for at most that many, or name the devices."
             )
         names += [f"{platform}:{i}" for i in own[:wanted]]
@@ -101,7 +101,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def owners_of(names: Sequence[str]) -> set[int]:
-    """The processes that own the devices; none where a device is missing."""
+    """The processes that own the devices; none if a device is missing."""
     try:
         return {device.process_index for device in find_devices(names)}
     except ValueError:
@@ -115,9 +115,9 @@ def want_cpu_devices(number: int) -> None:
 
 
 def wake_cpu_devices(number: int) -> None:
-    """Make JAX begin anew, with this many CPU devices and no mesh of `jax.set_mesh`.
+    """Start JAX anew, with this many CPU devices and no mesh of `jax.set_mesh`.
 
-    Arrays of before can be read, and not computed with.
+    Earlier arrays can still be read, but not used in computations.
     """
     backend.clear_backends()
     jax.config.update("jax_num_cpu_devices", number)
@@ -154,7 +154,7 @@ def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
         f" {'is' if len(missing) == 1 else 'are'} not on this machine, which has"
         f" {present} of platform {platform!r}; the default one is"
         f" {jax.default_backend()!r} with {len(jax.devices())}. Name devices that it"
-        f" has, or ask for towers=... and let them share a device.{hint}"
+        f" has, or write towers=... and let towers share a device.{hint}"
     )
 
 

@@ -191,8 +191,8 @@ class Placement:
             devices = self.absent.jax_devices()
         if self.num_processes > 1 and self.executor == "pmap":
             raise ValueError(
-                f"executor='pmap' runs on the devices of one process, and these belong"
-                f" to {self.num_processes}. Use executor='shard_map'."
+                "executor='pmap' needs devices of one process, but these belong to"
+                f" {self.num_processes}. Use executor='shard_map'."
             )
         return devices
 
@@ -219,15 +219,16 @@ class Placement:
         """Raise if nothing can be placed: devices are absent, or a mesh is set."""
         if self.absent is not None:
             raise ValueError(
-                f"{self.absent!r} is not here, so that nothing can be placed or run on"
-                " it. Give step.check and step.report step.shapes(params), or name"
-                " devices that this machine has."
+                f"{self.absent!r} is not on this machine, so nothing can be placed or"
+                " run on it. Pass step.shapes(params) to step.check or step.report, or"
+                " name devices that this machine has."
             )
         names = jax.sharding.get_abstract_mesh().axis_names
         if names and DEVICE_AXIS not in names:
             raise ValueError(
-                f"jax.set_mesh has set a mesh of axes {names}, and a strategy makes its"
-                " own. Set yours around your own programs: with jax.set_mesh(mesh): ..."
+                f"jax.set_mesh has set a mesh of axes {names}, but a strategy makes its"
+                " own. Set yours only around your own programs: with"
+                " jax.set_mesh(mesh): ..."
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
@@ -269,8 +270,9 @@ class Placement:
             if len(x) % size:
                 raise ValueError(
                     f"rows={self.rows!r} splits the rows of a tower over {size}"
-                    f" devices, and a tower function is called with {len(x)}. Give each"
-                    f" call a multiple of {size}: a larger batch, fewer micro_batches."
+                    f" devices, but a tower function is called with {len(x)} rows. Make"
+                    f" that a multiple of {size}, with a larger batch or fewer"
+                    " micro_batches."
                 )
             return jax.lax.with_sharding_constraint(x, PartitionSpec(self.rows))
 
@@ -302,14 +304,16 @@ def _check_owners(devices: tuple[Device, ...], each: int) -> None:
     groups = [owners[i : i + each] for i in range(0, len(owners), each)]
     if torn := [group for group in groups if len({*group}) > 1]:
         raise ValueError(
-            f"A tower of {each} devices would be of the processes"
-            f" {sorted({*torn[0]})}. Name a multiple of {each} devices of each process."
+            f"A tower of {each} devices would belong to the processes"
+            f" {sorted({*torn[0]})}, but must be in one. Name a multiple of {each}"
+            " devices of each process."
         )
     if set(owners) == {jax.process_index()}:
         return
     counts = {owners.count(process) for process in range(jax.process_count())}
     if owners != sorted(owners) or len(counts) > 1:
         raise ValueError(
-            f"The devices belong to the processes {owners} of {jax.process_count()}."
-            " Name as many of each, process after process, or leave devices out."
+            f"The devices belong to the processes {owners} of {jax.process_count()},"
+            " but each process needs equally many. Name as many of each, process after"
+            " process, or leave devices out."
         )

@@ -79,7 +79,8 @@ def _check_devices() -> None:
     if len(set(counts)) > 1:
         raise ValueError(
             f"The processes of this job have {counts} devices each; they need the same"
-            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES alike for all."
+            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES to the same in"
+            " all."
         )
 
 

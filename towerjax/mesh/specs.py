@@ -1,4 +1,4 @@
-"""Where the leaves of a model are split over the devices of one tower."""
+"""The split of a model's leaves over the devices of one tower."""
 
 import dataclasses
 import math
@@ -50,9 +50,9 @@ class Specs:
             spec = getattr(x, "spec", x)  # of a NamedSharding
             if not isinstance(spec, PartitionSpec | None):
                 raise ValueError(
-                    f"{leaf_name('specs', path)} is {x!r:.200}. specs= is a tree of"
-                    " jax.sharding.PartitionSpec like the parameters or its upper"
-                    " part, or a function (name, leaf) -> PartitionSpec."
+                    f"{leaf_name('specs', path)} is {x!r:.200}. specs= must be a tree"
+                    " of jax.sharding.PartitionSpec that is a prefix of the parameters,"
+                    " or a function (name, leaf) -> PartitionSpec."
                 )
             pairs.append((_keys(path), PartitionSpec() if spec is None else spec))
         return cls(tuple(pairs))
@@ -77,8 +77,8 @@ class Specs:
                 if not fits:
                     raise ValueError(
                         f"specs= has no entry for {leaf_name('params', path)}. Write"
-                        " jax.sharding.PartitionSpec() for what each device of a tower"
-                        " holds whole."
+                        " jax.sharding.PartitionSpec() for a leaf that each device of a"
+                        " tower holds whole."
                     )
                 entry, spec = max(fits, key=lambda x: len(x[0]))
                 used.add(entry)
@@ -86,8 +86,8 @@ class Specs:
             table[keys] = shape, spec
         if names := ["/".join(x) for x, _ in self.by_keys if x not in used]:
             raise ValueError(
-                f"specs= has entries for no parameter: {listed(names)}. Give a tree"
-                " like params, or its upper part."
+                f"specs= has entries that match no parameter: {listed(names)}. Give a"
+                " tree like params, or a prefix of it."
             )
         return table
 
@@ -123,18 +123,18 @@ def check_split(
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
             f"specs= gives {spec!r:.200} for {name}. Return a"
-            " jax.sharding.PartitionSpec, or None for what is whole."
+            " jax.sharding.PartitionSpec, or None for a leaf that is whole."
         )
     told = f"specs= gives {spec} for {name}{list(shape)}"
     named = [axis for entry in spec for axis in axes_of(entry)]
     if unknown := [x for x in named if x not in sizes]:
         raise ValueError(
-            f"{told}, but {', '.join(map(repr, unknown))} is no axis within a tower;"
-            f" these are {', '.join(map(repr, sizes)) or 'none'}, of within=... What is"
-            " split over the towers is tj.Mirrored(state=...)."
+            f"{told}, but {', '.join(map(repr, unknown))} is not an axis within a"
+            f" tower; within=... has {', '.join(map(repr, sizes)) or 'none'}. To split"
+            " over towers write tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
-        raise ValueError(f"{told}, with more entries than the array has dims.")
+        raise ValueError(f"{told}, which has more entries than the array has dims.")
     for i, entry in enumerate(spec):
         count = math.prod(sizes[axis] for axis in axes_of(entry))
         if shape[i] % count:

@@ -42,10 +42,10 @@ def refuse_leaked(root: str, tree: PyTree) -> None:
         named = named_leaves(root, tree)
         leaked = [name for name, x in named if isinstance(x, Tracer)]
         raise ValueError(
-            f"{listed(leaked)}: a function computed it while JAX traced it, and put it"
-            " aside, in a list, a global or an attribute. It has no value: return it"
-            " from the function, of a loss function tj.TowerOutput(loss, metrics={...})"
-            "."
+            f"{listed(leaked)} has no value, because a traced function computed it and"
+            " put it aside, in a list, a global or an attribute. Return it from the"
+            " function; from a loss function return it as tj.TowerOutput(loss,"
+            " metrics={...})."
         )
 
 
@@ -54,9 +54,9 @@ def refuse_traced(root: str, tree: PyTree) -> None:
     refuse_leaked(root, tree)
     if has_tracers(tree):
         raise ValueError(
-            "A step is called from Python, and JAX traces what it was given. Inside of"
-            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step;"
-            " what a function has computed and put aside is to be returned by it."
+            "A step must be called from Python, but JAX traces its arguments. Inside"
+            " jax.jit, scan, vmap or grad write step.fn(state, batch) of a train step."
+            " If a traced function put a value aside, return it from that function."
         )
 
 

@@ -1,4 +1,4 @@
-"""Check labels, predictions and weights, and weigh each element."""
+"""Check labels, predictions and weights, and give each element its weight."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -15,19 +15,19 @@ Weight: TypeAlias = ArrayLike | None  # of their leading dims
 
 
 def library_of(*arrays: Any) -> Any:
-    """``jax.numpy`` for an array of JAX, else ``numpy``, which keeps 64 bits."""
+    """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps 64 bits."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """``total / weight``, and 0 where the weight is 0, for a state's ``compute``.
+    """``total / weight``, and 0 where the weight is 0; for a state's ``compute``.
 
     Args:
-      total: Any shape, of NumPy or JAX.
+      total: Any shape, a NumPy or JAX array.
       weight: The same shape, or ``()``.
 
     Returns:
-      An array of that shape, of the operands' library. NaN stays NaN.
+      An array of that shape, from the same library. NaN stays NaN.
 
     Example:
       >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
@@ -47,7 +47,7 @@ def quotient(total: Any, weight: Any) -> Any:
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values are on the host, known before tracing."""
+    """Whether the values are on the host, and so known before tracing."""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
@@ -57,24 +57,24 @@ def as_array(x: Any) -> Any:
 
 
 def as_floats(x: Any) -> jax.Array:
-    """The floats that a mean is taken of; raise unless they are an array of numbers."""
+    """The array as floats to be averaged; raise unless it is an array of numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
-            f"A mean takes one array, not {a_type(x)}. The mean of each leaf's"
-            " rows is tj.Weighted.mean(tree, weight, axis=0)."
+            f"A mean needs one array, but got {a_type(x)}. For the mean of each leaf's"
+            " rows write tj.Weighted.mean(tree, weight, axis=0)."
         )
     refuse_no_numbers("What a mean is taken of", x)
     return floats_of(x)
 
 
 def floats_of(x: Any) -> jax.Array:
-    """An array to be summed, as float32 or wider; wide integers do not overflow."""
+    """The array as float32 or wider, to be summed; wide integers do not overflow."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Where two integers have the same sign, and both as unsigned numbers."""
+    """Where two integers have the same sign, and both integers as unsigned numbers."""
     library = np if is_known(first) and is_known(second) else jnp
     a, b = (library.asarray(native(x)) for x in (first, second))
     unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
@@ -96,7 +96,10 @@ def element_weights(
         return jnp.ones(shape, jnp.float32)
     refuse_no_numbers(f"{name}: weight", weight)
     if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
-        raise ValueError(f"{name} got a weight of {lowest}; give 0 to mask an example.")
+        raise ValueError(
+            f"{name} got a weight of {lowest}, but weights must be >= 0. Give 0 to mask"
+            " an example."
+        )
     weight = floats_of(as_array(weight))
     given = weight.shape
     dims = len(shape)
@@ -106,7 +109,10 @@ def element_weights(
     if repeats and len(given) == dims:
         fits = all(size in (1, whole) for size, whole in zip(given, shape, strict=True))
     if not fits:
-        advice = f"Give weights of the leading dims, {shape[:1]} for one per example."
+        advice = (
+            f"Weights must have the shape of the leading dims, {shape[:1]} for one per"
+            " example."
+        )
         if len(given) == 1 and given[0] in shape[1:]:
             at = shape.index(given[0])
             advice = f"Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
@@ -117,7 +123,7 @@ def element_weights(
 
 
 def weights_where(which: Any, weight: jax.Array) -> jax.Array:
-    """The weights of the elements in ``which``, 0 elsewhere; NaN stays everywhere."""
+    """The weights of the elements in ``which``, and 0 elsewhere; NaN stays NaN."""
     return jnp.where(which | jnp.isnan(weight), weight, 0)
 
 
@@ -133,8 +139,9 @@ def check_threshold(name: str, threshold: Any) -> None:
     """Raise unless the threshold is one number."""
     if isinstance(threshold, str | list | tuple) or np.shape(threshold):
         raise ValueError(
-            f"{name} got threshold={threshold!r}; it is one number, such as 0.5. Make a"
-            f" metric of each: [{name}(..., t) for t in thresholds]."
+            f"{name} got threshold={threshold!r}, but a threshold must be one number,"
+            f" such as 0.5. Make one metric per threshold: [{name}(..., t) for t in"
+            " thresholds]."
         )
     refuse_no_numbers(f"{name}: threshold", threshold)
 
@@ -142,8 +149,9 @@ def check_threshold(name: str, threshold: Any) -> None:
 class Pairs:
     """The labels and predictions of one metric, of equal shapes, and their weights.
 
-    A compiled program cannot raise: a value that is not valid, and not known before
-    tracing, has the weight NaN, unless its weight is 0. So each sum of weights is NaN.
+    A compiled program cannot raise. So an invalid value that is not known before
+    tracing gets the weight NaN, unless its weight is 0; then each sum of weights is
+    NaN.
     """
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
@@ -166,14 +174,14 @@ class Pairs:
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
-        """Raise for a known invalid value; a traced one makes its weight NaN."""
+        """Raise for a known invalid value; make the weight of a traced one NaN."""
         if is_known(x) and is_known(self._given):
             x = np.asarray(x)
             counts = np.asarray(self._given) != 0
             counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
             if (bad := x[counts & ~np.asarray(valid)]).size:
                 raise ValueError(
-                    f"{self.name} got {what} with the value {bad[0]}; {remedy}"
+                    f"{self.name} got {what} with the value {bad[0]}: {remedy}"
                 )
         self.mark(valid)
 
@@ -183,7 +191,7 @@ class Pairs:
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:
-        """Labels or predictions as booleans; given are booleans, 0 or 1."""
+        """The labels or predictions, which are booleans, 0 or 1, as booleans."""
         x = getattr(self, what)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
@@ -194,20 +202,21 @@ class Pairs:
         return jnp.asarray(~is_no)
 
     def ids(self) -> tuple[tuple[str, Any], ...]:
-        """``(what, ids)`` of both; raise unless they are integers or booleans."""
+        """``(what, ids)`` of labels and predictions; raise unless they are ids."""
         both = ("labels", self.labels), ("predictions", self.predictions)
         for what, x in both:
             dtype = jnp.result_type(x)
             if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
                 raise ValueError(
-                    f"{self.name} got {what} of dtype {dtype}; class ids are integers"
-                    " or booleans: write jnp.argmax(logits, axis=-1), probabilities >"
-                    f" 0.5, or {what}.astype(jnp.int32) of ids that are floats."
+                    f"{self.name} got {what} of dtype {dtype}, but class ids must be"
+                    " integers or booleans. Write jnp.argmax(logits, axis=-1),"
+                    f" probabilities > 0.5, or {what}.astype(jnp.int32) of ids that are"
+                    " floats."
                 )
         return both
 
     def are_equal(self) -> jax.Array:
-        """Where ids are equal as numbers, whatever their dtypes; raise on overflow."""
+        """Where ids are equal as numbers, in any dtypes; raise if one overflows."""
         ids = self.ids()
         for what, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:

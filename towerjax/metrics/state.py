@@ -1,4 +1,4 @@
-"""Check metric states, ours and other libraries', merge them, compute their values."""
+"""Metric states, ours and other libraries': check them, merge them, compute values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,9 @@ def is_collection(x: Any) -> bool:
 
 
 def merge_parts(first: Any, second: Any) -> Any:
-    """Merge the metrics of two parts of one batch."""
-    # clu's LastValue averages over parts, and of batches keeps the last.
+    """The merged metrics of two parts of one batch."""
+    # clu's LastValue averages the parts of a batch, and keeps the last of several
+    # batches.
     of_parts = getattr(first, "_reduce_merge", None)
     return first.merge(second) if of_parts is None else of_parts(second)
 
@@ -45,7 +46,7 @@ def merge_parts(first: Any, second: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A metric of another library; numbers that decide shapes are kept static."""
+    """A metric of another library; numbers that decide shapes stay static."""
 
     arrays: list[Any]  # the metric's leaves, in tree order; None for each number
     # Those that are numbers, in tree order; None for each array.
@@ -54,7 +55,7 @@ class Adapted:
 
     @classmethod
     def of(cls, metric: Any, numbers: Sequence[Any]) -> "Adapted":
-        """A metric with these leaves; a leaf that is None keeps its number."""
+        """The metric with its arrays and its numbers apart; None marks an array."""
         leaves, treedef = jax.tree.flatten(metric)
         pairs = zip(leaves, numbers, strict=True)
         arrays = [leaf if number is None else None for leaf, number in pairs]
@@ -68,7 +69,7 @@ class Adapted:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def merge(self, other: "Adapted") -> "Adapted":
-        """Merge the metrics of two batches, by the class's ``merge``."""
+        """The merged metrics of two batches, by the class's ``merge``."""
         return Adapted.of(self.metric.merge(other.metric), self.numbers)
 
     def _reduce_merge(self, other: "Adapted") -> "Adapted":
@@ -80,22 +81,24 @@ class Adapted:
 
 
 def from_clu(metric: Any) -> Any:
-    """A metric of ``clu.metrics`` or ``metrax`` as a metric state.
+    """The metric state of a metric of ``clu.metrics`` or ``metrax``.
 
-    A step converts a ``Metric`` among its metrics by itself. A ``Collection`` becomes
-    a dict of its metrics: write ``{**from_clu(collection)}``. Values are the library's
-    own: ``clu.metrics.Average`` of nothing is NaN. Give the metric ``tower.weight`` as
+    A step converts a ``Metric`` by itself. A ``Collection`` becomes a dict of its
+    metrics: write ``{**from_clu(collection)}``. Values are those of the library, so
+    that ``clu.metrics.Average`` of nothing is NaN. Give the metric ``tower.weight`` as
     ``mask`` or ``sample_weights``.
 
     Args:
       metric: An object made by ``from_model_output(...)`` of its class.
 
     Returns:
-      A state with ``merge`` and ``compute``, a pytree; or name -> state.
+      A state with ``merge`` and ``compute``, a pytree; for a ``Collection`` a dict of
+      names and states.
 
     Raises:
       ValueError: ``metric`` is a class, or has no ``merge`` and ``compute``; or its
-        merge cannot be traced or changes shapes, as that of a ``CollectingMetric``.
+        merge cannot be traced, or changes shapes, as the merge of a
+        ``CollectingMetric`` does.
 
     Example:
       >>> from clu import metrics as clu_metrics
@@ -117,15 +120,14 @@ def from_clu(metric: Any) -> Any:
         return metric
     if not looks_like_state(metric) or jax.tree_util.all_leaves([metric]):
         raise ValueError(
-            f"from_clu got {metric!r}, which is not a pytree with merge and"
-            " compute. Pass"
-            " what from_model_output(...) returns."
+            f"from_clu got {metric!r}, which is not a pytree with merge and compute."
+            " Pass the result of from_model_output(...)."
         )
     return adapt(metric)
 
 
 def adapt(metric: Any) -> Adapted:
-    """Another library's state; numbers that no merge changes stay Python numbers."""
+    """Another library's state, in which numbers that no merge changes stay static."""
     leaves = jax.tree.leaves(metric)
     numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
@@ -148,7 +150,8 @@ def check_merge(state: Any) -> None:
     merged = _trace_merge(name, merge_parts, state)
     what = f"The merge of two {name}"
     advice = (
-        "Keep shapes and dtypes: concatenate on the host what a predict step returns."
+        "Keep shapes and dtypes. To concatenate, do so on the host with the results of"
+        " a predict step."
     )
     check_like("it", merged, state, f"{what} changes the state", advice)
 
@@ -159,7 +162,8 @@ def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"The merge of a {name} cannot be traced, so a step cannot merge its"
-            f" towers: {error} A state merges arrays of fixed shapes with jax.numpy."
+            f" towers: {error} A state must merge arrays of fixed shapes with"
+            " jax.numpy."
         ) from error
 
 
@@ -167,10 +171,10 @@ def is_metric(x: Any) -> bool:
     """Whether ``x`` is a metric state: a pytree with ``merge`` and ``compute``.
 
     Args:
-      x: Anything.
+      x: Any value.
 
     Returns:
-      A bool; False of a ``Collection`` of clu, which is several metrics.
+      A bool; False for a ``Collection`` of clu, which is several metrics.
 
     Example:
       >>> is_metric(Weighted(1.0, 2.0)), is_metric(jnp.zeros(3))
@@ -184,7 +188,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check_metric(name: str, x: Any) -> Any:
-    """A tower's state, checked; its leaves have a dtype that is wide enough to add."""
+    """A tower's state, checked, with dtypes that are wide enough to add."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
         return Means(tuple(terms), drop_weak_type(x.penalty))
@@ -207,9 +211,9 @@ def check_metric(name: str, x: Any) -> Any:
 def _check_weighted(name: str, x: Weighted) -> Weighted:
     if not jax.tree_util.all_leaves([x.weight]):
         raise ValueError(
-            f"{name}.weight is {a_type(x.weight)}, and a mean has one array as"
-            " its weight. Take derivatives of the sum alone, and return"
-            " tj.Weighted(derivative, loss.weight)."
+            f"{name}.weight is {a_type(x.weight)}, but the weight of a mean must be one"
+            " array. Differentiate the sum alone, and return tj.Weighted(derivative,"
+            " loss.weight)."
         )
     total = jax.tree.map(drop_weak_type, x.sum)
     weight = drop_weak_type(x.weight)
@@ -223,14 +227,14 @@ def _check_weighted(name: str, x: Weighted) -> Weighted:
 
 
 def has_value(x: Any) -> bool:
-    """Whether `compute` takes ``x``: a metric state, or a sum of means."""
+    """Whether `compute` accepts ``x``: a metric state, or a sum of means."""
     return isinstance(x, Means) or is_metric(x)
 
 
 def explain_misuse(x: Any) -> str:
-    """For an error: what ``x`` is instead of a metric state, and what to write."""
+    """What ``x`` is instead of a metric state, and what to write; for an error."""
     if isinstance(x, type):
-        return f"the class {x.__name__}, and no object made from the tower's rows"
+        return f"the class {x.__name__}, not an object made from the tower's rows"
     if is_collection(x):
         return (
             f"a Collection ({type(x).__name__}), which is several metrics: write"
@@ -238,10 +242,10 @@ def explain_misuse(x: Any) -> str:
         )
     if looks_like_state(x):
         return (
-            f"{a_type(x)} with merge and compute that is no pytree: make it a"
+            f"{a_type(x)} with merge and compute that is not a pytree: make it a"
             " subclass of tj.metrics.Additive, or register its class"
         )
-    return f"{a_type(x)}, which is no metric state"
+    return f"{a_type(x)}, which is not a metric state"
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
@@ -249,7 +253,7 @@ def _misused(function: str, role: str, x: Any) -> ValueError:
     text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
     if isinstance(x, Mapping):
         call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
-        text += f" Of states by name write jax.tree.map({call})."
+        text += f" For a dict of states write jax.tree.map({call})."
     return ValueError(text)
 
 
@@ -259,7 +263,7 @@ def _is_known_additive(x: Any) -> bool:
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Whether a merge adds every leaf, and does nothing else; its jaxpr shows it."""
+    """Whether a merge adds every leaf and does nothing else, as its jaxpr shows."""
     if isinstance(state, Weighted) or _is_known_additive(state):
         return True
     leaves, treedef = jax.tree.flatten(state)
@@ -271,7 +275,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
     try:
         jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False  # merged one after another, where the error is raised again
+        return False  # then merged one after another, which raises the error again
     adds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
     added = {id(eqn.outvars[0]): set(map(id, eqn.invars)) for eqn in adds}
     pairs = zip(jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :], strict=True)
@@ -280,19 +284,19 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
 
 
 def merge(first: Any, second: Any) -> Any:
-    """Merge the states of two disjoint sets of examples.
+    """The merged state of two disjoint sets of examples.
 
-    Associative and commutative up to rounding; neither operand is changed.
+    It is associative and commutative up to rounding; neither operand is changed.
 
     Args:
       first: A ``Weighted``, or any metric state.
-      second: One made by the same call on other examples.
+      second: A state made by the same call on other examples.
 
     Returns:
       A state of the same class.
 
     Raises:
-      ValueError: One is no metric state, or they were not made by the same call.
+      ValueError: One of them is not a metric state, or different calls made them.
 
     Example:
       >>> merge(Weighted(1.0, 2.0), Weighted(5.0, 1.0))
@@ -303,23 +307,25 @@ def merge(first: Any, second: Any) -> Any:
             raise _misused("merge", f"as {name} ", state)
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         names = f"{a_type(first)} and {a_type(second)}"
-        raise ValueError(f"merge got {names}; merge states that the same call made.")
+        raise ValueError(
+            f"merge got {names}, which cannot be merged. Merge states that the same"
+            " call made."
+        )
     return first.merge(second)
 
 
 def compute(state: Any) -> Any:
-    """The value of a state, which is not changed.
+    """The value of a state; the state is not changed.
 
     Args:
-      state: A ``Weighted``, a sum of such, or any metric state. NumPy arrays are
-        computed by NumPy, in their precision; states of other libraries are given
-        ``jax.Array``.
+      state: A ``Weighted``, a sum of several, or any metric state. NumPy computes NumPy
+        arrays, in their precision; states of other libraries get ``jax.Array``.
 
     Returns:
-      What the state's ``compute`` returns: an array. 0 where no example counts.
+      The result of the state's ``compute``, an array; 0 if no example counts.
 
     Raises:
-      ValueError: It is no metric state.
+      ValueError: ``state`` is not a metric state.
 
     Example:
       >>> float(compute(Weighted(6.0, 3.0)))
@@ -333,7 +339,7 @@ def compute(state: Any) -> Any:
 
 
 def merge_stacked(rows: Any) -> Any:
-    """Merge stacked states that are not additive, one after another."""
+    """The merged state of stacked states that are not additive, one after another."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
@@ -342,9 +348,9 @@ def merge_stacked(rows: Any) -> Any:
 
 
 def on_host(state: Any) -> Any:
-    """A batch's state on the host, in 64 bits where merging adds the leaves."""
+    """A batch's state on the host, in 64 bits if merging adds the leaves."""
     state = jax.device_get(state)
-    # Others stay JAX arrays: their merge may divide by 0, where NumPy would warn.
+    # Other states stay JAX arrays: their merge may divide by 0, where NumPy would warn.
     adds = is_additive(state, lambda first, second: first.merge(second))
     convert = _in_64_bits if adds else jnp.asarray
     return jax.tree.map(convert, state)
@@ -358,7 +364,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
 
 
 def add_batch(total: Any, metric: Any) -> Any:
-    """Merge a batch's metric into the total, on the host; a bare array replaces it."""
+    """The total with a batch's metric merged in; a bare array replaces the total."""
     if isinstance(metric, Means):
         before = [None] * len(metric.terms) if total is None else total.terms
         return Means(tuple(map(add_batch, before, metric.terms)), metric.penalty)
@@ -369,7 +375,7 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 
 def has_invalid_rows(total: Any) -> bool:
-    """Whether a state on the host had a row whose weight `Pairs` made NaN."""
+    """Whether a state on the host has a row whose weight `Pairs` made NaN."""
     if not isinstance(total, Weighted | Tally):
         return False
     weights = jax.tree.leaves(total)[-1]
@@ -377,6 +383,6 @@ def has_invalid_rows(total: Any) -> bool:
 
 
 def value_on_host(total: Any) -> Any:
-    """The value of a data set's state, scalars as Python numbers."""
+    """The value of a data set's state, with scalars as Python numbers."""
     value = jax.tree.map(np.asarray, compute(total) if has_value(total) else total)
     return jax.tree.map(lambda x: x if x.ndim else x.item(), value)

@@ -1,4 +1,4 @@
-"""The metrics of ``tf.metrics``, by name: means over rows, counts and classes."""
+"""The metrics of ``tf.metrics``, by their names there."""
 
 import math
 from typing import Any, Literal, TypeAlias, get_args
@@ -27,19 +27,20 @@ Cut: TypeAlias = float | None
 
 
 def mean(values: Values, weight: Weight = None) -> Weighted:
-    """The weighted mean of values: ``tf.metrics.mean``.
+    """The weighted mean of the values; ``tf.metrics.mean``.
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
-      weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one per
-        example, >= 0; None counts each once. An element of weight 0 is left out even
-        when NaN.
+      weight: Weights with the shape of the leading dims of ``values``, ``[b]`` or ``[b,
+        1]`` for one per example, >= 0; None counts each element once. An element of
+        weight 0 is left out even if it is NaN.
 
     Returns:
       A ``Weighted`` of two scalars, float32 or wider.
 
     Raises:
-      ValueError: The weight has another shape, or is negative where that is known.
+      ValueError: ``weight`` has another shape, or is known before tracing to be
+        negative.
 
     Example:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
@@ -58,12 +59,12 @@ def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
 def percentage_below(
     values: Values, threshold: float, weight: Weight = None
 ) -> Weighted:
-    """The share of values below a threshold: ``tf.metrics.percentage_below``.
+    """The share of values below a threshold; ``tf.metrics.percentage_below``.
 
     Args:
       values: ``[b, ...]``.
-      threshold: Values less than it count; a value equal to it does not.
-      weight: As for `mean`, whose errors this function has.
+      threshold: Values below it count; a value equal to it does not.
+      weight: As for `mean`; the errors are those of `mean`, too.
 
     Example:
       >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
@@ -91,7 +92,7 @@ def _is_below(values: Any, threshold: Any) -> Any:
 def mean_absolute_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """The mean of ``|prediction - label|``: ``tf.metrics.mean_absolute_error``.
+    """The mean of ``|prediction - label|``; ``tf.metrics.mean_absolute_error``.
 
     Args:
       labels: ``[b, ...]`` numbers.
@@ -99,7 +100,7 @@ def mean_absolute_error(
       weight: As for `mean`.
 
     Raises:
-      ValueError: Shapes differ, or as for `mean`.
+      ValueError: The shapes differ, or an error of `mean`.
 
     Example:
       >>> float(mean_absolute_error([1.0, 2.0], [1.0, 5.0]).compute())
@@ -110,10 +111,10 @@ def mean_absolute_error(
 
 
 def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
-    """The share of predictions that equal the label: ``tf.metrics.accuracy``.
+    """The share of predictions that equal the label; ``tf.metrics.accuracy``.
 
-    Both are class ids or booleans, not scores; an id that would wrap round on the
-    devices is refused. Arguments, result and other errors are those of
+    Labels and predictions are class ids or booleans, not scores. An id that would wrap
+    round on the devices is refused. Arguments, result and other errors are those of
     `mean_absolute_error`.
     """
     pairs = Pairs("accuracy", labels, predictions, weight)
@@ -123,7 +124,7 @@ def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weig
 def mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
+    """The mean of ``(prediction - label)**2``; ``tf.metrics.mean_squared_error``.
 
     Arguments, result and errors are those of `mean_absolute_error`.
     """
@@ -134,9 +135,9 @@ def mean_squared_error(
 def root_mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Tally:
-    """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
+    """The root of `mean_squared_error`; ``tf.metrics.root_mean_squared_error``.
 
-    It is taken once, after all sums are added. Arguments and errors are those of
+    The root is taken once, after all sums are added. Arguments and errors are those of
     `mean_absolute_error`.
     """
     pairs = Pairs("root_mean_squared_error", labels, predictions, weight)
@@ -148,8 +149,8 @@ def _root_of(mean: Weighted) -> Any:
     return rows.library_of(square).sqrt(square)
 
 
-# Outcomes are the weights of true and false positives, and of false and true negatives.
-# A rate is the share that one of them has in its sum with another.
+# Outcomes are four weights: of true positives, false positives, false negatives and
+# true negatives. A rate is one of them divided by its sum with another one.
 _RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
 
 
@@ -162,15 +163,16 @@ def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
 def _outcomes(
     name: str, labels: Any, predictions: Any, weight: Any, threshold: Cut
 ) -> list[jax.Array]:
-    """The outcomes of all elements, ``()`` each."""
+    """The four outcomes, each the weight ``()`` of its elements."""
     pairs = Pairs(name, labels, predictions, weight)
     yes = pairs.as_booleans("labels")
     said = pairs.predictions
     dtype = jnp.result_type(said)
     if jnp.issubdtype(dtype, jnp.floating) != (threshold is not None):
         raise ValueError(
-            f"{name} got predictions of dtype {dtype} and threshold={threshold!r}."
-            " Scores need a threshold, such as 0.5; booleans, 0 and 1 take none."
+            f"{name} got predictions of dtype {dtype} with threshold={threshold!r}."
+            " Scores need a threshold, such as 0.5; booleans and the numbers 0 and 1"
+            " take none."
         )
     if threshold is None:
         said = pairs.as_booleans("predictions")
@@ -186,22 +188,22 @@ def _outcomes(
 def true_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many positives are predicted positive: ``tf.metrics.true_positives``.
+    """How many positives are predicted positive; ``tf.metrics.true_positives``.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
-      predictions: The same shape: booleans, integers 0 and 1, or scores where there
-        is a threshold.
-      weight: As for `mean`. An element of weight 0 is left out whatever its value.
-      threshold: A score above it is positive; one equal to it is not.
+      predictions: The same shape: booleans, the integers 0 and 1, or scores if there is
+        a threshold.
+      weight: As for `mean`. An element of weight 0 is left out, whatever its value.
+      threshold: A score above it counts as positive; a score equal to it does not.
 
     Returns:
-      A ``Sum``, float32 or wider: exact up to ``2**24`` a batch.
+      A ``Sum``, float32 or wider; exact up to ``2**24`` per batch.
 
     Raises:
-      ValueError: Shapes differ, a value is neither 0 nor 1, scores come without a
-        threshold, or a weight is negative. Where such a value is not known before
-        tracing, the metric is NaN.
+      ValueError: The shapes differ, a value is neither 0 nor 1, scores come without a
+        threshold, or a weight is negative. If such a value is not known before tracing,
+        the metric is NaN.
 
     Example:
       >>> scores = [1.0, 0.75, 0.5, 0.25]
@@ -214,7 +216,7 @@ def true_positives(
 def false_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many negatives are predicted positive: ``tf.metrics.false_positives``.
+    """How many negatives are predicted positive; ``tf.metrics.false_positives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -224,7 +226,7 @@ def false_positives(
 def false_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many positives are predicted negative: ``tf.metrics.false_negatives``.
+    """How many positives are predicted negative; ``tf.metrics.false_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -234,7 +236,7 @@ def false_negatives(
 def true_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many negatives are predicted negative: ``tf.metrics.true_negatives``.
+    """How many negatives are predicted negative; ``tf.metrics.true_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -244,10 +246,10 @@ def true_negatives(
 def precision(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """The share of predicted positives that are positive: ``tf.metrics.precision``.
+    """The share of predicted positives that are positive; ``tf.metrics.precision``.
 
-    A ``Weighted``: 0 where none is predicted so. Arguments and errors are those of
-    `true_positives`.
+    The result is a ``Weighted``, 0 if nothing is predicted positive.
+    Arguments and errors are those of `true_positives`.
     """
     outcomes = _outcomes("precision", labels, predictions, weight, threshold)
     return Weighted(*share_of("precision", outcomes))
@@ -256,10 +258,10 @@ def precision(
 def recall(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """The share of positives that are predicted positive: ``tf.metrics.recall``.
+    """The share of positives that are predicted positive; ``tf.metrics.recall``.
 
-    A ``Weighted``: 0 where none is positive. Arguments and errors are those of
-    `true_positives`.
+    The result is a ``Weighted``, 0 if nothing is positive.
+    Arguments and errors are those of `true_positives`.
     """
     outcomes = _outcomes("recall", labels, predictions, weight, threshold)
     return Weighted(*share_of("sensitivity", outcomes))
@@ -274,14 +276,14 @@ def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
 
 
 def _mean_iou(matrix: Any) -> Any:
-    """The mean IoU of a matrix of weights ``[label, prediction]``."""
+    """The mean IoU of a matrix of weights indexed by ``[label, prediction]``."""
     both = rows.library_of(matrix).diagonal(matrix)
     either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
     return _mean_over_classes(both, either, "left out")
 
 
 def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
-    """Labels, predictions and weights, flat; NaN if one that counts is no class."""
+    """Labels, predictions and weights, flat; an invalid id gets the weight NaN."""
     check_whole(f"{pairs.name}: num_classes", num_classes)
     ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
@@ -296,25 +298,25 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
 def mean_iou(
     labels: Values, predictions: Values, num_classes: int, weight: Weight = None
 ) -> Tally:
-    """Intersection over union, averaged over classes: ``tf.metrics.mean_iou``.
+    """Intersection over union, averaged over classes; ``tf.metrics.mean_iou``.
 
-    For each class: the weight of elements with this label and this prediction, over
-    the weight of those with either. Classes that are neither a label nor a prediction
-    do not count.
+    The IoU of a class is the weight of elements with this label and this prediction,
+    divided by the weight of those with either. Classes that are neither a label nor a
+    prediction do not count.
 
     Args:
       labels: ``[b, ...]`` class ids from 0 to ``num_classes - 1``.
       predictions: The same shape.
-      num_classes: ``C``.
+      num_classes: The number of classes.
       weight: As for `mean`.
 
     Returns:
-      A confusion matrix, float32 or wider: exact up to ``2**24`` a batch.
+      A confusion matrix, float32 or wider; exact up to ``2**24`` per batch.
 
     Raises:
-      ValueError: Shapes differ, ids are no integers or out of range, or a weight is
-        negative. Where ids are not known before tracing, one out of range makes the
-        value NaN, unless its weight is 0.
+      ValueError: The shapes differ, ids are not integers or out of range, or a weight
+        is negative. If ids are not known before tracing, one that is out of range makes
+        the value NaN, unless its weight is 0.
 
     Example:
       >>> float(mean_iou([0, 0, 1, 1], [0, 1, 1, 1], num_classes=3).compute())
@@ -335,19 +337,19 @@ def mean_per_class_accuracy(
     *,
     absent: AbsentClasses = "left out",
 ) -> Tally:
-    """Accuracy of each class, averaged over those that occur as labels.
+    """The accuracy of each class, averaged over the classes that occur as labels.
 
-    ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0, as
-    ``absent="zero"`` does. By default it does not count, as in `mean_iou`, whose errors
-    this function has, and that of another word.
+    By default a class without examples does not count, as in `mean_iou`.
+    ``tf.metrics.mean_per_class_accuracy`` counts it as 0, as ``absent="zero"`` does.
+    Errors are those of `mean_iou`, and an unknown ``absent``.
 
     Args:
       labels: As for `mean_iou`.
       predictions: As for `mean_iou`.
-      num_classes: ``C``.
+      num_classes: The number of classes.
       weight: As for `mean_iou`.
-      absent: A class without examples in the merged state is ``"left out"`` of the
-        mean, or counts as ``"zero"``.
+      absent: Whether a class without examples in the merged state is ``"left out"`` of
+        the mean or counts as ``"zero"``.
 
     Example:
       >>> float(mean_per_class_accuracy([0, 0, 1, 1], [0, 1, 1, 1], 3).compute())

@@ -1,4 +1,4 @@
-"""Metrics of scores over many thresholds: histograms, and curves over them."""
+"""Metrics of scores over many thresholds, computed from histograms."""
 
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -15,8 +15,9 @@ from towerjax.types.refusals import refuse_no_numbers
 Curve: TypeAlias = Literal["ROC", "PR"]
 
 
-# Histograms of the scores of positives and negatives over n thresholds are weights
-# ``yes, no``, [n + 1] each: bucket j is of scores above exactly the j lowest.
+# ``yes`` and ``no`` are histograms, [n + 1] weights each, of the scores of positives
+# and negatives over n thresholds. Bucket j holds scores above exactly the j lowest
+# thresholds.
 
 
 def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
@@ -34,7 +35,8 @@ def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) ->
     """The rate at the threshold where the rate ``given`` is nearest to ``wanted``."""
     distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
-    # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
+    # If several thresholds are equally near, up to rounding, take the best rate. The
+    # result is NaN if one of them is NaN.
     far = distance > nearest + 1e-6
     rates = _rates(yes, no, rate)
     return rows.library_of(rates).where(far, 0.0, rates).max() + 0 * nearest
@@ -48,7 +50,7 @@ def _area_under_roc(yes: Any, no: Any) -> Any:
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """The area, with counts (not precision) linear between two thresholds."""
+    """The area under the curve, with counts interpolated between thresholds."""
     # The integral of true / above over true, along the line between two thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
@@ -63,19 +65,22 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
 
 
 def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
-    """Thresholds as a tuple; raise unless they rise."""
+    """The thresholds as a tuple; raise unless they ascend."""
     refuse_no_numbers(f"{name}: thresholds", thresholds)
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (edges[1:] > edges[:-1]).all()
     if not rising or np.isnan(edges).any():
-        raise ValueError(f"{name} got thresholds={thresholds!r}; give rising numbers.")
+        raise ValueError(
+            f"{name} got thresholds={thresholds!r}, which must be ascending numbers,"
+            " such as [0.25, 0.5]."
+        )
     return tuple(edges.tolist())
 
 
 def _curves(
     pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
 ) -> Tally:
-    """The histograms over a number of even thresholds, or over those given."""
+    """The histograms over the given thresholds, or over a number of even ones."""
     edges: Any = thresholds
     if not isinstance(thresholds, tuple):
         check_whole(f"{pairs.name}: num_thresholds", thresholds, 2)
@@ -86,9 +91,10 @@ def _curves(
     dtype = jnp.result_type(pairs.predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"{pairs.name} got predictions of dtype {dtype}; give floating scores."
+            f"{pairs.name} got predictions of dtype {dtype}, which must be floating"
+            " scores, such as jax.nn.sigmoid(logits)."
         )
-    remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
+    remedy = "scores must lie between 0 and 1. Write jax.nn.sigmoid(logits)."
     pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
     yes = pairs.as_booleans("labels")
     weights = pairs.weights
@@ -110,31 +116,34 @@ def auc(
     num_thresholds: int = 200,
     thresholds: Any = None,
 ) -> Tally:
-    """The area under the ROC or the precision-recall curve: ``tf.metrics.auc``.
+    """The area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
 
-    There are ``num_thresholds`` even thresholds from 0 to 1; a score is positive at
-    those below it. ROC: trapezoids. PR: between thresholds counts are interpolated, not
-    the precision, which TensorFlow calls ``careful_interpolation``; its default is
-    trapezoids, which are too large. Two scores between the same thresholds count as
-    equal, so more thresholds give a more exact area.
+    There are ``num_thresholds`` even thresholds from 0 to 1. A score is positive at the
+    thresholds below it. The ROC area is a sum of trapezoids. For PR, counts and not the
+    precision are interpolated between thresholds, as with TensorFlow's
+    ``careful_interpolation``; TensorFlow's default, trapezoids, gives too large an
+    area. Two scores between the same thresholds count as equal, so more thresholds give
+    a more exact area.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
-      predictions: The same shape, scores between 0 and 1. 16 bits are widened.
-      weight: As for `mean`; 0 leaves out whatever the value is.
+      predictions: The same shape, scores between 0 and 1; 16-bit scores are widened.
+      weight: As for `mean`. An element of weight 0 is left out, whatever its value.
       curve: ``"ROC"`` or ``"PR"``.
-      num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
-      thresholds: Ascending numbers from 0 to 1 in place of even ones; one below all
-        scores and one above all are added. ``num_thresholds`` is not used then.
+      num_thresholds: The number of thresholds ``n``, at least 2. A state holds ``2 (n +
+        1)`` numbers.
+      thresholds: Ascending numbers from 0 to 1 to use in place of even ones. A
+        threshold below all scores and one above all are added. ``num_thresholds`` is
+        then not used.
 
     Returns:
-      Histograms, float32 or wider: exact up to ``2**24`` a batch. Without
-      positives the value is 0; without negatives 0 for ROC and 1 for PR.
+      Histograms, float32 or wider; exact up to ``2**24`` per batch. Without positives
+      the value is 0. Without negatives it is 0 for ROC and 1 for PR.
 
     Raises:
-      ValueError: Shapes differ, a value is out of range, or an option is unknown.
-        Where values are not known before tracing, one out of range makes the result
-        NaN, unless its weight is 0.
+      ValueError: The shapes differ, a value is out of range, or an option is unknown.
+        If values are not known before tracing, one that is out of range makes the
+        result NaN, unless its weight is 0.
 
     Example:
       >>> float(auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]).compute())
@@ -148,17 +157,19 @@ def auc(
     area = _area_under_roc if curve == "ROC" else _area_under_pr
     given = num_thresholds if thresholds is None else _rising("auc", thresholds)
     if isinstance(given, tuple) and (given[0] < 0 or given[-1] > 1):
-        raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
+        raise ValueError(
+            f"auc got thresholds={thresholds!r}, which must lie between 0 and 1."
+        )
     return _curves(Pairs("auc", labels, predictions, weight), given, area)
 
 
 def _at_nearest(
     pairs: Pairs, rate: str, given: str, wanted: float, num_thresholds: int
 ) -> Tally:
-    """Histograms whose value is one rate at a wanted value of another rate."""
+    """Histograms whose value is one rate at a given value of another rate."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
-            f"{pairs.name} got {given}={wanted!r}; it must be between 0 and 1."
+            f"{pairs.name} got {given}={wanted!r}, which must be between 0 and 1."
         )
     return _curves(pairs, num_thresholds, _rate_at_nearest, rate, given, float(wanted))
 
@@ -173,9 +184,10 @@ def sensitivity_at_specificity(
 ) -> Tally:
     """The sensitivity at the threshold whose specificity is nearest to a given one.
 
-    ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
-    (share of the negatives not above) is nearest, within 1e-6, the greatest
-    sensitivity (share of the positives above). Errors are those of `auc`.
+    It is ``tf.metrics.sensitivity_at_specificity``. The specificity is the share of
+    negatives that are not above the threshold, the sensitivity the share of positives
+    that are. If several thresholds are equally near, within 1e-6, the greatest
+    sensitivity counts. Errors are those of `auc`.
 
     Args:
       labels: As for `auc`.
@@ -204,8 +216,8 @@ def specificity_at_sensitivity(
 ) -> Tally:
     """The specificity at the threshold whose sensitivity is nearest to a given one.
 
-    ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
-    the rates exchanged. Errors are those of `auc`.
+    It is ``tf.metrics.specificity_at_sensitivity``, and `sensitivity_at_specificity`
+    with the rates exchanged. Errors are those of `auc`.
 
     Args:
       labels: As for `auc`.
@@ -222,10 +234,10 @@ def specificity_at_sensitivity(
 def precision_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
+    """The precision at several thresholds; ``tf.metrics.precision_at_thresholds``.
 
-    The value is ``[n]``; 0 where no score is above. Errors are those of `auc`, and of
-    thresholds that do not ascend.
+    The value is ``[n]``, 0 where no score is above the threshold. Errors are those of
+    `auc`, and thresholds that do not ascend.
 
     Args:
       labels: As for `auc`.
@@ -245,9 +257,9 @@ def precision_at_thresholds(
 def recall_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
+    """The recall at several thresholds; ``tf.metrics.recall_at_thresholds``.
 
-    0 where there are no positives. Arguments, result and errors are those of
+    The value is 0 if there are no positives. Arguments, result and errors are those of
     `precision_at_thresholds`.
     """
     pairs = Pairs("recall_at_thresholds", labels, predictions, weight)

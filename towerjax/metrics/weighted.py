@@ -1,4 +1,4 @@
-"""Metric states: Weighted, Means (a sum of several), and Additive for your own."""
+"""The states `Weighted`, `Means` (a sum of several means) and `Additive`."""
 
 import dataclasses
 import math
@@ -28,9 +28,10 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
-            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: of its first dims"
-            " or its last? Give it as many dims, as weight[None]; of stacked values map"
-            " lambda x: x.value by jax.vmap."
+            f"Weighted.weight of shape {dims} may belong to the first dims or to the"
+            f" last dims of a sum of shape {shapes[0]}. Give it as many dims, such as"
+            " weight[None]. For stacked values map lambda x: x.value"
+            " over them with jax.vmap."
         )
 
 
@@ -54,8 +55,9 @@ class _LossTerm:
     def _refuse(self, *_: Any) -> Any:
         """Raise, because a function of a mean is not a mean."""
         raise ValueError(
-            "A function of a mean is not a mean. After the merge write mean.value; for"
-            " a loss take the mean in an earlier pass of tj.build_step, as in"
+            "A function of a mean is not a mean, so it cannot be merged over towers."
+            " After the merge write mean.value. In a loss take the mean in an earlier"
+            " pass of tj.build_step, as in"
             f" {page('how_to/several_losses', 'A function of a mean')}"
         )
 
@@ -66,20 +68,20 @@ class _LossTerm:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted(_LossTerm):
-    """A numerator and a denominator that travel together.
+    """A numerator and a denominator that are merged together and divided at the end.
 
-    The only thing that may be averaged: towers, micro-batches and batches merge
-    by adding both fields, and ``value`` divides once, at the end. So unequal
-    weights, padding and empty towers are exact. ``merge`` pools two sets of rows
-    into one mean; ``+`` makes a sum of two means instead.
+    It is the only thing that a step averages. Towers, micro-batches and batches are
+    merged by adding both fields, and ``value`` divides once. So unequal weights,
+    padding and empty towers are exact. ``merge`` makes one mean of two sets of rows;
+    ``+`` makes a sum of two means.
 
     Attributes:
-      sum: The weighted total, shape ``()`` for a loss or any shape for a metric; or a
-        pytree of arrays, such as a gradient, all divided by the one weight.
-      weight: What the total is divided by, broadcastable to ``sum``, >= 0.
+      sum: The weighted total: shape ``()`` for a loss, any shape for a metric. Or a
+        pytree of arrays, such as a gradient, which are all divided by ``weight``.
+      weight: The number to divide ``sum`` by, >= 0, broadcastable to ``sum``.
 
     Raises:
-      ValueError: A ``weight`` that is a number or a NumPy array holds a negative.
+      ValueError: ``weight`` is a number or a NumPy array and has a negative element.
 
     Example:
       >>> first = Weighted.mean(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
@@ -99,7 +101,8 @@ class Weighted(_LossTerm):
         is_known = isinstance(self.weight, int | float | np.ndarray | np.generic)
         if is_known and (lowest := np.min(self.weight, initial=0)) < 0:
             raise ValueError(
-                f"Weighted.weight must be >= 0, got {lowest}: put a sign into the sum."
+                f"Weighted.weight must be >= 0, but has {lowest}. Put a sign into the"
+                " sum."
             )
 
     @classmethod
@@ -110,28 +113,29 @@ class Weighted(_LossTerm):
         *,
         axis: Literal[0] | None = None,
     ) -> "Weighted":
-        """The weighted mean of ``values``, as its numerator and denominator.
+        """The weighted mean of ``values``, as its numerator and its denominator.
 
-        ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
-        An element of weight 0 is left out even when its value is NaN. Its gradient
-        is not: NaN times 0 is NaN, which a step refuses. Replace bad inputs before
-        the model, with ``jnp.where``.
+        ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32. An
+        element of weight 0 is left out even if its value is NaN. Its gradient is not
+        left out, because NaN times 0 is NaN, which a step refuses. Replace bad inputs
+        with ``jnp.where`` before the model sees them.
 
         Args:
           values: Shape ``[b, ...]`` or ``()``, numbers or booleans; with ``axis=0`` a
             pytree of arrays ``[b, ...]``.
-          weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one
-            per example, >= 0; with ``axis=0`` ``[b]``. None counts every element once.
-          axis: None is the mean of all elements, a number; 0 the mean of the rows,
-            such as a mean vector, or the mean of per-example gradients.
+          weight: Weights with the shape of the leading dims of ``values``, ``[b]`` or
+            ``[b, 1]`` for one per example, >= 0; with ``axis=0`` always ``[b]``. None
+            counts every element once.
+          axis: None gives the mean of all elements, a number. 0 gives the mean of the
+            rows, such as a mean vector or the mean of per-example gradients.
 
         Returns:
-          A ``Weighted`` of two scalars; with ``axis=0`` its ``sum`` is the tree, of
-          arrays ``[...]``.
+          A ``Weighted`` of two scalars; with ``axis=0`` its ``sum`` is a tree of arrays
+          ``[...]``.
 
         Raises:
-          ValueError: ``weight`` is negative where that is known before tracing, or
-            its shape is not a leading part of the shape of ``values``; a tree
+          ValueError: ``weight`` is known before tracing to be negative, or does not
+            have the shape of the leading dims of ``values``; or ``values`` is a tree
             without ``axis=0``, or one whose leaves differ in dim 0.
 
         Example:
@@ -152,7 +156,8 @@ class Weighted(_LossTerm):
         shapes = [x.shape for x in leaves]
         if axis == 0 and (len({x[:1] for x in shapes} - {()}) != 1 or () in shapes):
             raise ValueError(
-                f"With axis=0 leaves must be [b, ...] with the same b, got {shapes}."
+                "Weighted.mean(..., axis=0) needs leaves [b, ...] with the same b, but"
+                f" got shapes {shapes}."
             )
         shape = shapes[0][:1] if axis == 0 else shapes[0]
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
@@ -163,7 +168,7 @@ class Weighted(_LossTerm):
         return mean_of(values, weights, axis, dtype)
 
     def merge(self, other: "Weighted") -> "Weighted":
-        """Add both sums and both weights: the mean of both sets of rows."""
+        """The mean of both sets of rows: both sums and both weights are added."""
         check_methods("other", other, "sum weight", "a Weighted, as merge adds two")
         return Weighted(add_trees(self.sum, other.sum), self.weight + other.weight)
 
@@ -174,11 +179,11 @@ class Weighted(_LossTerm):
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Weighted":
-        """The mean, multiplied by a number that is the same on all towers."""
+        """The mean multiplied by a number that is the same on all towers."""
         if isinstance(factor, Weighted | Means):
             raise ValueError(
-                "A mean times a mean is not a mean. Multiply the rows, or take one mean"
-                " in an earlier pass of tj.build_step, whose .value is a number."
+                "A mean times a mean is not a mean. Multiply the rows; or take one mean"
+                " in an earlier pass of tj.build_step, where its .value is a number."
             )
         if isinstance(factor, Tracer):
             factor = checkpoint_name(factor, tags.MUST_BE_REPLICATED)
@@ -187,7 +192,7 @@ class Weighted(_LossTerm):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """``value``; NumPy arrays are divided by NumPy, in their own precision."""
+        """The mean; NumPy arrays are divided by NumPy, in their own precision."""
         kinds = np.ndarray | np.generic
         totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
@@ -197,7 +202,7 @@ class Weighted(_LossTerm):
 
     @property
     def value(self) -> Any:
-        """``sum / weight``; 0 where the weight is 0, never NaN from an empty set.
+        """The mean, ``sum / weight``; 0 where the weight is 0, never NaN for no rows.
 
         The leaves of a tree are multiplied by one reciprocal of the weight.
         """
@@ -231,14 +236,14 @@ def mean_of(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Means(_LossTerm):
-    """A sum of means, each with its own denominator, plus a term that towers share.
+    """A sum of means, each with its own denominator, plus a replicated term.
 
-    Such as ``ce + 0.1 * aux + tj.penalty(l2)``: a loss of several terms, exact over
-    towers, micro-batches and padding. Made by ``+`` of ``Weighted``.
+    ``+`` of ``Weighted`` makes it, as in ``ce + 0.1 * aux + tj.penalty(l2)``. It is a
+    loss of several terms, exact over towers, micro-batches and padding.
 
     Attributes:
       terms: One ``Weighted`` or several.
-      penalty: ``()``, a number that is the same on every tower, which is proved.
+      penalty: A number ``()`` that is the same on every tower; the step proves this.
 
     Example:
       >>> first, second = Weighted(6.0, 3.0), Weighted(1.0, 4.0)
@@ -251,15 +256,15 @@ class Means(_LossTerm):
 
     @property
     def value(self) -> Any:
-        """The terms' values and the shared term, added."""
+        """The sum of the terms' values and the penalty."""
         return sum((term.value for term in self.terms), self.penalty)
 
     def compute(self) -> Any:
-        """``value``; NumPy terms are computed by NumPy, in their own precision."""
+        """The sum; NumPy terms are computed by NumPy, in their own precision."""
         return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
-        """The terms and the shared term, by their names among a step's metrics."""
+        """The terms and the penalty, by their names in a step's metrics."""
         terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
         return terms | {"loss/penalty": self.penalty}
 
@@ -270,29 +275,31 @@ class Means(_LossTerm):
             other = Means((other,))
         if not isinstance(other, Means):
             raise ValueError(
-                "A mean and a number: write mean + tj.penalty(number) for one that all"
-                " towers share, such as 0.1 * l2(params), or add a mean of the rows,"
+                f"A mean plus {a_type(other)} is not defined. Write mean +"
+                " tj.penalty(number) for a number that is the same on all towers, such"
+                " as 0.1 * l2(params), or add a mean of the rows,"
                 " tj.Weighted.mean(values, tower.weight). After the merge write .value,"
-                f" as in merged['grads'].value. It got {a_type(other)}."
+                " as in merged['grads'].value."
             )
         return Means((*self.terms, *other.terms), self.penalty + other.penalty)
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Means":
-        """Each term, multiplied by a number that is the same on all towers."""
+        """Each term multiplied by a number that is the same on all towers."""
         return Means(tuple(x * factor for x in self.terms), self.penalty * factor)
 
     __rmul__ = __mul__
 
 
 def penalty(value: ArrayLike) -> Means:
-    """A loss term that is the same on every tower and is counted once.
+    """A loss term that is the same on every tower and counts once.
 
-    Such as a penalty on the parameters. The step proves that it is the same.
+    For example a penalty on the parameters. The step proves that it is the same on
+    every tower.
 
     Args:
-      value: ``()``, floating.
+      value: A floating number, ``()``.
 
     Returns:
       A term to add to a ``Weighted``.
@@ -308,7 +315,7 @@ def penalty(value: ArrayLike) -> Means:
 
 
 def one_mean(loss: Weighted | Means) -> Weighted | None:
-    """The loss as one mean, its shared term included; None if it has several means."""
+    """The loss as one mean that includes the penalty; None if it has several means."""
     if isinstance(loss, Weighted):
         return loss
     term, *others = loss.terms
@@ -318,7 +325,7 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
 
 
 def widen(x: Any) -> Any:
-    """The array in at least 32 bits, so that sums do not soon overflow."""
+    """The array in at least 32 bits, so that its sum does not overflow soon."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = x.dtype
     if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -329,14 +336,15 @@ def widen(x: Any) -> Any:
 
 @dataclass_transform(frozen_default=True)
 class Additive:
-    """A state that merges by adding every leaf: write its fields and ``compute``.
+    """A base class of states whose merge adds every leaf.
 
-    A subclass is made a frozen dataclass and a pytree; do not decorate it. A field
-    that is no array, such as a threshold, is marked static by
+    A subclass names its fields and defines ``compute``. It becomes a frozen dataclass
+    and a pytree by itself; do not decorate it. A tower returns sums over its rows, each
+    row multiplied by its weight; ``compute`` divides after all sums are added. A field
+    that is not an array, such as a threshold, is marked static by
     ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
-    are merged. A tower returns sums over its rows, each row multiplied by its weight;
-    ``compute`` divides, after all sums are added. Where sums depend on the number of
-    towers by design, ``counts_towers: ClassVar = True`` leaves them out of audits.
+    are merged. If sums depend on the number of towers by design, ``counts_towers:
+    ClassVar = True`` leaves them out of audits.
 
     Example:
       >>> class Variance(Additive):
@@ -358,22 +366,24 @@ class Additive:
     def merge(self, other: Any) -> Any:
         """The sum of both states, leaf by leaf; neither is changed.
 
-        A ``ValueError`` if ``other`` is of another class, shapes or static fields.
+        It raises a ``ValueError`` if ``other`` has another class, other shapes or other
+        static fields.
         """
         mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
             raise ValueError(
-                f"Cannot merge {mine!r} with {others!r}: made with different options."
+                f"{mine!r} cannot be merged with {others!r}: different options made"
+                " them. Merge states that the same call made."
             )
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
     def compute(self) -> Any:
-        """The value of the merged state, an array; a subclass defines it."""
+        """The value of the merged state, an array; each subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no compute.")
 
 
 class Tally(Additive):
-    """Sums over rows, and the function that gives their value once all are added."""
+    """Sums over rows, and the function that computes their value once all are added."""
 
     sums: tuple[Any, ...]
     value: Callable[..., Any] = dataclasses.field(metadata={"static": True}, repr=False)

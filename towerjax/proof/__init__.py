@@ -1,1 +1,1 @@
-"""Prove that what is declared MIRRORED is the same on every tower, on any devices."""
+"""Prove that values declared MIRRORED are the same on every tower, on any devices."""

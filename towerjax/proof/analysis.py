@@ -1,10 +1,11 @@
 """Find the outputs of a tower function that may differ from tower to tower.
 
-The function is traced, not run. The analysis propagates a mark through its jaxpr with
-every value, which says between which towers the value may differ. A value that differs
-between none is MIRRORED. A dependence starts at a per-tower input or at `axis_index`,
-and ends at a reduction over all towers, or at two that together are one: see
-`towerjax.proof.marks`. The analysis also finds collectives that only some towers reach.
+The function is traced, not run. The analysis propagates a mark with every value through
+its jaxpr. The mark says between which towers the value may differ; a value that differs
+between none is MIRRORED. A dependence starts at a per-tower input or at `axis_index`.
+It ends at a reduction over all towers, or at two reductions that together cover all
+towers: see `towerjax.proof.marks`. The analysis also finds collectives that only some
+towers reach.
 """
 
 import dataclasses
@@ -54,8 +55,8 @@ from towerjax.proof.marks import (
 _Marks: TypeAlias = list[Mark]
 _Specs: TypeAlias = Sequence[PartitionSpec]
 _Rule: TypeAlias = Callable[[JaxprEqn, _Marks, Context], _Marks]
-_NO_AXIS = ""  # which no collective names, so that none ends a dependence
-COPIES = "copies"  # that come in split over devices, and are the same
+_NO_AXIS = ""  # an axis that no collective names, so that none ends a dependence
+COPIES = "copies"  # inputs that are split over devices, and are the same
 
 
 def analyse(
@@ -65,10 +66,11 @@ def analyse(
     num_towers: int,
     outer: Site | None = None,
 ) -> findings.Analysis:
-    """Find what differs from tower to tower, what communicates, and what would hang.
+    """The findings on what differs from tower to tower, communicates, or would hang.
 
-    ``inputs`` has a name for each per-tower input, and None for one that is the same on
-    all. ``axis`` is that of the towers; None: nothing differs. ``outer`` is around.
+    ``inputs`` has a name for each per-tower input, and None for an input that is the
+    same on all towers. ``axis`` is the axis of the towers; with None nothing differs.
+    ``outer`` is the site around the jaxpr.
     """
     along = NOTHING if axis is None else ALL
     noted = list[Any]()
@@ -89,17 +91,17 @@ def depends(
 
 
 def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
-    """What a `shard_map` makes of one copy on each device, of each output of a program.
+    """What a `shard_map` makes of copies on each device, for each output of a program.
 
-    It is COPIES where all devices have the same again, else what it differs by, or ""
-    where the output is no map's.
+    It is COPIES if all devices still have the same, and otherwise the source of the
+    difference; "" if the output does not come from a map.
     """
     ins = [Mark(source=COPIES * is_copied) for is_copied in copied]
     return [m.source for m in _propagate(jaxpr.jaxpr, ins, Context(None, 0, []))[0]]
 
 
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
-    """Propagate marks through a jaxpr: those of its outputs, and all by variable."""
+    """The marks of a jaxpr's outputs, and the marks of all its variables."""
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
@@ -121,7 +123,7 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     return outs, env
 
 
-# A rule is given an equation, the marks of its operands, and where it stands.
+# A rule gets an equation, the marks of its operands, and the context.
 _RULES: dict[str, _Rule] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
 
 
@@ -136,7 +138,7 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """What has no rule is looked into; where it cannot be, all may depend on all."""
+    """The marks of an equation without a rule, from its inner jaxprs if it has any."""
     inner = sub_jaxprs(eqn)
     names = named_axes(eqn)
     if not inner and not names and is_foreign(eqn, context.axis):
@@ -145,7 +147,7 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _hidden(eqn, ins, context)
     if names and not inner and not refs(eqn):
         return _communicate(eqn, ins, context)
-    # The jaxprs of kernels and reducers take parts of the operands.
+    # The jaxprs of kernels and reducers see slices of the operands.
     sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
     shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
     is_call = shapes[1:] == shapes[:1] and not refs(eqn)
@@ -170,7 +172,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """The mark once for each result and for each Ref, which the equation may write."""
+    """The mark, once for each result and for each Ref that the equation may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
@@ -192,7 +194,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     "random_bits", "random_fold_in", "random_gamma", "random_split", "rng_bit_generator"
 )
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Random numbers; under ``vmap``, rbg draws for all keys at once."""
+    """The marks of random numbers; under ``vmap``, rbg draws for all keys at once."""
     key: Any = eqn.invars[0].aval
     kind = str(key.dtype)
     derives = eqn.primitive.name in ("random_fold_in", "random_split")
@@ -205,7 +207,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("name")
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """A value that towerjax named: see `towerjax.jaxprs.tags`."""
+    """The mark of a value that towerjax named; see `towerjax.jaxprs.tags`."""
     name = given_name(eqn)
     [mark] = ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
@@ -216,7 +218,7 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Analyse the hidden code if it can be traced; else its results may differ."""
+    """The marks of hidden code, if it can be traced; else its results may differ."""
     if given_name(eqn) is not None:  # with jax_remat3
         return _of_name(eqn, ins, context)
     env = {} if context.axis is None else {context.axis: context.num_towers}
@@ -233,7 +235,7 @@ def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("shard_map", "sharding_constraint")
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """A program's own `shard_map`, or sharding."""
+    """The marks of a program's own `shard_map`, or of a sharding."""
     name = eqn.primitive.name
     line = user_line((eqn, context.outer))
     is_map = name == "shard_map"
@@ -256,9 +258,10 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def along_each_axis(
     site: Site, ins: _Specs | None = None, outs: _Specs | None = None
 ) -> dict[str, findings.Analysis]:
-    """What a `shard_map` does along each of its axes, as towers do along theirs.
+    """The analysis of a `shard_map` along each of its axes, as of towers along theirs.
 
-    An output that ``out_specs`` split may differ. Other specs may stand for its own.
+    An output that ``out_specs`` split may differ. Other specs may be given to replace
+    its own.
     """
     params = site[0].params
     analyses = {}
@@ -277,7 +280,7 @@ def along_each_axis(
 
 
 def _map_copies(site: Site, ins: _Marks) -> _Marks:
-    """What a `shard_map` makes of copies: of each device its row, which it squeezes."""
+    """The marks of a `shard_map` that gets copies, one row for each device."""
     params = site[0].params
     body = params["jaxpr"]
     outs = [PartitionSpec()] * len(params["out_specs"])
@@ -296,7 +299,7 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
 
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The first operands are the constants of four jaxprs, of which `solve` runs."""
+    """The marks of `solve`; the first operands are the constants of four jaxprs."""
     lengths = eqn.params["const_lengths"]
     [solve] = sub_jaxprs(eqn)
     start = lengths.matvec + lengths.vecmat
@@ -327,11 +330,11 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         *carry, predicate = marks
         inner = context.enter(eqn, trips=None, predicate=predicate)
         outs = _propagate(body, ins[tests : tests + bodies] + carry, inner)[0]
-        # The test sees the initial carry too, even if the body never runs.
+        # The test also sees the initial carry, even if the body never runs.
         return outs + _propagate(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    # The body may not run at all: then the results are the initial carry.
+    # If the body never runs, the results are the initial carry.
     *outs, predicate = _fixed_point(trip, [*carry, REPLICATED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
@@ -353,10 +356,10 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _Marks]:
-    """Repeat a trip until marks stay the same: its outputs, and the marks before it."""
+    """The outputs of a trip that changes no mark any more, and the marks before it."""
     start = len(noted)
     while True:
-        del noted[start:]  # keep the findings of the last round alone
+        del noted[start:]  # keep only the findings of the last round
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if [m.along for m in more] == [m.along for m in marks]:
@@ -365,7 +368,7 @@ def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _M
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Kernels, Refs, unknown control flow: every result depends on every operand."""
+    """The marks if each result depends on each operand, as of kernels and Refs."""
 
     def trip(marks: _Marks) -> _Marks:
         choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [REPLICATED])

@@ -1,4 +1,4 @@
-"""The findings of the analysis of a tower function; errors and warnings for them."""
+"""The findings of the analysis of a tower function, and the errors made from them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ class Dependence(NamedTuple):
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
     def told(self) -> str:
-        """As one text, of a `shard_map`."""
+        """The dependence as one text, worded for a `shard_map`."""
         return self.source.replace("tower.id", "axis_index") + (
             f" at {self.line}" if self.line else ""
         )
 
 
 class Collective(NamedTuple):
-    """One collective in the jaxpr; XLA may merge or remove it."""
+    """One collective in the jaxpr, which XLA may merge or remove."""
 
     primitive: str
     axes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 
 
 class Hang(NamedTuple):
-    """A collective that only some towers reach: devices would hang."""
+    """A collective that only some towers reach, so that devices would hang."""
 
     primitive: str
     line: str
@@ -48,11 +48,11 @@ class Draw(NamedTuple):
 
 
 class OwnMesh(NamedTuple):
-    """An equation that lays values over a mesh of the program's own."""
+    """An equation that puts values on a mesh of the program's own."""
 
     primitive: str
     axes: tuple[str, ...]
-    size: int  # how many devices
+    size: int  # the number of devices
     line: str
     along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
     replicated: int  # how many results are declared replicated, over all axes
@@ -78,7 +78,7 @@ class TowerCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """All findings; `outputs[i]` is None where output i is MIRRORED."""
+    """All findings; `outputs[i]` is None if output i is MIRRORED."""
 
     outputs: tuple[Dependence | None, ...]
     hangs: tuple[Hang, ...]
@@ -87,7 +87,7 @@ class Analysis:
     factors: tuple[Dependence, ...] = ()
     meshes: tuple[OwnMesh, ...] = ()
     unread: tuple[Unread, ...] = ()
-    tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
+    tower_calls: tuple[TowerCall, ...] = ()  # found only by `depends`
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
@@ -101,7 +101,7 @@ class Analysis:
 
     @classmethod
     def concat(cls, parts: Sequence["Analysis"]) -> "Analysis":
-        """Concatenate the findings of several analyses."""
+        """The findings of several analyses, concatenated."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(*[sum([getattr(x, name) for x in parts], ()) for name in names])
 
@@ -126,11 +126,11 @@ merge_call or reduction out of the cond or while."""
 
 
 class ReplicationError(ValueError):
-    """A MIRRORED value differs, or a collective would hang.
+    """A value that must be MIRRORED differs between towers, or a collective would hang.
 
-    Also where a mean's factor differs from tower to tower or a bare value from
-    micro-batch to micro-batch, where towers that train alone communicate, and where
-    random numbers would depend on how many towers share a device.
+    It is also raised if a mean's factor differs from tower to tower, if a bare value
+    differs from micro-batch to micro-batch, if towers that train alone communicate, or
+    if random numbers would depend on how many towers share a device.
     """
 
 
@@ -156,7 +156,7 @@ def prove_mirrored(
 
 
 def refuse_draws(analysis: Analysis) -> None:
-    """Raise where random numbers depend on how many towers share a device."""
+    """Raise if random numbers depend on how many towers share a device."""
     lines = dict.fromkeys(draw.line or "a line of a library" for draw in analysis.draws)
     if lines:
         raise ReplicationError(
@@ -167,7 +167,7 @@ def refuse_draws(analysis: Analysis) -> None:
 
 
 def refuse_factors(analysis: Analysis) -> None:
-    """Raise where the factor of a mean, or a shared term, differs between towers."""
+    """Raise if the factor of a mean, or a penalty, differs between towers."""
     lines = [
         f"  - what depends on {x.source}; it "
         + (f"is made at {x.line}" if x.line else "stands as it came in")
@@ -178,16 +178,17 @@ def refuse_factors(analysis: Analysis) -> None:
 
 
 def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
-    """Raise where what has a name, or a factor, differs between micro-batches."""
+    """Raise if an output with a name, or a factor, differs between micro-batches."""
     pairs = [*zip(names, analysis.outputs, strict=True)]
     pairs += [("a mean's factor or tj.penalty", x) for x in analysis.factors]
     bare = [f"{name}, made at {x.line}" for name, x in pairs if name and x is not None]
     if bare:
         raise ReplicationError(
-            "Micro-batches run one after another, and a bare value is the"
-            f" same in each, but these depend on their rows: {listed(bare)}. Return"
-            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; what a loss"
-            " needs of all rows comes from an earlier pass of tj.build_step; what moves"
-            " in each, such as batch statistics, in TowerOutput(local=...); wrap an"
-            " optimizer in tj.estimator.TowerOptimizer; or say micro_batches=1."
+            "A bare value must be the same in all micro-batches, but these depend on"
+            f" their rows: {listed(bare)}. Return tj.Weighted(sum, weight) or"
+            " tj.Sum(x), which are added up. If a loss needs a value of all rows,"
+            " compute it in an earlier pass of tj.build_step. Return values that change"
+            " in each micro-batch, such as batch statistics, in TowerOutput(local=...)."
+            " Wrap an optimizer in tj.estimator.TowerOptimizer. Or write"
+            " micro_batches=1."
         )

@@ -1,4 +1,4 @@
-"""Marks: between which towers a value may differ, and where that began."""
+"""Marks: between which towers a value may differ, and where that difference began."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -24,10 +24,10 @@ from towerjax.proof.findings import Collective, Hang
 class Coordinate(NamedTuple):
     """One of the two coordinates of tower ``i`` in a grid of blocks.
 
-    ``T`` towers are a grid of ``T / L`` blocks of ``L`` neighbours. Groups that are the
-    blocks run over the position in the block; the groups ``j, j + L, j + 2 L, ...`` run
-    over the number of the block. A value reduced over both is the same on every tower;
-    reduced over one, it still depends on the other.
+    ``T`` towers are a grid of ``T / L`` blocks of ``L`` neighbours. Groups that equal
+    the blocks run over the position in the block. The groups ``j, j + L, j + 2 L, ...``
+    run over the number of the block. A value that is reduced over both is the same on
+    every tower. A value that is reduced over one still depends on the other.
     """
 
     block: int  # L
@@ -39,11 +39,11 @@ Along: TypeAlias = frozenset[Coordinate]
 
 NOTHING: Along = frozenset()
 ALL: Along = frozenset([Coordinate(1, within=False)])
-"""A tower is a block of its own: the value may differ on every tower."""
+"""Each tower is its own block: the value may differ on every tower."""
 
 
 def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
-    """The coordinate that differs inside each group while the other does not."""
+    """The coordinate that differs inside each group, while the other does not."""
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):
@@ -56,14 +56,14 @@ def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | No
 
 
 def without_coordinate(along: Along, over: Coordinate | None) -> Along:
-    """What is left of ``along`` by a reduction in a coordinate's groups, or of all."""
+    """The rest of ``along`` after a reduction in a coordinate's groups, or over all."""
     if over is None or along <= {over}:
         return NOTHING
     return frozenset([over._replace(within=not over.within)])
 
 
 class Mark(NamedTuple):
-    """What is known of a value: what it may depend on, and the origin of that."""
+    """The coordinates that a value may depend on, and the origin of the dependence."""
 
     along: Along = NOTHING  # nothing for a MIRRORED value
     source: str = ""  # why it may differ: an input, "tower.id" or a primitive
@@ -76,7 +76,7 @@ REPLICATED = Mark()
 
 
 def join(marks: Iterable[Mark]) -> Mark:
-    """The mark of a value made of several; the first that differs is its origin."""
+    """The mark of a value made from several; the first that differs is its origin."""
     joined = REPLICATED
     for mark in marks:
         if mark.along and mark is not joined:
@@ -86,7 +86,7 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def made_at(mark: Mark, site: Site) -> Mark:
-    """The mark of what an equation makes of a value."""
+    """The mark of an equation's result, from the mark of its operand."""
     return mark._replace(site=site, before=mark) if mark.along else mark
 
 
@@ -100,7 +100,7 @@ def origin_line(mark: Mark | None) -> str:
 
 
 def is_flag(mark: Mark) -> bool:
-    """Whether one bool decides the value, for which a row may count twice."""
+    """Whether one bool decides the value, so that a row may count twice."""
     at: Any = mark
     while at is not None and at.site is not None:
         eqn = at.site[0]
@@ -117,7 +117,7 @@ class Context(NamedTuple):
     """The position of the analysis in nested jaxprs, and what it has found."""
 
     axis: str | None  # of the towers; None: nothing differs
-    num_towers: int  # T; 0 where unknown
+    num_towers: int  # T; 0 if unknown
     noted: list[Any]  # so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # product of the lengths of the scans around; None in a while
@@ -134,7 +134,7 @@ class Context(NamedTuple):
         return self._replace(outer=site, trips=trips, control=control)
 
     def is_inside(self, eqn: JaxprEqn) -> bool:
-        """Whether ``eqn`` contains itself, so that opening it would not end."""
+        """Whether ``eqn`` contains itself, so that opening it would never end."""
         for outer in outwards(self.outer):
             params = zip(outer.params.values(), eqn.params.values(), strict=False)
             if outer.primitive is eqn.primitive and all(a is b for a, b in params):
@@ -174,7 +174,7 @@ class Context(NamedTuple):
 
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
-    """Record a collective, and return the marks of its results."""
+    """The marks of a collective's results; the collective is recorded."""
     context.note_call(eqn, ins)
     names = named_axes(eqn)
     site = (eqn, context.outer)
@@ -198,9 +198,10 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
 
 
 def _keeps_equals(eqn: JaxprEqn, name: str, given: Any, num_towers: int) -> bool:
-    """Whether a collective makes equal results of equal operands.
+    """Whether a collective makes equal results from equal operands.
 
-    ``all_to_all``, ``reduce_scatter`` and others do not: each tower gets another part.
+    ``all_to_all``, ``reduce_scatter`` and others do not, because each tower gets
+    another piece.
     """
     if name in REDUCTIONS:
         # Sums over groups of unequal size differ even when their operands are equal.

@@ -1,9 +1,9 @@
-"""What of a program's own meshes and memory towers, and the update, can have.
+"""Which meshes and memory of a program's own towers, and the update, may use.
 
-A tower runs on one device. The update runs once, on all devices of the step, and makes
-the same on all: a `shard_map` in it over these devices is analysed axis by axis, as
-towers are. What its ``out_specs`` call the same along an axis may not differ along it,
-or copies of the parameters would drift apart.
+A tower runs on one device. The update runs once, on all devices of the step, and gives
+the same on all of them. A `shard_map` in the update over these devices is analysed axis
+by axis, as towers are. A result that its ``out_specs`` call the same along an axis may
+not differ along it, or copies of the parameters would drift apart.
 """
 
 from collections.abc import Sequence
@@ -27,35 +27,35 @@ from towerjax.proof.findings import Analysis, ReplicationError
 from towerjax.types.refusals import listed
 
 _KEEP = (
-    "Keep what it holds in the state: step.init(..., extra=value), or for each tower"
+    "Keep its value in the state: step.init(..., extra=value), or for each tower"
     " local=tj.TowerLocal(value, ...)."
 )
 _KERNELS = frozenset("core_map mpmd_map pallas_call".split())
 _WITHIN = (
-    "Leave it out: the step maps towers over the devices already, and they communicate"
-    " by tower.reduce and tower.all_gather. What shards an optimizer over the step's"
-    " devices stands in its update; parameters in shards are tj.Mirrored("
-    "state='sharded')."
+    "Leave it out: the step already maps towers over the devices, and they communicate"
+    " with tower.reduce and tower.all_gather. An optimizer that shards over the step's"
+    " devices does so in its update. For sharded parameters write"
+    " tj.Mirrored(state='sharded')."
 )
 
 
 def refuse_in_towers(
     analysis: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int, axes: Sequence[str]
 ) -> None:
-    """Raise where ``towers`` on so many devices use a mesh, or a Ref from outside.
+    """Raise if towers use a mesh of another size, or a Ref from outside.
 
-    ``axes`` are those of a tower's own mesh, which it may use.
+    ``axes`` are the axes of a tower's own mesh, which it may use.
     """
     if towers > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
-            f"A tower function closes over a Ref, and {towers} towers would share it."
+            f"A tower function closes over a Ref, which {towers} towers would share."
             f" {_KEEP}"
         )
     for x in analysis.meshes:
         if (on > 1 or x.size > 1) and x.axes != axes:
             raise ReplicationError(
                 f"A tower runs on one device, but {x.primitive} at"
-                f" {x.line or 'a line of a library'} lays its values over a mesh of"
+                f" {x.line or 'a line of a library'} puts its values on a mesh with the"
                 f" axes {x.axes}. {_WITHIN}"
             )
         for axis, in_axis in x.along.items():
@@ -65,9 +65,9 @@ def refuse_in_towers(
 
 
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
-    """Raise where the towers' axis stands in code that is not lowered to devices.
+    """Raise if the towers' axis is named in code that is not lowered to devices.
 
-    Where towers have shared devices, a kernel knows no axis of theirs.
+    If towers share devices, a kernel does not know their axis.
     """
     for site in all_sites(jaxpr):
         eqn, outer = site
@@ -78,16 +78,16 @@ def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
         if names.intersection(named):
             raise ReplicationError(
                 f"{eqn.primitive} at {user_line(site) or 'a line of a library'} names"
-                f" the towers' axis inside of {around[0]}, where it is not known when"
-                " towers run. Compute it before, tower.id or tower.reduce(...), and"
-                " pass the result as an operand."
+                f" the towers' axis inside {around[0]}, where it is not known when"
+                " towers run. Compute tower.id or tower.reduce(...) before, and pass"
+                " the result as an operand."
             )
 
 
 def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
-    """Raise where the update communicates over ``axis``, or its copies would differ.
+    """Raise if the update communicates over ``axis``, or its copies would differ.
 
-    ``jaxpr`` is the step's, on so many devices; what towers run is left out.
+    ``jaxpr`` is the step's program on ``on`` devices; the towers' part is skipped.
     """
     if on > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -102,21 +102,22 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
             raise ReplicationError(
                 f"The update must not communicate: {eqn.primitive} at"
                 f" {user_line(site) or 'a line of a library'} names the axis {axis!r}."
-                " It runs once, of what the towers add up to: leave the collective out."
+                " The update runs once, on the towers' merged results. Leave the"
+                " collective out."
             )
         if eqn.primitive.name == "shard_map" and not _is_of_towers(eqn):
             _prove_mapped(site, on)
 
 
 def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
-    """Raise where an update that each device runs on its shards maps over a mesh."""
+    """Raise if an update that each device runs on its shards maps over a mesh."""
     for site in all_sites(jaxpr):
         if site[0].primitive.name == "shard_map":
             line = user_line(site) or "a line of a library"
             raise ValueError(
-                f"shard_map at {line} is in an update of a sharded state, of which"
-                " with tj.PinnedTree() each device computes its own. Leave it out, or"
-                " say state='mirrored'."
+                f"shard_map at {line} is in the update of a sharded state, which with"
+                " tj.PinnedTree() each device computes for its own shard. Leave it out,"
+                " or use state='mirrored'."
             )
 
 
@@ -127,16 +128,17 @@ def _prove_mapped(site: Site, on: int) -> None:
     line = user_line(site) or "a line of a library"
     if mesh.size != on:
         raise ValueError(
-            f"The update runs on the devices of the step, {on}, but shard_map at {line}"
-            f" on {mesh.size}. Make its mesh of those, or leave it out."
+            f"The update runs on the {on} devices of the step, but shard_map at {line}"
+            f" runs on {mesh.size}. Make its mesh from the step's devices, or leave it"
+            " out."
         )
     for axis, analysis in along_each_axis(site).items():
         told = mistakes(analysis, axis)
         if sums := of_equals(analysis, "added up", "counted"):
             told.append(
-                f"what is the same on all devices is added up over {axis!r}, as many"
-                f" times too much as there are, at {sums}. The update is given what all"
-                " towers add up to: leave the sum out, or say"
+                f"a value that is the same on all devices is added up over {axis!r},"
+                f" which multiplies it by their number, at {sums}. The update already"
+                " gets the sums of all towers. Leave the sum out, or write"
                 f" jax.lax.pmean(x, {axis!r})."
             )
         for text in told:
@@ -144,33 +146,34 @@ def _prove_mapped(site: Site, on: int) -> None:
 
 
 def of_equals(analysis: Analysis, *how: str) -> str:
-    """The lines where what is the same on all devices is "added up", or "averaged"."""
+    """The lines where a value that is the same on all devices is added or averaged."""
     lines = [x.line for x in analysis.collectives if x.of_equals in how]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 
 def mistakes(analysis: Analysis, axis: str) -> list[str]:
-    """What devices along an axis do wrong, and what to write."""
+    """The mistakes of devices along an axis, and what to write."""
     told = []
     if any(analysis.outputs):
         outputs = enumerate(analysis.outputs)
         lines = [f"result {i}, of {x.told()}" for i, x in outputs if x]
         told.append(
-            "its out_specs call the same on all devices what differs along"
-            f" {axis!r}, and copies of it would drift apart: {listed(lines)}. Say"
-            f" out_specs=P({axis!r}), or reduce it, jax.lax.psum or pmean(x, {axis!r})."
+            "its out_specs call results the same on all devices that differ along"
+            f" {axis!r}, so copies would drift apart: {listed(lines)}. Write"
+            f" out_specs=P({axis!r}), or reduce them, jax.lax.psum or pmean(x,"
+            f" {axis!r})."
         )
     if analysis.hangs:
         lines = [f"{x.primitive} at {x.line}" for x in analysis.hangs]
         told.append(
-            f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, and"
-            " would hang. Make the predicate the same on all."
+            f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, so"
+            " they would hang. Make the predicate the same on all devices."
         )
     return told
 
 
 def _is_of_towers(eqn: JaxprEqn) -> bool:
-    """Whether the step itself maps its towers over devices by this equation."""
+    """Whether the step itself maps its towers over devices with this equation."""
     mesh = eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None
     return mesh is not None and DEVICE_AXIS in mesh.axis_names
 

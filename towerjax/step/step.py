@@ -1,4 +1,4 @@
-"""`Step`: a plan, its programs and the step flags of its calls."""
+"""`Step`: a plan, its compiled programs, and the step flags of its calls."""
 
 import dataclasses
 import functools
@@ -37,8 +37,9 @@ _Result = TypeVar("_Result")
 class Step(Generic[_Result]):
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
-    Made by `build_train_step` and `build_step`; those of `build_eval_step` and
-    `build_predict_step` return metrics or rows alone. Compiled at its first call, once.
+    `build_train_step` and `build_step` return one. A step of `build_eval_step` or
+    `build_predict_step` returns metrics or rows alone. It is compiled at its first
+    call.
     """
 
     def __init__(self, plan: Plan, *, placer: Placer | None = None) -> None:
@@ -77,17 +78,17 @@ class Step(Generic[_Result]):
 
     @property
     def unproved(self) -> Mapping[str, str] | None:
-        """Why a leaf is not proved equal to one tower; None before the first call."""
+        """The reason for each leaf that is not proved; None before the first call."""
         return self.checked.unproved
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], _Result]:
         """The step as a JAX function of global arrays, ``(state, batch)``.
 
-        For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
-        proved where it is traced; it is audited if `audit` is called before. Nothing is
-        placed or donated, and a refused step leaves the state unchanged and does not
-        raise. Inside a tower function write that of a step of one device.
+        Use it in ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``.
+        It is proved when it is traced, and audited if `audit` is called before. Nothing
+        is placed or donated. A refused step leaves the state unchanged and does not
+        raise. In a tower function use that of a step on one device.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -124,22 +125,22 @@ class Step(Generic[_Result]):
         """The state before the first step, placed on the strategy's devices.
 
         Args:
-          params: Arrays; copied, so that yours stay usable. Or a function of ``rng``
-            that returns them: with ``state="sharded"`` each device makes its part.
-          opt_state: What ``update_fn`` keeps, such as ``optimizer.init(params)``;
-            copied. A train step makes it, where none is given.
-          local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
-            each tower's copy starts with; of a ``PerTower`` in it, its own.
-          extra: Mirrored values that do not train, ``state.extra``: any pytree.
+          params: Arrays, which are copied, so that yours stay usable. Or a function of
+            ``rng`` that returns them; with ``state="sharded"`` each device then makes
+            its own part.
+          opt_state: State that ``update_fn`` keeps, such as ``optimizer.init(params)``;
+            it is copied. A train step makes it if none is given.
+          local: Tower-local variables: a pytree of ``TowerLocal``, each with the first
+            value of every tower's copy, or with a ``PerTower`` of their first values.
+          extra: ``state.extra``, mirrored values that do not train: any pytree.
           rng: One key; None is ``jax.random.key(0)``.
 
         Returns:
           A ``TrainState``.
 
         Raises:
-          ValueError: A leaf is of a dtype that devices do not hold, or one that is
-            trained has no gradient; ``local`` says no reduction; or a device is not on
-            this machine.
+          ValueError: A leaf has a dtype that devices cannot hold; a trained leaf has no
+            gradient; ``local`` has no reduction; or a device is not on this machine.
         """
         makes = self.trained.plan.states.makes
         given = {"opt_state": opt_state, "local": local, "extra": extra, "rng": rng}
@@ -147,12 +148,13 @@ class Step(Generic[_Result]):
 
     @property
     def trained(self) -> "Step[_Result]":
-        """The step if it trains; a step that evaluates or predicts raises."""
+        """The step itself; raises if it does not train."""
         if isinstance(self.plan.states, Read):
             raise ValueError(
-                "step= is one that evaluates or predicts: it has no state of its own,"
-                " and does not train. Give it the state of a train step, or parameters,"
-                " and to tj.run what tj.build_train_step returned, with evaluate=."
+                "The step evaluates or predicts, so it has no state of its own and"
+                " cannot train. Call it with the state of a train step, or with"
+                " parameters. In tj.run pass the result of tj.build_train_step as the"
+                " step, and this one as evaluate=."
             )
         return self
 
@@ -174,9 +176,9 @@ class Step(Generic[_Result]):
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """``(state, metrics, step_flag)`` of a step, without a look at the step flag.
+        """``(state, metrics, step_flag)`` of a step, whose step flag is not read yet.
 
-        That is ``()`` int32: -1, or the step's number if it was refused.
+        The step flag is ``()`` int32: -1, or the number of the step if it was refused.
         """
         before, out = self.trained.outputs(state, batch, self.step_flags.none)
         return *self.plan.states.result(before, out, batch), out.step_flag
@@ -212,21 +214,21 @@ class Step(Generic[_Result]):
         """The next state, and the metrics of this step.
 
         Args:
-          state: As ``init`` or a step returned it. Donated: not usable afterwards,
-            unless the step was built with ``donate=False``.
+          state: A state that ``init`` or a step returned. It is donated, so it is not
+            usable afterwards, unless the step was built with ``donate=False``.
           batch: A global batch, a pytree of NumPy or JAX arrays ``[B, ...]``.
 
         Returns:
-          ``(state, metrics)``: ``metrics["loss"]`` is the one global loss, and each
-          metric state its value over the global batch.
+          ``(state, metrics)``: ``metrics["loss"]`` is the loss of the global batch, and
+          each other metric its value over the global batch.
 
         Raises:
-          ValueError: A malformed batch or a state that is not this step's, before
-            anything is compiled; nothing is lost.
-          NonFiniteError: With ``on_nonfinite="raise"``, at most 16 calls of a state
-            after a step that was refused; on CPUs at its first call after that has run,
-            of several processes at the same call on all. `settle`, for the end of a
-            loop, waits for the last of all states. That step changed nothing, and
+          ValueError: The batch is malformed, or the state is not of this step. It is
+            raised before anything is compiled, and the state stays usable.
+          NonFiniteError: With ``on_nonfinite="raise"``, an earlier step was refused. It
+            is raised at most 16 calls later, on CPUs at the first call after that step
+            has run, and at the same call on all of several processes. `settle`, for the
+            end of a loop, waits for all steps. The refused step changed nothing, and
             ``state`` is still usable.
         """
         at = getattr(state, "step", None)  # by which its step flag is known
@@ -244,12 +246,12 @@ class Step(Generic[_Result]):
         return self.plan.states.result(before, out, placed)
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
-        """What is proved and audited for the step, and its state."""
+        """The plan that is proved and audited for the step, and its state."""
         other = self.plan.audited
         return (self.plan, state) if other is None else other(state)
 
     def start(self, state: PyTree) -> TrainState:
-        """The state to start a loop from: the same, checked, its numbers placed."""
+        """The state to start a loop with: the same, checked, with numbers placed."""
         last = self.programs.last
         return self.plan.states.start(state, None if last is None else last.state)
 
@@ -263,7 +265,7 @@ class Step(Generic[_Result]):
     ) -> TrainState:
         """The shapes of the state before the first step, without any device.
 
-        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays.
+        Arguments are as for `init`; arrays may be ``jax.ShapeDtypeStruct``.
 
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
@@ -272,16 +274,16 @@ class Step(Generic[_Result]):
         return first_shapes(self.strategy, self.plan.states.made, params, **given)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
+        """The batch, checked, padded or cut, and placed with its towers.
 
         Args:
           batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
 
         Returns:
-          A ``PlacedBatch``, which the step takes as it takes a batch.
+          A ``PlacedBatch``, which the step accepts in place of a batch.
 
         Raises:
-          ValueError: The batch is malformed, or does not divide.
+          ValueError: The batch is malformed, or its size does not divide.
         """
         return self.placer.place(batch)
 
@@ -294,7 +296,7 @@ class Step(Generic[_Result]):
         local: PyTree = None,
         extra: PyTree = None,
     ) -> Proof:
-        """The proof that towers stay the same, and equal one, without any device.
+        """Prove, without any device, that towers stay the same and equal one tower.
 
         Args:
           params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
@@ -304,15 +306,15 @@ class Step(Generic[_Result]):
           extra: As for `init`, arrays or shapes.
 
         Returns:
-          The ``Proof``, with the collectives of the step; ``proof.unproved`` says of
-          each merged leaf that is not proved equal to one tower why it is not.
+          The ``Proof``, with the collectives of the step. ``proof.unproved`` has a
+          reason for each merged leaf that is not proved equal to one tower.
 
         Raises:
-          ReplicationError: A result depends on the tower, or a collective could
-            hang; names leaf and line.
+          ReplicationError: A result depends on the tower, or a collective could hang.
+            Names the leaf and the line.
           SplitError: A leaf is proved to depend on how the batch is split, unless the
             step was built with ``audit=False``.
-          ValueError: The batch is malformed, or does not divide.
+          ValueError: The batch is malformed, or its size does not divide.
 
         Example:
           >>> import jax.numpy as jnp, optax, towerjax as tj
@@ -333,14 +335,14 @@ class Step(Generic[_Result]):
         return prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
-        """The compiled program for a batch of this signature, compiled if needed.
+        """The compiled program for such a batch; it is compiled if needed.
 
         Args:
           state: The state; for absent devices its shapes, or those of parameters.
           batch: A global batch, or one placed before; for absent devices shapes.
 
         Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+          A ``Program``: ``.call.as_text()`` is the text of the compiler.
         """
         from towerjax.check.questions import program_of
 
@@ -349,13 +351,13 @@ class Step(Generic[_Result]):
     def report(
         self, state: PyTree, batch: PyTree, *, timed_calls: int = 0
     ) -> "StepReport":
-        """A report of the compiled step for a batch of this signature.
+        """Report what the compiled step for such a batch sends, holds and takes.
 
         Args:
-          state: The state; it is kept. For absent devices shapes: of parameters, or
-            what ``step.shapes`` gives.
+          state: The state, which is not donated. For absent devices shapes: of
+            parameters, or the result of ``step.shapes``.
           batch: A global batch, or one placed before; for absent devices shapes.
-          timed_calls: So many calls are timed, on a copy of the state, which needs
+          timed_calls: The number of calls to time, on a copy of the state, which needs
             its memory once more; 0 times none.
 
         Returns:
@@ -369,13 +371,13 @@ class Step(Generic[_Result]):
         return report_step(self, state, batch, timed_calls)
 
     def audit(self, state: PyTree, batch: PyTree) -> "AuditReport":
-        """Run two towers and one tower of the same rows, and compare what is merged.
+        """Compare the merged results of two towers and of one, for the same rows.
 
-        On one device, with so many rows for each of the two as a tower function gets;
-        where batches may be padded, once more with half as many for the second, and
-        with more padding on the one. Loss, gradients, metrics and every other merged
-        value are compared; ``tower.rng`` draws the same for all rows. Nothing is
-        updated, and the state is kept.
+        All run on one device. The two towers get as many rows each as a tower function
+        gets. If batches may be padded, they run once more with half as many rows for
+        the second tower and with more padding for the one. Loss, gradients, metrics and
+        every other merged value are compared; ``tower.rng`` draws the same for all
+        rows. Nothing is updated, and the state is not donated.
 
         Args:
           state: As for a call.
@@ -385,7 +387,7 @@ class Step(Generic[_Result]):
           An `AuditReport` of what was compared.
 
         Raises:
-          SplitError: A leaf depends on how the rows were split: names the leaf, both
+          SplitError: A leaf depends on how the rows were split. Names the leaf, both
             numbers, and what to write instead.
           ValueError: As a step's call.
 
@@ -407,17 +409,19 @@ class Step(Generic[_Result]):
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None
     ) -> tuple[Location, ...]:
-        """Which towers' values of a step are not finite, before any reduction.
+        """Find the towers whose values in a step are not finite, before any reduction.
 
-        Runs the towers once more, in a program of its own, without an update.
+        The towers run once more, in a program of their own, without an update.
 
         Args:
           state: The state before the step, or after it if it was refused.
           batch: The step's batch.
-          number: The step's, ``error.step`` of a refused one; None is the state's next.
+          number: The number of the step, such as ``error.step``; None is the next step
+            of the state.
 
         Returns:
-          The locations, pass after pass: after one, all towers may have what one had.
+          The locations, one pass after the other. After the first pass all towers
+          may have the values of one tower.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -436,8 +440,8 @@ class Step(Generic[_Result]):
     def prepare(self, state: PyTree, batch: PlacedBatch, **asked: Any) -> "Prepared":
         """Compile and check the step for such a batch, as its first call does.
 
-        What is ``asked`` are fields of `Asked`. Returns the program, what nobody has
-        been told yet of the proof and the audit, and how many seconds they took.
+        ``asked`` are fields of `Asked`. Returns the program, the messages of proof and
+        audit that were not told yet, and the seconds that these took.
         """
         from towerjax.check.first_call import Asked, prepare
 
@@ -446,7 +450,7 @@ class Step(Generic[_Result]):
     def before_first(
         self, traced: Traced, state: TrainState, batch: PlacedBatch
     ) -> None:
-        """Prove or audit the step before the first call of such a batch."""
+        """Prove or audit the step before its first call with such a batch."""
         if self.options.audit is False:  # nothing of check/ is imported
             return
         from towerjax.check.first_call import before_first
@@ -454,7 +458,7 @@ class Step(Generic[_Result]):
         before_first(self, traced, state, batch)
 
     def settle(self) -> None:
-        """Wait for the steps so far and read their step flags, at the end of a loop.
+        """Wait for all steps so far and raise if one was refused, at the end of a loop.
 
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
@@ -464,7 +468,7 @@ class Step(Generic[_Result]):
     def refused(
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
-        """The error of a step that was refused, with the locations that are known."""
+        """The error for a step that was refused, with the locations that are known."""
         how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, locations, **how)
 

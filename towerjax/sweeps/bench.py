@@ -49,27 +49,28 @@ def bench(
 ) -> "Timings":
     """Time a step of every configuration of a grid, in turns with peers.
 
-    Each configuration has a process of its own, in which JAX has as many CPU devices as
-    its ``devices`` or else ``towers`` says, or all accelerators. One that dies or takes
-    too long is recorded as failed. In every round each contender has a turn, in
-    reversed order every second round. Figures are medians of rounds with a 95%
+    Each configuration runs in its own process, whose JAX has as many CPU devices as its
+    ``devices``, or else its ``towers``, or has all accelerators. A configuration that
+    dies or takes too long is recorded as failed. In every round each contender has a
+    turn, in reversed order every second round. Times are medians over rounds with a 95%
     interval; ratios are taken round by round.
 
     Args:
       build: ``build(**config) -> (call, state, batch)``: a step of towerjax, or any
-        ``call(state, batch) -> (state, loss or metrics)``. A function at the top level
-        of a module, or its name, ``"module:function"``. It may also return what it
-        timed by itself, ``{"rounds_s": seconds of a call in each round}``.
-      grid: As of `sweep`: ``{name: values}``, or a list of configurations.
-      peers: Name -> such a ``build`` of what is timed in the same rounds.
-      results: As of `sweep`, a file that a killed one continues.
-      rounds: At least 6: fewer give no 95% interval.
-      seconds_per_round: How long a turn lasts, about: 1 to 1,000 awaited calls, whose
-        mean counts without the fastest and the slowest tenth.
-      rtol: How far a peer's first three losses may be from the step's: with others the
-        configuration fails. None compares none.
-      retry_failed: Time again what the file has as failed or not available.
-      timeout_s: A configuration that takes longer is ended, and has failed.
+        ``call(state, batch) -> (state, loss or metrics)``. It is a function at the top
+        level of a module, or its name, ``"module:function"``. It may also return times
+        that it measured itself, ``{"rounds_s": seconds of a call in each round}``.
+      grid: ``{name: values}`` or a list of configurations, as for `sweep`.
+      peers: A ``build`` by name for each contender that is timed in the same rounds.
+      results: A file of results, as for `sweep`; a later call continues it.
+      rounds: The number of rounds, at least 6, because fewer give no 95% interval.
+      seconds_per_round: The approximate length of a turn: 1 to 1,000 awaited calls, of
+        which the mean without the fastest and the slowest tenth counts.
+      rtol: The largest relative difference of a peer's first three losses from those of
+        the step; the configuration fails if it is exceeded. None compares nothing.
+      retry_failed: Whether to time configurations again that the file has as failed or
+        not available.
+      timeout_s: The time limit of a configuration in seconds; a slower one fails.
       progress: None shows a bar on a terminal and in a notebook, else a plain line
         now and then; True always shows a bar, False nothing.
 
@@ -77,7 +78,7 @@ def bench(
       A `towerjax.tools.Timings`, in the grid's order.
 
     Raises:
-      ValueError: The grid is malformed, or the file holds another sweep: of another
+      ValueError: The grid is malformed, or the file holds another sweep: with another
         machine, other versions, functions or rounds.
 
     Example:
@@ -118,20 +119,20 @@ def _importable(build: Builder) -> str:
     name = f"{build.__module__}:{build.__qualname__}"
     if build.__module__ == "__main__" or "<" in name:
         raise ValueError(
-            f"{name} is imported by other processes: write it into a module of its own,"
-            " at the top level."
+            f"{name} must be importable by other processes. Write it at the top level"
+            " of a module of its own."
         )
     return name
 
 
 class NoSuchName(ValueError):
-    """A module is there, and has no such name; or a name is mistyped."""
+    """The module exists but lacks the name, or the text is not a name."""
 
 
 def resolve(name: str, example: str) -> Any:
     """The object that ``module:name`` names, such as the example."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
-        raise NoSuchName(f"{name!r} is not of the form module:name, as {example}.")
+        raise NoSuchName(f"{name!r} is not of the form module:name, such as {example}.")
     try:
         return pkgutil.resolve_name(name)
     except AttributeError as error:
@@ -302,7 +303,7 @@ class Timings(RowTable):
     """The times of a `bench`, in the grid's order, which print as a table.
 
     Attributes:
-      records: A mapping for each configuration: ``config``, ``status`` (``"ok"``,
+      records: A mapping for each configuration with ``config``, ``status`` (``"ok"``,
         ``"failed"`` or ``"not available"``), ``figures`` or ``error``, and more.
     """
 

@@ -1,4 +1,4 @@
-"""What both sweeps share: a grid, a file of results that goes on, and a table."""
+"""The parts that both sweeps share: a grid, a file of results, and a table."""
 
 import contextlib
 import datetime
@@ -39,7 +39,7 @@ def configs_of(grid: Any) -> list[Config]:
     if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
         raise ValueError(
             "grid must be {name: [values]}, or configurations that all have the same"
-            f" names; it has {len(configs)}, with {list(map(list, configs))}."
+            f" names, but has {len(configs)} with {list(map(list, configs))}."
         )
     return list({key_text(config): config for config in configs}.values())
 
@@ -49,8 +49,8 @@ def _as_plain(name: str, value: Any) -> Any:
         value = value.item()
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError(
-            f"grid: {name}={value!r} is {a_type(value)}, not a number, text,"
-            " bool or None: write a text, and look the rest up in build."
+            f"grid: {name}={value!r} is {a_type(value)}, but must be a number, a text,"
+            " a bool or None. Write a text, and look the object up in build."
         )
     return value
 
@@ -61,7 +61,7 @@ def describe(config: Config) -> str:
 
 
 def key_text(key: Any) -> str:
-    """The key as the file has it: 0, 0.0 and False differ, two NaN do not."""
+    """A key as text in the file: 0, 0.0 and False differ, two NaN do not."""
     return json.dumps(as_json(key), sort_keys=True)
 
 
@@ -91,7 +91,7 @@ class RecordFile:
     def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
             if (old := record.get(name)) != value:
-                why = f"holds results with the {name} {old}, and this sweep has {value}"
+                why = f"holds results with the {name} {old}, but this sweep has {value}"
                 raise ValueError(f"{str(self.path)!r} {why}. Use another path.")
 
     def get(self, config: Config) -> Any:
@@ -153,7 +153,7 @@ class RowTable(Shown):
         return rows
 
     def tables(self) -> tuple[Table, ...]:
-        """The shown table; how long each took stands last."""
+        """The table as it is shown; how long each took is the last column."""
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)

@@ -1,4 +1,4 @@
-"""Train the configurations of a grid; those of one program together or in turn."""
+"""Train the configurations of a grid; members of one program together or in turn."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,7 @@ class Sweep(RowTable):
         return rows
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
-        """The member whose last number is best; none, or one not finite, is worst."""
+        """The member whose last value is best; a missing or non-finite one is worst."""
         check_choice("mode", mode, ("min", "max"))
         finals = [member.final for member in self.members]
         check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
@@ -142,7 +142,7 @@ class Sweep(RowTable):
             if rows.ndim != 2:
                 raise ValueError(
                     f"metric={metric!r} is an array {rows.shape[2:]} in each step. Plot"
-                    " one with a number, or draw what curves() has."
+                    " a metric with one number, or draw the result of curves()."
                 )
             steps = np.arange(1, rows.shape[1] + 1)
             label = f"{label or metric}, mean of {len(rows)}"
@@ -165,31 +165,33 @@ def sweep(
     results: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Sweep:
-    """Train every configuration of a grid; those of one program compile once.
+    """Train every configuration of a grid; configurations of one program compile once.
 
-    Names of the grid whose values are all numbers are *traced*: ``build`` is given
-    arrays ``()`` for them, so that one program serves all their values. All others, and
-    those that ``static`` names, are given as they are, and each combination of them is
-    a program. Each member gets the result of training alone, up to rounding. One whose
-    loss is not finite keeps its state of before that step; others are not affected.
+    Names of the grid whose values are all numbers are *traced*: ``build`` gets arrays
+    ``()`` for them, so one program serves all their values. All other names, and those
+    in ``static``, are passed as they are, and each combination of their values is a
+    program. Each member has the result of training alone, up to rounding. A member
+    whose loss is not finite keeps the state before that step; others are not affected.
 
     Args:
-      build: ``build(**config) -> (step, state)``, pure: a step of
-        `build_train_step` or `build_step`, and what its ``init`` returns.
+      build: ``build(**config) -> (step, state)``, a pure function that returns a step
+        of `build_train_step` or `build_step`, and a state from its ``init``.
       grid: ``{name: values}``, of which every combination is trained, or a list of
         configurations. Values are numbers, texts, bools and None.
-      batches: Batches as for `run` that can be iterated again: a list, `batches`; or a
-        function of the names that are not traced, ``batches(**static) -> iterable``.
-      steps: How many steps each does; None runs to the end of the data.
-      static: Names of numbers that change the program: widths, towers, batch sizes.
-      order: How the members of a program are trained: ``"in_turn"``, one after another,
-        each recorded when it ends; ``"together"`` by ``vmap``, which takes the memory
-        of all, and is faster where steps are small.
-      evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host
-        with each member's last state. If it raises, all is recorded first.
-      results: A file of JSON lines, written as members end. Those that it has are not
-        trained again, so that a killed sweep can be continued; but those without an
-        evaluation are, with ``evaluate``.
+      batches: Batches as for `run` that can be iterated again, such as a list or
+        `batches`; or a function of the names that are not traced, ``batches(**static)
+        -> iterable``.
+      steps: The number of steps of each member; None runs to the end of the data.
+      static: Names of numbers that change the program, such as widths, towers or batch
+        sizes.
+      order: The way to train the members of a program. ``"in_turn"`` trains one after
+        the other, and records each when it ends. ``"together"`` trains them with
+        ``vmap``, which takes the memory of all and is faster if steps are small.
+      evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host with
+        each member's last state. If it raises, everything is recorded first.
+      results: A file of JSON lines, written as members end. Members that it has are not
+        trained again, so a killed sweep can be continued; with ``evaluate``, members
+        without an evaluation are.
       progress: None shows a bar on a terminal and in a notebook, else a plain line
         now and then; True always shows a bar, False nothing.
 
@@ -200,8 +202,9 @@ def sweep(
       ValueError: The grid is malformed, the file holds another sweep, ``build`` needs
         the value of a traced number, there are several processes, or `run` raises.
 
-    Any exception has ``error.sweep``, the members so far. One of ``evaluate`` also has
-    ``error.states``, a list of ``(configuration, state)`` of the members without one.
+    Any exception has ``error.sweep``, the members so far. An exception of ``evaluate``
+    also has ``error.states``, a list of ``(configuration, state)`` of the members that
+    were not evaluated.
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj
@@ -219,7 +222,10 @@ def sweep(
     """
     check_choice("order", order, get_args(Order))
     if jax.process_count() > 1:
-        raise ValueError("tj.sweep is for one process. Share the grid out.")
+        raise ValueError(
+            "tj.sweep is for one process, but this job has several. Run a part of the"
+            " grid in each job."
+        )
     configs = of_grid.configs_of(grid)
     traced = traced_names(configs, static)
     check_function("build", build, "build(**config)", takes=False)
@@ -363,9 +369,10 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
         ):
             raise
         raise ValueError(
-            f"tj.sweep traces {', '.join(traced)}: build gets arrays. Name in"
-            " static=[...] what decides shapes, towers or control flow, and make keys"
-            f" with jax.random.key(seed). Here: {str(error).splitlines()[0]}"
+            f"tj.sweep traces {', '.join(traced)}, so build gets arrays for them. Name"
+            " in static=[...] numbers that decide shapes, towers or control flow, and"
+            " make keys with jax.random.key(seed). The error is:"
+            f" {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Arguments for a number of devices: copies, parts, and arrays that lie on them."""
+"""Arguments for a number of devices: copies, rows, and arrays that lie on them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """A copy for each device, as a program of `jax.pmap` is given its state.
 
     Args:
-      tree: Arrays of any shapes; other leaves, as of an Equinox module, stay.
-      devices: ``D`` devices.
+      tree: Arrays of any shapes. Other leaves, as of an Equinox module, stay.
+      devices: The devices, ``D`` of them.
 
     Returns:
-      Arrays ``[D, ...]``, a copy on each device, as of `flax.jax_utils.replicate`.
+      Arrays ``[D, ...]``, a copy on each device, like `flax.jax_utils.replicate`.
 
     Example:
       >>> import jax, numpy as np
@@ -40,14 +40,14 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """The rows of each device, as a program of `jax.pmap` is given its batch.
 
     Args:
-      tree: Arrays ``[B, ...]``, of which ``D`` divides ``B``.
-      devices: ``D`` devices.
+      tree: Arrays ``[B, ...]``, where ``D`` divides ``B``.
+      devices: The devices, ``D`` of them.
 
     Returns:
       Arrays ``[D, B / D, ...]``.
 
     Raises:
-      ValueError: An array has not such rows.
+      ValueError: The rows of an array cannot be shared evenly.
 
     Example:
       >>> import numpy as np
@@ -69,15 +69,16 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
 
 @api_boundary
 def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
-    """Arrays on devices: replicated, or split over an axis of them.
+    """Arrays placed on devices, replicated or split over an axis of the devices.
 
     Args:
       tree: Arrays of any shapes.
-      devices: ``D`` devices.
-      *spec: The name of the axis that splits the first dimension; none is replicated.
+      devices: The devices, ``D`` of them.
+      *spec: The name of the axis over which dim 0 is split; without it arrays are
+        replicated.
 
     Returns:
-      The arrays, which `jax.jit` computes with on all these devices.
+      The placed arrays, with which `jax.jit` computes on all these devices.
 
     Example:
       >>> import numpy as np

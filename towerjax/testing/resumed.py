@@ -1,4 +1,4 @@
-"""Compare a training that was stopped and resumed with one that never was."""
+"""Compare a training run that was stopped and resumed with one that was not."""
 
 import dataclasses
 import functools
@@ -33,25 +33,25 @@ from towerjax.types.trees import key_data, named_leaves
 
 _Leaves: TypeAlias = dict[str, np.ndarray]
 _AS_MADE = (
-    "It is as make() returns it: it was not saved, or is not restored, such as a key or"
-    " a step number beside the parameters."
+    "It has the value that make() returns, so it was not saved or not restored, as"
+    " often happens to a key or a step number beside the parameters."
 )
 _OTHER_BATCHES = (
-    "The resumed process reads other batches: save the iterator's position, or skip the"
+    "The resumed process reads other batches. Save the iterator's position, or skip the"
     " batches that were used."
 )
 _ELSEWHERE = (
-    "What was restored and the batches are the same: something else is not saved, such"
-    " as a generator or a counter that the step holds."
+    "The restored state and the batches are the same, so something else is not saved,"
+    " such as a generator or a counter that the step holds."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumedReport:
-    """The leaves that are the same after a restart as without one.
+    """The leaves that are the same with a restart as without one.
 
     Attributes:
-      steps: The numbers of steps before it and after it.
+      steps: The numbers of steps before and after the restart.
       compared: Names of the leaves.
     """
 
@@ -68,17 +68,17 @@ class ResumedReport:
 
 
 class _Stages(NamedTuple):
-    """What a process had: arrays by name. Empty where a stage was not seen."""
+    """Arrays by name, from the stages of a process; empty for unseen stages."""
 
     made: _Leaves  # the state as ``make`` returns it
-    between: _Leaves  # the state where the training is stopped, or resumed
-    batches: _Leaves  # those of the steps after it
+    between: _Leaves  # the state where training is stopped, or resumed
+    batches: _Leaves  # the batches of the steps after it
     results: _Leaves  # what these steps returned
     end: _Leaves  # the state at the end
 
 
 class _Training(NamedTuple):
-    """What ``make`` returned."""
+    """The parts of a training run that ``make`` returned."""
 
     step: Any
     state: PyTree
@@ -95,37 +95,38 @@ def same_resumed(
     devices: int = 1,
     rtol: float = 0.0,
 ) -> ResumedReport:
-    """Raise if a training that is resumed goes on otherwise than one that is not.
+    """Raise if training that is resumed goes on differently from training that is not.
 
-    One process does ``n + m`` steps at once. A second does ``n``, and saves. A third
-    restores, and does ``m``. What was restored is compared with what was saved, and
-    the batches that are read, what steps return and the state at the end with those of
+    One process does ``n + m`` steps at once. A second does ``n`` steps and saves. A
+    third restores and does ``m`` steps. The restored state is compared with the saved
+    one. The batches, the steps' results and the final state are compared with those of
     the first process.
 
-    ``make()`` is called in each process, and returns one of
+    ``make()`` is called in each process. It returns one of these:
 
-    * ``(step, state, batches)``, a step of towerjax, trained by `tj.run` and saved by a
-      `Checkpointer`;
-    * ``(step, state, batches, save, restore)``, of any step: ``step(state, batch)``
-      returns the new state, or a tuple of it and more. ``save(folder, state, batches)``
-      is given the iterator at its position; ``restore(folder, state, batches)`` the
-      state and the batches as they begin, and it returns both as they go on;
-    * ``train``, where ``train(folder, steps)`` trains up to that many steps in all,
-      goes on from what the folder has, and returns the state.
+    * ``(step, state, batches)``, with a step of towerjax, which `tj.run` trains and a
+      `Checkpointer` saves;
+    * ``(step, state, batches, save, restore)``, with any step. ``step(state, batch)``
+      returns the new state, or a tuple that begins with it. ``save(folder, state,
+      batches)`` gets the iterator at its position. ``restore(folder, state, batches)``
+      gets the initial state and batches, and returns both as they must go on;
+    * ``train``, a function ``train(folder, steps)`` that trains up to that total number
+      of steps, resumes from the folder, and returns the state.
 
     Args:
-      make: A function without arguments at the top of a file.
-      steps: ``(n, m)``, each >= 1.
-      devices: How many devices of the CPU each process has.
-      rtol: The largest difference over a leaf's largest value; 0 is the same bits.
+      make: A function without arguments, at the top level of a file.
+      steps: The numbers ``(n, m)``, each >= 1.
+      devices: The number of CPU devices of each process.
+      rtol: The largest allowed difference, divided by the leaf's largest value; 0
+        demands equal bits.
 
     Returns:
       A `ResumedReport`.
 
     Raises:
       SplitError: A leaf depends on the restart; its ``findings`` are `Refuted`.
-      ProgramDied: A process ended without a result; with its last line.
-      ValueError: ``make`` or what it returns has another form; the training is not
+      ProgramDied: A process ended without a result. The error has its last lines.
+      ValueError: ``make`` or its result has another form; or training is not
         deterministic.
 
     Example:
@@ -133,7 +134,7 @@ def same_resumed(
       >>> [*inspect.signature(same_resumed).parameters][:2]
       ['make', 'steps']
 
-    A whole one is at
+    For a complete example see
     <https://github.com/towerjax/towerjax/blob/main/docs/check.md>.
     """
     named = name_function(FORM, make)
@@ -141,7 +142,10 @@ def same_resumed(
     check_rtol(rtol)
     given = check_wholes("steps", steps)
     if len(given) != 2:
-        raise ValueError(f"steps={steps!r} must be two numbers, before and after.")
+        raise ValueError(
+            f"steps={steps!r} must be two numbers, the steps before and after the"
+            " restart."
+        )
     before, after = given
 
     def called(label: str, *args: Any) -> _Stages:
@@ -174,7 +178,7 @@ def _differences(
     steps: tuple[int, ...],
     rtol: float,
 ) -> tuple[list[Refuted], list[str]]:
-    """The leaves that differ, each where it does first, and what to do."""
+    """The leaves that differ, each at its first difference, and advice."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
     saved, restored = stopped.between, resumed.between
@@ -236,13 +240,13 @@ def _same_bits(x: np.ndarray | None, y: np.ndarray | None) -> bool:
 def _refuse_random(first: _Leaves, again: _Leaves) -> None:
     for name, told in _unlike(first, again, "in one process", "in another", 0.0):
         raise NotAudited(
-            f"the training is not deterministic, also without a restart: {name} is"
-            f" {told}. Draw from a key or a seed that make() gives"
+            f"training is not deterministic even without a restart: {name} is {told}."
+            " Draw from a key or a seed that make() sets"
         )
 
 
 def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """All steps in one process."""
+    """The stages of a process that does all steps."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -254,7 +258,7 @@ def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """The first steps, after which it saves."""
+    """The stages of a process that does the first steps and saves."""
     before, _ = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -268,7 +272,7 @@ def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """The last steps, of what is restored."""
+    """The stages of a process that restores and does the last steps."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -281,14 +285,14 @@ def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
         case _:
             told = f"returned {types_of(restored)}"
             raise ToldError(
-                ValueError(f"restore must return (state, batches), and {told}.")
+                ValueError(f"restore must return (state, batches), but {told}.")
             )
     between = _arrays("state", loop.state)
     return loop.seen(range(before, before + after), made, between)
 
 
 class _Loop:
-    """The loop of a training: its state, and its iterator of batches."""
+    """A training loop: its state, and its iterator of batches."""
 
     def __init__(self, training: _Training, batches: Iterator[Any]) -> None:
         self.state = training.state
@@ -301,14 +305,14 @@ class _Loop:
             self.next()
 
     def next(self) -> tuple[Any, Any]:
-        """Do a step; its batch, and what it returned."""
+        """Do a step; return its batch and its result."""
         batch = next(self.batches)
         gave = self._step(self.state, batch)
         self.state = self._state_in(gave)
         return batch, gave
 
     def seen(self, numbers: range, made: _Leaves, between: _Leaves) -> _Stages:
-        """Do these steps, and keep what they had."""
+        """Do these steps, and return their stages."""
         batches = _Leaves()
         results = _Leaves()
         for number in numbers:
@@ -327,14 +331,14 @@ class _Loop:
         told = f"returned {types_of(gave)}"
         raise ToldError(
             ValueError(
-                "step(state, batch) must return the new state, of the same structure,"
-                f" or a tuple that begins with it, and {told}."
+                "step(state, batch) must return the new state, with the same structure,"
+                f" or a tuple that begins with it, but {told}."
             )
         )
 
 
 def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
-    """What ``make`` returned: a loop's parts, or ``train(folder, steps)``."""
+    """The result of ``make``: the parts of a loop, or ``train(folder, steps)``."""
     made = find_function(named, jax.device_count())()
     match made:
         case (step, state, batches, save, restore) if callable(save):
@@ -346,8 +350,8 @@ def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
     told = f"returned {types_of(made)}"
     raise ToldError(
         ValueError(
-            f"{FORM} must return (step, state, batches) of towerjax, (step, state,"
-            f" batches, save, restore), or train(folder, steps), and {told}."
+            f"{FORM} must return (step, state, batches) with a step of towerjax, (step,"
+            f" state, batches, save, restore), or train(folder, steps), but {told}."
         )
     )
 
@@ -355,14 +359,14 @@ def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
 def _train(
     step: Step, state: PyTree, batches: Any, folder: str, steps: int
 ) -> tuple[PyTree, History]:
-    """Train by `tj.run`, whose checkpoints are in the folder."""
+    """Train with `tj.run`, with checkpoints in the folder."""
     saving = Checkpointer(folder)
     options: Any = {"steps": steps, "checkpointer": saving, "progress": False}
     return run(step, state, batches, **options)
 
 
 def _ended(gave: Any, before: int) -> _Stages:
-    """What a training returned at its end, with the metrics of the last steps."""
+    """The final state of training, with the metrics of the last steps."""
     results = _Leaves()
     match gave:
         case (state, History() as history):
@@ -378,7 +382,7 @@ def _ended(gave: Any, before: int) -> _Stages:
 
 
 def _arrays(root: str, tree: PyTree) -> _Leaves:
-    """The leaves that are numbers, by name, on the host."""
+    """The numeric leaves by name, as arrays on the host."""
     leaves = [
         (n, x) for n, x in named_leaves(root, tree) if isinstance(x, NUMBER_TYPES)
     ]

@@ -1,4 +1,4 @@
-"""Check a loss function or a step: the same on any number of towers, and on one."""
+"""Check a loss function or a step: the same on any number of towers, and as on one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from towerjax.types.trees import key_data, named_leaves
 
 @runtime_checkable
 class RunsOnOneTower(Protocol):
-    """What is no step and knows itself how one tower runs it, such as a model."""
+    """An object, such as a model, that can make itself run on one tower."""
 
     strategy: Strategy
 
     def on_one_tower(self, strategy: Strategy) -> Any:
-        """The same on a strategy of one tower."""
+        """The same object on a strategy of one tower."""
 
 
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
@@ -52,39 +52,41 @@ def assert_replicates(
     padding: bool = True,
     permuted: bool = True,
 ) -> AuditReport:
-    """Raise if what a step computes from a loss depends on the number of towers.
+    """Raise if a train step of a loss depends on the number of towers.
 
-    As ``step.audit``, with the whole batch and more numbers of towers: the batch in
-    order and with its rows permuted is split over ``T`` towers on one device, padded so
-    that towers have unequally many rows. Loss, gradient, metrics, tower-local and extra
-    state are compared with those of one tower. ``tower.rng`` draws the same for all
-    rows. What a train step refuses is refused here, too.
+    It is like ``step.audit``, with the whole batch and more numbers of towers. The
+    batch, in order and with permuted rows, is split over ``T`` towers on one device,
+    padded so that towers have unequal numbers of rows. Loss, gradient, metrics,
+    tower-local and extra state are compared with those of one tower. ``tower.rng``
+    draws the same for all rows. Everything that a train step refuses is refused, too.
 
     Args:
       loss_fn: As for `build_train_step`.
       params: As for ``step.init``.
-      batch: Arrays ``[B, ...]`` of different examples, with unequal weights where the
-        loss takes weights.
-      towers: The numbers of towers ``T`` to compare with one.
-      local: Tower-local variables: a pytree of ``TowerLocal``, each leaf one tower's.
-      extra: As for ``step.init``: what the loss reads as ``tower.extra``.
-      rtol: The largest difference over a leaf's largest value (for gradients at
-        least 1% of the largest one's, and 0.1% of the loss), or 32 times what changing
-        the parameters in their last bit changes; None is 1e-4, and more for gradients
-        of a loss function that computes in 16 bits.
+      batch: Arrays ``[B, ...]`` of different examples, with unequal weights if the loss
+        has weights.
+      towers: The numbers of towers ``T`` to compare with one tower.
+      local: Tower-local variables, a pytree of ``TowerLocal`` with one tower's values.
+      extra: The values that the loss reads as ``tower.extra``, as for ``step.init``.
+      rtol: The largest allowed difference, divided by the leaf's largest value (for
+        gradients at least 1% of the largest gradient, and 0.1% of the loss). A
+        difference is also allowed up to 32 times the effect of changing the parameters
+        in their last bit. None is 1e-4, and more for a loss function that computes in
+        16 bits.
       loss_reduction: As for `build_train_step`.
-      padding: Whether towers may have padding rows. False is for losses that are only
-        trained with ``remainder="error"``, and for numbers of towers that divide ``B``.
-      permuted: Whether the rows are also permuted. False is for losses whose
-        neighbouring rows belong together, such as pairs and groups.
+      padding: Whether towers may have padding rows. Use False for losses that are only
+        trained with ``remainder="error"``; the numbers of towers must then divide
+        ``B``.
+      permuted: Whether rows are also permuted. Use False for losses whose neighbouring
+        rows belong together, such as pairs and groups.
 
     Returns:
-      An `AuditReport` of what was compared.
+      An `AuditReport` of the comparison.
 
     Raises:
-      SplitError: Which leaf depends on the split, by how much and at which ``T``; its
-        ``findings`` hold the same as data.
-      ReplicationError: As for a train step.
+      SplitError: A leaf depends on the split. The error says by how much and at which
+        ``T``; its ``findings`` hold the same as data.
+      ReplicationError: The errors of a train step.
       ValueError: An argument is invalid, or the loss or gradient on one tower is not
         finite.
 
@@ -152,22 +154,25 @@ def assert_same(
 ) -> None:
     """Raise unless two trees are the same, leaf by leaf.
 
-    A leaf differs where ``|a - b| > rtol * max |b|``, over the leaf's elements: an
-    element near 0 is as exact as the terms of its sum. Integers and bools differ unless
-    they are equal. NaN equals NaN. Tower-local and
-    mirrored variables are compared by the one value that they are read as, so that
-    states of different numbers of towers can be compared.
+    An element differs if ``|a - b| > rtol * max |b|``, with the maximum over the leaf,
+    because an element near 0 is only as exact as the terms of its sum. Integers and
+    bools differ unless they are equal. NaN equals NaN. Tower-local and mirrored
+    variables are compared by the value that they are read as, so that states of
+    different numbers of towers can be compared.
 
     Args:
-      a: A ``TrainState``, a ``History`` (steps and metrics), or any tree of arrays.
-      b: The expected tree, of the same structure, shapes and dtypes.
-      rtol: The largest difference over ``b``'s largest element in the leaf.
-      bits: Whether every bit must be equal; then ``rtol`` is not used.
+      a: A ``TrainState``, a ``History`` (of which steps and metrics count), or any tree
+        of arrays.
+      b: The expected tree, with the same structure, shapes and dtypes.
+      rtol: The largest allowed difference, divided by the largest element of ``b``'s
+        leaf.
+      bits: Whether every bit must be equal. ``rtol`` is then not used.
 
     Raises:
-      AssertionError: A leaf differs or is missing; the first 8 are named, each with
-        its largest difference, the index of that and its number of ulps.
-      ValueError: ``rtol`` is no number >= 0; a tower-local variable has no one value.
+      AssertionError: A leaf differs or is missing. The error names the first 8, each
+        with its largest difference, its index, and the difference in ulps.
+      ValueError: ``rtol`` is not a number >= 0; or a tower-local variable cannot be
+        read as one value.
 
     Example:
       >>> assert_same({"w": np.ones(3)}, {"w": np.ones(3)}, bits=True)
@@ -205,7 +210,7 @@ def _read_tree(tree: PyTree) -> PyTree:
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
-    """A list of one sentence if the leaf differs, else an empty list."""
+    """A list of one message if the leaf differs; else an empty list."""
     a = np.asarray(key_data(a))
     b = np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -244,21 +249,21 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
 def one_tower(step: StepOrModel) -> StepOrModel:
     """The same step, or the same model, on one tower of the first device.
 
-    It has the step's functions, optimizer and options, except that micro-batches are
-    one pass, states are not donated, and ``extend=`` is left out. Batches are padded
-    and cut as the step's are, so that both see the same examples.
+    It has the step's functions, optimizer and options, but there are no micro-batches,
+    states are not donated, and ``extend=`` is left out. Batches are padded and cut as
+    the step does, so that both see the same examples.
 
     Args:
-      step: What `build_train_step`, `build_step` or `replicate_model_fn` returned.
+      step: The result of `build_train_step`, `build_step` or `replicate_model_fn`.
 
     Returns:
-      A new step with its own ``init``; compare with `assert_same`. Its ``tower.rng``
-      is tower 0's, so that losses with random draws differ.
+      A new step with its own ``init``. Compare results with `assert_same`. Its
+      ``tower.rng`` is that of tower 0, so losses with random draws differ.
 
     Raises:
-      ValueError: ``step`` is none of these, such as a model's ``train_step()``; a model
-        with ``remainder="drop"`` on several towers, whose number decides what is
-        dropped.
+      ValueError: ``step`` is something else, such as a model's ``train_step()``; or a
+        model with ``remainder="drop"`` on several towers, whose number decides which
+        rows are dropped.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -276,12 +281,13 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         return step.on_one_tower(on_one_tower(step.strategy))
     if not isinstance(step, Step) or step.plan.remade is None:
         raise ValueError(
-            f"one_tower got {a_type(step)}. Pass what tj.build_train_step,"
-            " tj.build_step or tj.estimator.replicate_model_fn returned."
+            f"one_tower got {a_type(step)}, which it cannot rebuild on one tower. Pass"
+            " the result of tj.build_train_step, tj.build_step or"
+            " tj.estimator.replicate_model_fn."
         )
     strategy = on_one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
-    # It takes the batches of a step of several towers.
+    # It accepts the batches of a step of several towers.
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )

@@ -1,4 +1,4 @@
-"""TensorFlow 1's MirroredStrategy, and its model functions, by TensorFlow's names."""
+"""TensorFlow 1's MirroredStrategy and its model functions, by TensorFlow's names."""
 
 from typing import TYPE_CHECKING
 

@@ -39,12 +39,12 @@ def create_var(
     reduction: Reduction = Reduction.NONE,
     tower_local: bool = False,
 ) -> Variable:
-    """A new ``MirroredVar``, or ``TowerLocal`` ``[T, ...]``, on the strategy's devices.
+    """A new ``MirroredVar`` or ``TowerLocal`` ``[T, ...]``, on the strategy's devices.
 
-    ``initial`` is a pytree of arrays or numbers, or a function that makes one.
-    ``reduction`` says how towers' values become one: for a mirrored variable those that
-    they assign, for a tower-local one their copies when it is read. In a tower function
-    a ``TowerLocal`` is the tower's own copy.
+    ``initial`` is a pytree of arrays or numbers, or a function that returns one.
+    ``reduction`` says how towers' values become one: the values that they assign to a
+    mirrored variable, or the copies of a tower-local variable when it is read. In a
+    tower function a ``TowerLocal`` is the tower's own copy.
 
     Example:
       >>> import towerjax as tj
@@ -68,7 +68,7 @@ def create_var(
     refuse_per_tower([initial], f"create_var of {name!r}")
     initial = plain(initial)
     refuse_unheld(f"create_var: {name!r}", initial)
-    # With their dtypes, so that none stays weakly typed.
+    # With explicit dtypes, so that no value stays weakly typed.
     initial = jax.tree.map(native, initial)
     value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
     if not tower_local:
@@ -81,10 +81,10 @@ def create_var(
 
 
 def assign(self: Strategy, variable: Variable, value: PyTree) -> Variable:
-    """The variable with a new value, one for all towers.
+    """The variable with a new value for all towers.
 
-    A tower-local variable reads as the value afterwards: of a SUM each tower gets a
-    share, of integers a whole one.
+    A tower-local variable then reads as the value. If its reduction is SUM, each tower
+    gets a share, which is a whole number for integers.
     """
     value = _given(self, variable, value, "assign")
     if isinstance(variable, MirroredVar):
@@ -94,12 +94,12 @@ def assign(self: Strategy, variable: Variable, value: PyTree) -> Variable:
 
 
 def assign_add(self: Strategy, variable: Variable, value: PyTree) -> Variable:
-    """The mirrored variable plus a value; a tower-local one is refused, as unclear."""
+    """The mirrored variable plus a value; a tower-local one is refused as unclear."""
     return _combine(self, variable, value, operator.add, "+")
 
 
 def assign_sub(self: Strategy, variable: Variable, value: PyTree) -> Variable:
-    """The mirrored variable minus a value, as `assign_add`."""
+    """The mirrored variable minus a value; otherwise as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
@@ -116,14 +116,14 @@ def _combine(
         new = jax.tree.map(combine, variable.value, fit(variable, value))
         return _replace_value(variable, new)
     raise ValueError(
-        f"strategy.{what} of {label(variable)}: shall each copy change? Write"
-        f" strategy.update(v, lambda x: x {sign} value). Or what they read as?"
-        f" strategy.assign(v, strategy.read_var(v) {sign} value)."
+        f"strategy.{what} of {label(variable)} is unclear. To change each copy write"
+        f" strategy.update(v, lambda x: x {sign} value). To change the value that they"
+        f" read as write strategy.assign(v, strategy.read_var(v) {sign} value)."
     )
 
 
 def _given(strategy: Strategy, variable: Variable, value: PyTree, what: str) -> PyTree:
-    """What all towers are given for a variable; raise where they cannot share it."""
+    """The value that all towers get for a variable; raise if it differs by tower."""
     check_variable(variable, f"strategy.{what}")
     refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
     return of_first_process(as_native("value", plain(value)), strategy.placement)
@@ -137,9 +137,10 @@ def update_var(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> Variable:
-    """The variable after ``fn(value, *args, **kwargs)``, of each copy of a tower-local.
+    """The variable with the value ``fn(value, *args, **kwargs)``.
 
-    All towers share the arguments, of which a mirrored variable is its value.
+    ``fn`` is called for each copy of a tower-local variable. All towers get the same
+    arguments; a mirrored variable among them is replaced by its value.
     """
     check_callable("fn", fn, "fn(value, *args)")
     args, kwargs = _given(self, variable, (args, kwargs), "update")
@@ -147,7 +148,9 @@ def update_var(
     if isinstance(variable, TowerLocal):
         check_towers(variable, self.num_towers)
         copies = unwrap(self, variable)
-    with noted("Of update, fn(value) returns the new value: lambda x, g: x - 0.1 * g."):
+    with noted(
+        "For update, fn(value) must return the new value: lambda x, g: x - 0.1 * g."
+    ):
         news = [plain(fn(own, *args, **kwargs)) for own in copies]
     if isinstance(variable, MirroredVar):
         return _replace_value(variable, fit(variable, news[0]))
@@ -156,14 +159,14 @@ def update_var(
 
 
 def read_var(self: Strategy, value: PyTree) -> PyTree:
-    """Replace each variable of a tree by its value, by its reduction if tower-local."""
+    """The tree with variables replaced by their values, reduced if tower-local."""
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)
     return read_local(value)
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:
-    """Replace the variable's value by a copy, which is placed as the old one."""
+    """The variable with a copy of a new value, placed as the old value."""
 
     def put(old: Any, new: Any) -> jax.Array:
         if not isinstance(old, jax.Array) or is_traced((old, new)):

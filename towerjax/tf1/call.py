@@ -1,4 +1,4 @@
-"""call_for_each_tower: trace a function for all towers, prove it, and compile it."""
+"""`call_for_each_tower`: trace a function for all towers, prove it, and compile it."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from towerjax.types.trees import (
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
-# Kinds of array leaves: a row a tower; free to differ; else a mirrored variable's name.
+# Kinds of array leaves: a row per tower; free to differ; or a mirrored variable's name.
 _ROWS = "rows"
 _FREE = "free"
 
@@ -40,14 +40,14 @@ _FREE = "free"
 _Call: TypeAlias = tuple[
     Strategy, Placement, Callable[..., PyTree], Any, tuple[Any, ...]
 ]
-"""The jit cache's key: a function on towers, the structure of its arguments, and of
-each the kind of an array, or a constant."""
+"""The key of the jit cache: a function on towers, the structure of its arguments, and
+the kind of each argument, or its value if it is a constant."""
 
 
 def _on_device(
     call: _Call, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
+    """The function that a device runs: arrays ``[k, ...]``, and other results."""
     strategy, _, fn, treedef, kinds = call
 
     def tower_fn(
@@ -73,12 +73,13 @@ def _on_device(
     return run
 
 
-# Kept, since the unused first argument sets the device of a call without others.
+# keep_unused, because the unused first argument sets the device of a call without
+# others.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(
     call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
 ) -> tuple[list[jax.Array], executors.TracedCall]:
-    """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
+    """The arrays and the other results of a call, which is proved and compiled once."""
     placement = call[1]
     args = (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -87,10 +88,10 @@ def _run(
     analysis = towers.analyse(names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):
-        # JAX would silently give each device a part of such a value.
+        # JAX would silently give each device a slice of such a value.
         raise ValueError(
             "fn closes over a value of the jit, grad or scan around it, which"
-            " executor='pmap' cannot take. Pass it as an argument of fn."
+            " executor='pmap' cannot handle. Pass the value to fn as an argument."
         )
     treedef, leaves = towers.out[1].value
     kinds = [x for x in leaves if isinstance(x, str)]
@@ -116,20 +117,20 @@ def call_for_each_tower(
     run_concurrently: bool = True,
     **kwargs: PyTree,
 ) -> PyTree:
-    """What ``fn(tower, *args, **kwargs)`` returns on every tower.
+    """The results of ``fn(tower, *args, **kwargs)`` on every tower.
 
     Each tower gets its row of ``PerTower`` leaves and of an element of
-    `distribute_dataset`, its copy of a tower-local variable, and all of other values.
-    Leaves of the result are bare where they are the same on every tower, else
-    ``PerTower``; variables come back as such. Works inside ``jax.jit``, ``jax.grad``
-    and ``lax.scan``.
+    `distribute_dataset`, its copy of a tower-local variable, and other values whole.
+    Leaves of the result are bare if they are the same on every tower, and otherwise
+    ``PerTower``. Variables come back as variables. The call works inside ``jax.jit``,
+    ``jax.grad`` and ``lax.scan``.
 
-    Compiled once for each function and structure of arguments, and kept until
-    ``jax.clear_caches()``: reuse the function, since a new lambda is compiled anew. As
-    under ``jax.jit``, what it closes over is read once, in the first trace: pass
-    variables as arguments. A Python number is a part of the program: pass one that
-    changes as ``np.float32(lr)``. ``run_concurrently`` changes nothing, as in
-    TensorFlow's graphs.
+    It is compiled once for each function and structure of arguments, and kept until
+    ``jax.clear_caches()``. So reuse the function, because a new lambda is compiled
+    again. As under ``jax.jit``, values that the function closes over are read once, in
+    the first trace; pass variables as arguments. A Python number is part of the
+    program; pass one that changes as ``np.float32(lr)``. ``run_concurrently`` changes
+    nothing, as in TensorFlow's graphs.
 
     Example:
       >>> import towerjax as tj
@@ -150,8 +151,8 @@ def call_for_each_tower(
     given = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
     given = map_parts(TowerLocal, values.copies_by_leaf, given)
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
-    # pmap needs at least one argument with a row a tower, and jit one on the strategy's
-    # device: the first, unused.
+    # The first argument is not used. pmap needs at least one argument with a row per
+    # tower, and jit one on the strategy's device.
     rows = [np.arange(placement.num_towers, dtype=np.int32)]
     arrays = []
     kinds = []
@@ -174,7 +175,7 @@ def call_for_each_tower(
 
 
 def _results(outputs: Any, arrays: list[Any]) -> PyTree:
-    """The function's tree of results, from its arrays."""
+    """The function's tree of results, built from its arrays."""
     treedef, leaves, mirrored = outputs
     pairs = zip(arrays, mirrored, strict=True)
 
@@ -188,7 +189,7 @@ def _results(outputs: Any, arrays: list[Any]) -> PyTree:
 
 
 def _kinds_of(out: PyTree) -> Iterator[Any]:
-    """The kind of each leaf in tree order; a leaf that is no array is a constant."""
+    """The kind of each leaf, in tree order; a leaf that is no array is a constant."""
     for path, node in jax.tree_util.tree_leaves_with_path(out, is_leaf=is_variable):
         if isinstance(node, TowerLocal):
             yield from (_ROWS for _ in jax.tree.leaves(node))
@@ -200,7 +201,7 @@ def _kinds_of(out: PyTree) -> Iterator[Any]:
 
 
 def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
-    """Place an argument on the strategy's devices, unless JAX is tracing."""
+    """The argument, placed on the strategy's devices unless JAX is tracing."""
     if traced or has_tracers(x):
         return jax.tree.map(jnp.asarray, x)
     if placement.num_processes > 1 and layout is Layout.MIRRORED:
@@ -209,13 +210,13 @@ def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> An
 
 
 class Constant:
-    """An argument that is no array, as a part of the jit cache's key."""
+    """An argument that is not an array, as part of the jit cache's key."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         try:
             self._key: Any = key_of("", value)
-        except TypeError:  # equal to no other: each call is traced
+        except TypeError:  # equal to nothing else, so that each call is traced
             self._key = object()
 
     def __hash__(self) -> int:
@@ -226,9 +227,10 @@ class Constant:
 
 
 def key_of(name: str, value: Any) -> Any:
-    """A key of a value that is compiled in: its hash and ``==``, as ``jax.jit`` has it.
+    """The key of a value that is compiled in, which compares like a static argument.
 
-    Containers have the keys of what they hold. A TypeError where there is no hash.
+    The key of a container is made of the keys of its items. It raises a TypeError for a
+    value without a hash.
     """
     kind = type(value)
     if isinstance(value, Mapping):

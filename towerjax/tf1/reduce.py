@@ -19,13 +19,13 @@ from towerjax.types.trees import parts_of
 def batch_reduce(
     self: Strategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
-    """`reduce` of each ``(value, destinations)``; all sums are computed together."""
+    """The reduced value of each ``(value, destinations)``; all sums run together."""
     pairs = check_list("pairs", pairs, "[(value, None), ...]")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(
-                f"batch_reduce: pairs[{i}] is {pair!r:.200}. Write (value,"
-                " destinations) for each; None is all devices of the strategy."
+                f"batch_reduce: pairs[{i}] is {pair!r:.200}, but must be a pair (value,"
+                " destinations). Write None for all devices of the strategy."
             )
     reduced = reduce_values(self, reduction, [value for value, _ in pairs])
     return [values.copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
@@ -38,21 +38,25 @@ def map_elements(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PerTower:
-    """``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
+    """The results of ``fn(element, *args)`` as ``PerTower``.
 
-    Results are stacked; elements are of one shape.
+    Tower ``j mod T`` has result ``j``. A tower's results are stacked, so elements must
+    have one shape.
     """
     check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
     refuse_per_tower((elements, args, kwargs), "map")
     elements = check_list("elements", elements)
     if not elements:
-        raise ValueError("map: there are no elements.")
+        raise ValueError("map got no elements. Pass at least one.")
     elements, args, kwargs = values.of_first_process(
         (elements, args, kwargs), self.placement
     )
     results = [fn(x, *args, **kwargs) for x in elements]
     if parts_of(tj.sparse.IndexedRows, results):
-        raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")
+        raise ValueError(
+            "map: fn returned IndexedRows, which cannot be stacked. Return"
+            " rows.to_dense()."
+        )
     own = [results[t :: self.num_towers] for t in range(self.num_towers)]
     stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
     return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))

@@ -39,13 +39,14 @@ class MultiStepContext:
 
     Attributes:
       strategy: The strategy that runs the steps.
-      weight: ``PerTower`` ``[T, b]`` float32, inside a step: 1 where a tower's row is
-        an example and 0 where it is padding.
-      last_step_outputs: Name -> what the last step set; a ``PerTower`` where it was
-        set without a reduction.
-      non_tensor_outputs: Name -> what was set while the steps were traced.
-      final: After the run: what the last step returned.
-      iterations: After the run: the number of steps done.
+      weight: The rows' weights, inside a step, as ``PerTower`` ``[T, b]`` float32: 1
+        for an example, 0 for padding.
+      last_step_outputs: The outputs that the last step set, by name; a ``PerTower`` if
+        it was set without a reduction.
+      non_tensor_outputs: The outputs that were set while the steps were traced, by
+        name.
+      final: The result of the last step, after the run.
+      iterations: The number of steps done, after the run.
     """
 
     strategy: Strategy
@@ -54,13 +55,13 @@ class MultiStepContext:
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     final: PyTree = None
     iterations: int = 0
-    # What a tower function sets; None outside of one.
+    # The outputs that a tower function sets; None outside of one.
     _of_towers: dict[str, Any] | None = None
 
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """As the strategy's, but a tower function may set outputs of this context."""
+        """The strategy's method, in which a tower function may set outputs here."""
         reductions = {}
 
         def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -79,50 +80,52 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: PyTree, reduction: Reduction = Reduction.NONE
     ) -> None:
-        """Output a value of the last step; setting it again overwrites it.
+        """Set an output of the last step; setting it again overwrites it.
 
-        In a step it is a ``PerTower`` or a value that all towers share; in a tower
-        function under ``call_for_each_tower`` the tower's own value, which needs a
-        ``reduction``, as NONE keeps the towers' values apart.
+        In a step, the value is a ``PerTower`` or replicated. In a tower function under
+        ``call_for_each_tower`` it is the tower's own value. It then needs a
+        ``reduction``, because NONE keeps the towers' values apart.
         """
         if self._of_towers is not None:
             if reduction is Reduction.NONE:
                 raise ValueError(
-                    f"set_last_step_output({name!r}) in a tower function needs SUM,"
-                    " MEAN or ONLY_FIRST_TOWER; or return the value and set it later."
+                    f"set_last_step_output({name!r}) in a tower function needs the"
+                    " reduction SUM, MEAN or ONLY_FIRST_TOWER. Give one, or return the"
+                    " value and set it later."
                 )
             self._of_towers[name] = reduction, output
             return
         if executors.is_inside_tower():
             raise ValueError(
-                f"set_last_step_output({name!r}) in a tower function that"
-                " strategy.call_for_each_tower runs. Call the function with"
-                " ctx.call_for_each_tower, or set what it returns."
+                f"set_last_step_output({name!r}) cannot be called in a tower function"
+                " that strategy.call_for_each_tower runs. Call the function with"
+                " ctx.call_for_each_tower, or set its result."
             )
         if reduction is not Reduction.NONE:
             output = reduce_values(self.strategy, reduction, output)
         if wrong := [x for x in jax.tree.leaves(output) if problem_of(x)]:
             raise ValueError(
-                f"set_last_step_output({name!r}) got {shown(wrong[0])}, which is no"
+                f"set_last_step_output({name!r}) got {shown(wrong[0])}, which is not an"
                 f" array. Write set_non_tensor_output({name!r}, ...)."
             )
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Output something that is no array; recorded while the steps are traced.
+        """Set an output that is not an array, while the steps are traced.
 
-        From a tower function it arrives as a list with one entry: all are one trace.
+        From a tower function it arrives as a list with one entry, because all towers
+        have one trace.
         """
         if has_tracers(output):
             raise ValueError(
-                f"set_non_tensor_output({name!r}) got an array that the steps compute."
-                f" Write set_last_step_output({name!r}, ...)."
+                f"set_non_tensor_output({name!r}) got an array that the steps compute,"
+                f" which has no value yet. Write set_last_step_output({name!r}, ...)."
             )
         inside = self._of_towers is not None
         self.non_tensor_outputs[name] = [output] if inside else output
 
 
-# The cache's key: the strategy, the step function, and whether batches are bare.
+# The key of the cache: the strategy, the step function, and whether batches are bare.
 _Steps: TypeAlias = tuple[Strategy, Callable[..., PyTree], bool]
 
 
@@ -130,7 +133,7 @@ _Steps: TypeAlias = tuple[Strategy, Callable[..., PyTree], bool]
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: tuple[PyTree, ...], count: Any
 ) -> tuple[PyTree, dict[str, Any], executors.TracedCall]:
-    """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
+    """The carry, the last step's outputs, and other outputs, after ``count`` steps."""
     strategy, fn, bare = steps
     num_towers = strategy.num_towers
     values = {}
@@ -149,8 +152,11 @@ def _run_steps(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)
-        what = "run_steps_on_dataset: a step returned another carry than it was given"
-        advice = "Return one of the tree, shapes and dtypes of initial."
+        what = (
+            "run_steps_on_dataset: a step returned a carry of another type than it was"
+            " given"
+        )
+        advice = "Return a carry with the tree, shapes and dtypes of initial."
         check_like("initial", after, carry, what, advice)
         values.update(ctx.non_tensor_outputs)
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
@@ -159,21 +165,21 @@ def _run_steps(
     kept = executors.TracedCall(values, steps, executors.closed_over_kinds(jaxpr))
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
-    # Placed as before, so that the next call needs no other program.
+    # Placed as before, so that the next call uses the same program.
     shardings = strategy.placement.shardings(_layouts_of(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
 
 
 @functools.partial(jax.jit, static_argnames="placement")
 def _stack(batches: Sequence[Any], *, placement: Placement) -> tuple[PyTree, ...]:
-    """The parts of several batches, ``[steps, ...]``, on the same devices."""
+    """The parts of several batches, stacked to ``[steps, ...]`` on the same devices."""
     layouts = Layout.PER_TOWER_STEPS, Layout.PER_TOWER_STEPS, Layout.MIRRORED
     parts = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     return lax.with_sharding_constraint(parts, tuple(map(placement.sharding, layouts)))
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
-    """Stack each ``PerTower`` of the carry to leaves ``[T, ...]``."""
+    """The carry with each ``PerTower`` stacked to leaves ``[T, ...]``."""
 
     def stack(x: PerTower) -> PerTower:
         return PerTower(stack_towers(x, num_towers, "a PerTower of the carry"))
@@ -204,9 +210,9 @@ def run_steps_on_dataset(
 ) -> MultiStepContext:
     """Run several steps of a function in one program; return their `MultiStepContext`.
 
-    ``fn(ctx, carry, *inputs) -> carry`` sees all towers' rows; ``iterator`` is
-    ``iter(strategy.distribute_dataset(...))``, of which ``iterations`` batches are
-    taken; ``initial`` is the carry of the first step.
+    ``fn(ctx, carry, *inputs) -> carry`` sees all towers' rows. ``iterator`` is
+    ``iter(strategy.distribute_dataset(...))``, from which ``iterations`` batches are
+    taken. ``initial`` is the carry of the first step.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, towerjax as tj
@@ -227,12 +233,15 @@ def run_steps_on_dataset(
         batches = list(itertools.islice(iterator, iterations))
     if wrong := [x for x in batches if not isinstance(x, PlacedBatch)]:
         raise ValueError(
-            "run_steps_on_dataset takes an iterator of placed batches, so that the next"
-            f" call continues where this one ends, but got {a_type(wrong[0])}."
-            " Write iterator = iter(strategy.distribute_dataset(...)) before the loop."
+            "run_steps_on_dataset needs an iterator of placed batches, so that the next"
+            f" call continues where this one ends, but got {a_type(wrong[0])}. Write"
+            " iterator = iter(strategy.distribute_dataset(...)) before the loop."
         )
     if not batches:
-        raise ValueError("run_steps_on_dataset: the iterator has no batch left.")
+        raise ValueError(
+            "run_steps_on_dataset: the iterator has no batch left. Make a new one,"
+            " iter(strategy.distribute_dataset(...))."
+        )
     for batch in batches:
         batch.check_placement(self.placement)
     refuse_unlike([batch.signature for batch in batches])

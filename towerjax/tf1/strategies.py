@@ -1,4 +1,4 @@
-"""MirroredStrategy and OneDeviceStrategy: strategies with TensorFlow's verbs."""
+"""MirroredStrategy and OneDeviceStrategy: strategies with TensorFlow's methods."""
 
 import copy
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,11 +20,11 @@ _Class = TypeVar("_Class", bound=type)
 
 @api_boundaries
 class Verbs(StrategyMethods):
-    """TensorFlow's verbs: what its strategies do with all towers' values.
+    """TensorFlow's methods of strategies, for all towers' values.
 
-    A value is a pytree, of which ``PerTower`` leaves and ``TowerLocal`` variables hold
-    one value a tower, and all else is one that all towers share; see `tj.Mirrored` for
-    what is refused.
+    A value is a pytree. Its ``PerTower`` leaves and ``TowerLocal`` variables hold one
+    value per tower, and its other leaves are replicated. The methods of `tj.Mirrored`
+    say what is refused.
     """
 
     call_for_each_tower = call.call_for_each_tower
@@ -47,12 +47,12 @@ class Verbs(StrategyMethods):
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """The class with TensorFlow's verbs."""
+        """The class with TensorFlow's methods."""
         return _WITH_VERBS[plain]
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower alone."""
+        """Whether there is only one tower."""
         return self.num_towers == 1
 
     @property
@@ -62,17 +62,17 @@ class Verbs(StrategyMethods):
 
     @property
     def worker_device_index(self) -> PerTower:
-        """Each tower's id as a per-tower value."""
+        """The towers' ids, as a per-tower value."""
         return PerTower(jnp.arange(self.num_towers))
 
     @property
     def between_graph(self) -> bool:
-        """Whether each of several processes builds and runs the program."""
+        """Whether several processes each build and run the program."""
         return self.placement.num_processes > 1
 
     @property
     def should_init(self) -> bool:
-        """Whether this is the first process, which does what a job does once."""
+        """Whether this is the first process, which does what a job must do once."""
         return jax.process_index() == 0
 
     should_checkpoint = should_save_summary = should_init
@@ -86,9 +86,9 @@ class Verbs(StrategyMethods):
     ) -> Self:
         """Join a job of several processes, and return this strategy for its devices.
 
-        As ``tj.cluster.initialize()``, before JAX is used, of a cluster
+        Call it before JAX is used, like ``tj.cluster.initialize()``. It takes a cluster
         ``{"chief": [...], "worker": ["host:port", ...]}`` and this process's task in
-        it, ``"worker"`` and its index; None reads the environment.
+        it, such as ``"worker"`` and its index; None reads the environment.
         """
         if cluster_spec is task_type is task_id is None:
             tj.cluster.initialize()
@@ -100,10 +100,10 @@ class Verbs(StrategyMethods):
 
 
 class MirroredStrategy(Verbs, Mirrored):
-    """`tj.Mirrored` with TensorFlow's verbs, such as `call_for_each_tower`.
+    """`tj.Mirrored` with TensorFlow's methods, such as `call_for_each_tower`.
 
-    The options are those of `tj.Mirrored`, and builders of steps take it, too. What
-    TensorFlow's names became:
+    The options are those of `tj.Mirrored`, and builders of steps accept it, too. The
+    page on TensorFlow's names:
     <https://github.com/towerjax/towerjax/blob/main/docs/mirrored_strategy.md>.
 
     Example:
@@ -116,7 +116,7 @@ class MirroredStrategy(Verbs, Mirrored):
 
 
 class OneDeviceStrategy(Verbs, OneDevice):
-    """`tj.OneDevice` with TensorFlow's verbs: one tower, for which they do nothing.
+    """`tj.OneDevice` with TensorFlow's methods, which do nothing for one tower.
 
     Example:
       >>> import towerjax as tj
@@ -133,16 +133,17 @@ _WITH_VERBS: dict[Any, Any] = {
 
 @api_boundary
 def with_verbs(strategy: Strategy) -> MirroredStrategy | OneDeviceStrategy:
-    """The strategy with TensorFlow's verbs, of the options of one without.
+    """The strategy with TensorFlow's methods and the same options.
 
     Args:
-      strategy: `tj.Mirrored` or `tj.OneDevice`; one that has the verbs is returned.
+      strategy: A `tj.Mirrored` or `tj.OneDevice`. A strategy that has the methods is
+        returned unchanged.
 
     Returns:
       `MirroredStrategy` or `OneDeviceStrategy`.
 
     Raises:
-      ValueError: It is no strategy.
+      ValueError: ``strategy`` is not a strategy.
 
     Example:
       >>> import towerjax as tj

@@ -1,4 +1,4 @@
-"""Values that are sent to devices, selected and regrouped, as TensorFlow had it."""
+"""Send values to devices, select them and regroup them, as TensorFlow did."""
 
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
@@ -25,10 +25,10 @@ from towerjax.types.trees import has_tracers, key_data, leaf_name
 
 
 def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
-    """Tower ``t``'s own tree of a tree with ``PerTower`` leaves and variables.
+    """The tree of tower ``t``, from a tree with ``PerTower`` leaves and variables.
 
-    The inverse of `regroup`. ``tower`` is ``t``, from 0, or the device of one tower, a
-    ``jax.Device`` or a name such as ``"gpu:2"``.
+    It is the inverse of `regroup`. ``tower`` is the number ``t``, from 0, or the device
+    of one tower, a ``jax.Device`` or a name such as ``"gpu:2"``.
 
     Example:
       >>> import towerjax as tj
@@ -54,16 +54,16 @@ def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
 
 
 def regroup(self: Strategy, nests: Sequence[PyTree]) -> PyTree:
-    """One tree of the ``T`` towers' trees, of one structure, in tower order.
+    """One tree made of the ``T`` towers' trees, which have one structure.
 
-    It has one leaf where all towers have the same object or equal constants, else a
-    ``PerTower``; the inverse of `select_tower`.
+    A leaf is bare if all towers have the same object or equal constants, and otherwise
+    a ``PerTower``, in tower order. It is the inverse of `select_tower`.
     """
     if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
         size = len(nests) if isinstance(nests, Sized) else "no length"
         raise ValueError(
-            f"regroup: got {a_type(nests)} of {size}, expected a list of"
-            f" {self.num_towers} trees, one for each tower, in the order of the towers."
+            f"regroup got {a_type(nests)} of {size}, but needs a list of"
+            f" {self.num_towers} trees, one per tower in tower order."
         )
     check_structures(nests, "nests", is_leaf=_is_regrouped_whole)
     return jax.tree_util.tree_map_with_path(
@@ -92,8 +92,9 @@ def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
     if all(x is first or _bits(x) == _bits(first) for x in leaves):
         return first
     raise ValueError(
-        f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
-        " of several names, reductions or values."
+        f"{where}: a mirrored variable must be the same on all towers, but has several"
+        f" names, reductions or values: {leaves!r:.400}. Use a tj.TowerLocal for values"
+        " that differ."
     )
 
 
@@ -117,10 +118,10 @@ def fetch(
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """A value that all towers share, or ``fn`` of it, on one device.
+    """A replicated value, or ``fn`` of it, on one device.
 
-    ``destination`` is a device or its name; None is this process's first CPU, or no
-    transfer while JAX traces. ``fn`` is applied where the value lies, so that only its
+    ``destination`` is a device or its name. None is this process's first CPU; while JAX
+    traces, nothing is sent. ``fn`` is applied where the value lies, so that only its
     result is sent.
 
     Example:
@@ -142,7 +143,7 @@ def fetch(
 
 
 def broadcast(self: Strategy, value: PyTree, destinations: Any = None) -> PyTree:
-    """A copy of one value on each of several devices; None is all worker devices."""
+    """A copy of a replicated value on each of several devices; None is all devices."""
     variables.refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(
         "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"

@@ -1,4 +1,4 @@
-"""Tools around training: reports, benchmarks, audits, sweeps, the commands."""
+"""Tools around training: reports, benchmarks, audits, sweeps and the commands."""
 
 from towerjax import testing as testing
 from towerjax.check.report.report import StepReport as StepReport

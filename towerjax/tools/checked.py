@@ -1,4 +1,4 @@
-"""What ``towerjax check`` does: prove what can be, and run and compare the rest."""
+"""The work of ``towerjax check``: prove what can be proved, and run the rest."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,18 +26,18 @@ from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
 
-SCREEN = 16  # lines of one answer
+SCREEN = 16  # the most lines of one answer
 
 
 @dataclasses.dataclass
 class Looked:
-    """What a check has found so far.
+    """The findings of a check so far.
 
     Attributes:
-      told: Texts for a person, of what is no fault.
-      faults: What is wrong.
-      notes: What was not seen, or is to be known.
-      fields: More fields of JSON.
+      told: Texts for a person about things that are not faults.
+      faults: The faults.
+      notes: Notes on things that were not seen.
+      fields: More fields of the JSON output.
     """
 
     told: list[str] = dataclasses.field(default_factory=list)
@@ -54,14 +54,14 @@ def check_program(
     *,
     always_run: bool,
 ) -> Looked:
-    """Prove a program the same on these numbers of devices, or run it on them.
+    """The findings on a program, which is proved on these numbers of devices, or run.
 
     Args:
-      maker: ``devices -> (fn, args)``, or ``() -> (fn, args)``.
-      form: How it is called, in words of errors.
+      maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``.
+      form: The call, as errors show it.
       devices: The numbers of devices.
       rtol: As for `same_on_devices`.
-      always_run: Whether it is run where all is proved, too.
+      always_run: Whether the program is also run if everything is proved.
     """
     looked = Looked()
     if takes_nothing(maker):
@@ -72,7 +72,7 @@ def check_program(
     programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
     is_proved = _prove(lambda: proved_on(programs), looked)
     if is_proved and not always_run and use_what_is_given(programs, lists):
-        looked.told.append("proved, and not run: --run runs it, too")
+        looked.told.append("proved without a run; --run runs it, too")
     else:
         _compare(lambda: same_on_devices(maker, devices, rtol=rtol), looked)
     return looked
@@ -81,7 +81,7 @@ def check_program(
 def _prove(
     prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
-    """Prove what can be without a run; whether that is all."""
+    """Whether everything can be proved without a run."""
     try:
         proof, why = prove()
     except ReplicationError as error:
@@ -109,7 +109,7 @@ def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
 
 
 def _faults_of_proof(told: str) -> list[Fault]:
-    """A fault for each line of an error that lists several."""
+    """The faults in an error, one per line that it lists."""
     _, *lines = told.split("\n  - ")
     return [Fault("proof", "", line.strip()) for line in lines or [told]]
 
@@ -131,7 +131,7 @@ def _check_in_processes(
 
 
 def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
-    """Run the program, and compare."""
+    """Run the program, and compare its results."""
     looked.fields["ran"] = True
     try:
         outcome = compare()

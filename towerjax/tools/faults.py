@@ -1,4 +1,4 @@
-"""The faults that a check found: as annotations of GitHub, and those that are meant."""
+"""The faults that a check found: as annotations for GitHub, and those meant to stay."""
 
 import dataclasses
 import json
@@ -13,23 +13,24 @@ from towerjax.check.programs.programs import DEPENDS, NOT_THE_SAME
 _HEADS = {
     "proof": NOT_THE_SAME,
     "equality": DEPENDS,
-    "comparison": "What a run gave depends on the number of devices:",
+    "comparison": "Results of a run depend on the number of devices:",
 }
 _SHOWN = 3  # of one kind
 _LINE = re.compile(r"(\S+\.py):(\d+)")
-_WORSE = 2  # times the difference that is meant, and it is another fault
+_WORSE = 2  # a difference larger than this multiple of the meant one is another fault
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One thing that a check found wrong.
+    """One fault that a check found.
 
     Attributes:
-      kind: Who found it: "proof", "equality" or "comparison".
-      leaf: Its name; "" if the program is wrong whatever it returns.
-      text: What is wrong.
-      relative: The largest difference over the leaf's largest value; None: a proof.
-      advice: What is said of all that was found with it.
+      kind: The check that found it: "proof", "equality" or "comparison".
+      leaf: The leaf's name; "" if the program is wrong whatever it returns.
+      text: The description of the fault.
+      relative: The largest difference divided by the leaf's largest value; None for a
+        proof.
+      advice: Advice on all faults that were found together.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class Fault:
         return "\n".join([self.text, *self.advice.splitlines()])
 
     def is_meant_by(self, entry: Mapping[str, Any]) -> bool:
-        """Whether an entry of a baseline is of this fault, and it is no worse."""
+        """Whether an entry of a baseline has this fault, and the fault is no worse."""
         if (self.kind, self.leaf) != (entry["kind"], entry["leaf"]):
             return False
         if self.relative is None:
@@ -51,12 +52,12 @@ class Fault:
 
 
 def _without_lines(text: str) -> str:
-    """A text that stays as it is where a line of code moves."""
+    """The text without line numbers, so that it stays when code moves."""
     return _LINE.sub(r"\1", text)
 
 
 def told_of_faults(faults: Sequence[Fault]) -> Iterator[str]:
-    """For a person: a text for each kind of fault."""
+    """A text for each kind of fault, for a person."""
     for kind, head in _HEADS.items():
         found = [x for x in faults if x.kind == kind]
         lines = [f"  - {x.text}" for x in found[:_SHOWN]]
@@ -67,7 +68,7 @@ def told_of_faults(faults: Sequence[Fault]) -> Iterator[str]:
 
 
 def annotations(faults: Iterable[Fault]) -> list[str]:
-    """A line for each fault, ``::error file=...::``, which GitHub shows in the code."""
+    """A line ``::error file=...::`` for each fault, which GitHub shows in the code."""
     return [_annotation(fault) for fault in faults]
 
 
@@ -83,19 +84,19 @@ def _annotation(fault: Fault) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """A text in which GitHub sees no end of a line, and no end of a property."""
+    """The text, escaped so that GitHub sees one line and one property."""
     for sign in f"%\r\n{more}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text
 
 
 def read_baseline(file: str, make: str) -> list[dict[str, Any]]:
-    """The entries of a program in a file of faults that are meant."""
+    """The entries for a program in a file of faults that are meant."""
     path = pathlib.Path(file)
     if not path.is_file():
         raise ValueError(
-            f"There is no {file}. Write it by --write-baseline {file}, look at what is"
-            " meant there, and commit it."
+            f"There is no file {file}. Write it with --write-baseline {file}, check"
+            " that its faults are meant, and commit it."
         )
     try:
         entries = json.loads(path.read_text())[make]
@@ -104,13 +105,13 @@ def read_baseline(file: str, make: str) -> list[dict[str, Any]]:
         return []
     except (ValueError, TypeError, AssertionError):
         raise ValueError(
-            f"{file} is no file of --write-baseline: write it again."
+            f"{file} was not written by --write-baseline. Write it again."
         ) from None
     return entries
 
 
 def write_baseline(file: str, make: str, faults: Sequence[Fault]) -> None:
-    """Write these faults of a program as meant; those of others stay."""
+    """Write these faults of a program as meant; entries of other programs stay."""
     path = pathlib.Path(file)
     every = json.loads(path.read_text()) if path.is_file() else {}
     entries = [dataclasses.asdict(x) for x in faults]

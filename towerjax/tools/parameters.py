@@ -1,4 +1,4 @@
-"""Parameters of any library as a plain dict, a file of safetensors, or a table."""
+"""Parameters of any library as a plain dict, a safetensors file, or a table."""
 
 import os
 import sys
@@ -20,24 +20,25 @@ from towerjax.types.trees import is_key
 
 @api_boundary
 def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.ndarray]:
-    """The parameters by name, as host arrays, for any program.
+    """The parameters by name, as arrays on the host.
 
-    A name joins the keys of a leaf: ``"dense/kernel"`` of a dict, ``"layers/0/weight"``
-    of an Equinox module or Flax NNX's state. Flax's boxes around an array
-    (``nnx.Variable``, ``nn.Partitioned``) have no part in it. ``unflatten_dict(flat,
-    sep="/")`` of ``flax.traverse_util`` makes nested dicts of it.
+    A name joins the keys of a leaf, as in ``"dense/kernel"`` for a dict or
+    ``"layers/0/weight"`` for an Equinox module or a Flax NNX state. Flax's boxes around
+    an array (``nnx.Variable``, ``nn.Partitioned``) do not appear in it.
+    ``unflatten_dict(flat, sep="/")`` of ``flax.traverse_util`` makes nested dicts.
 
     Args:
-      params: A pytree of arrays, such as ``state.params``, or ``nnx.split(model)[1]``,
-        or ``eqx.filter(model, eqx.is_array)``. What is split over processes, which all
-        call this, is gathered.
-      separator: What stands between keys.
+      params: A pytree of arrays, such as ``state.params``, ``nnx.split(model)[1]`` or
+        ``eqx.filter(model, eqx.is_array)``. Arrays that are split over processes are
+        gathered; all processes must call this function.
+      separator: The text between keys.
 
     Returns:
-      Name -> array, in tree order.
+      A dict of names and arrays, in tree order.
 
     Raises:
-      ValueError: A leaf is no array, or is a key; or two leaves have one name.
+      ValueError: A leaf is not an array, or is a random key; or two leaves have the
+        same name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -45,7 +46,7 @@ def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.nda
       >>> {name: x.shape for name, x in flat_parameters(params).items()}
       {'dense/0': (2, 3), 'dense/1': (3,), 'scale': ()}
     """
-    check_text("separator", separator, "what stands between keys, such as '/'")
+    check_text("separator", separator, "the text between keys, such as '/'")
     named = _named(params, separator)
     values = jax.device_get(saved_values([x for _, x in named]))
     names = [name for name, _ in named]
@@ -54,17 +55,17 @@ def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.nda
 
 @api_boundary
 def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
-    """Write parameters to a file of safetensors, which any framework reads.
+    """Write parameters to a safetensors file, which any framework can read.
 
     Args:
-      path: The file, local or such as ``"gs://bucket/model.safetensors"``; its folder
-        is made, and a file there is replaced. Of several processes, which all call
-        this, the first writes.
-      params: As of `flat_parameters`, by whose names the file has them.
+      path: The file, local or like ``"gs://bucket/model.safetensors"``. Its folder is
+        created, and an existing file is replaced. With several processes all must call
+        this function, and the first one writes.
+      params: The parameters, as for `flat_parameters`, whose names the file has.
 
     Raises:
-      ValueError: safetensors is not installed, the file cannot be written, or as of
-        `flat_parameters`.
+      ValueError: safetensors is not installed; the file cannot be written; or an error
+        of `flat_parameters`.
 
     Example:
       >>> import jax.numpy as jnp, tempfile
@@ -91,18 +92,19 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
 
 @api_boundary
 def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
-    """The parameters of a file of `save_parameters`, in the structure of others.
+    """The parameters from a file of `save_parameters`, in the structure of ``like``.
 
     Args:
-      path: The file, as there.
-      like: A tree of arrays, or of ``jax.ShapeDtypeStruct``: its structure, names,
+      path: The file, as for `save_parameters`.
+      like: A tree of arrays or of ``jax.ShapeDtypeStruct``. Its structure, names,
         shapes and dtypes are used, its values are not.
 
     Returns:
-      A tree like ``like`` of host arrays, such as ``step.init`` takes.
+      A tree like ``like`` with arrays on the host, as ``step.init`` accepts.
 
     Raises:
-      ValueError: The file cannot be read; or a name, shape or dtype differs: names all.
+      ValueError: The file cannot be read; or a name, shape or dtype differs. The error
+        names all of them.
 
     Example:
       >>> import jax.numpy as jnp, tempfile
@@ -116,7 +118,10 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     try:
         found = dict(files.deserialize(where.read_bytes()))
     except (OSError, files.SafetensorError) as error:
-        raise ValueError(f"path={str(where)!r} cannot be read: {error}.") from error
+        raise ValueError(
+            f"path={str(where)!r} cannot be read: {error}. Name a file of"
+            " save_parameters."
+        ) from error
     named = _named(like, "/", shapes=True)
     there = {
         name: f"{_DTYPES.get(x['dtype'], x['dtype'])}{list(x['shape'])}"
@@ -124,8 +129,8 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     }
     if problems := unlike(there, {name: _kind(x) for name, x in named}):
         raise ValueError(
-            f"The parameters in {str(where)!r} are not those of like: "
-            f"{listed(problems)}."
+            f"The parameters in {str(where)!r} do not fit like: {listed(problems)}."
+            " Pass a tree with the names, shapes and dtypes that were saved."
         )
     arrays = [
         np.frombuffer(found[name]["data"], x.dtype).reshape(x.shape).copy()
@@ -136,14 +141,14 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
 @api_boundary
 def parameter_table(params: PyTree, *, max_rows: int = 40) -> str:
-    """Each parameter's name, shape, dtype, bytes, bytes on each device and layout.
+    """A table of each parameter's shape, dtype, bytes, bytes per device and layout.
 
     Args:
-      params: As of `flat_parameters`; or a whole state, or shapes.
-      max_rows: The most to show.
+      params: The parameters, as for `flat_parameters`; or a whole state, or shapes.
+      max_rows: The largest number of rows to show.
 
     Returns:
-      A table of text, for ``print``.
+      The table as text, for ``print``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -170,21 +175,21 @@ def _named(
         name = jax.tree_util.keystr(path, simple=True, separator=separator)
         if is_key(leaf) and not keys:
             raise ValueError(
-                f"params has a random key, {name!r}, which no file of numbers holds."
-                " Pass the parameters alone, such as nnx.split(model, nnx.Param,"
-                " ...)[1], or jax.random.key_data of it."
+                f"params has a random key, {name!r}, which a file of numbers cannot"
+                " hold. Pass the parameters alone, such as nnx.split(model, nnx.Param,"
+                " ...)[1], or pass jax.random.key_data of the key."
             )
         found.append((name or "params", leaf))
     names = [name for name, _ in found]
     if twice := sorted({x for x in names if names.count(x) > 1}):
         raise ValueError(
-            f"Two parameters are called {twice[0]!r}: their keys have {separator!r} in"
-            " them. Give flat_parameters another separator=, or rename a key."
+            f"Two parameters have the name {twice[0]!r}, because their keys contain"
+            f" {separator!r}. Give flat_parameters another separator=, or rename a key."
         )
     return found
 
 
-# By the names of safetensors, whose own reader knows those of NumPy alone.
+# Dtypes by safetensors' names; its own reader knows only NumPy's dtypes.
 _DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",
@@ -196,12 +201,12 @@ _DTYPES = {
     "C64": "complex64",
 }
 
-# Flax's boxes around an array; where its modules are not imported, there are none.
+# Flax's boxes around an array; there are none if Flax's modules are not imported.
 _BOXES = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
 
 
 def _is_box(x: Any) -> bool:
-    """Whether it is one of Flax's boxes, around one array."""
+    """Whether ``x`` is one of Flax's boxes around one array."""
     there = [getattr(sys.modules[k], v) for k, v in _BOXES.items() if k in sys.modules]
     return isinstance(x, tuple(there)) and len(jax.tree.leaves(x)) == 1
 

@@ -1,7 +1,7 @@
 """Run a program on several devices by shard_map or pmap.
 
-No other file but those of `towerjax.tools` calls shard_map or pmap.
-`placement` says where the towers are, and `tower_axis` runs those of one device.
+Only this file and `towerjax.tools` call shard_map or pmap. `placement` says where the
+towers are, and `tower_axis` runs those of one device.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ def over_devices(
     traced: tuple[ClosedJaxpr, PyTree] | None = None,
     shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
-    """Make ``device_fn``, which runs on every device, a function of global values.
+    """``device_fn``, which runs on every device, as a function of global values.
 
-    ``traced``: its jaxpr on one of several devices and the shapes of its results.
-    ``shards``: which mirrored leaves devices take and return in shards; ``device_fn``
-    is given a `Shard` for each of these, and may return one.
+    ``traced`` is its jaxpr on one of several devices, with the shapes of its results.
+    ``shards`` says which mirrored leaves devices take and return as shards:
+    ``device_fn`` is given a `Shard` for each of these, and may return one.
     """
     if placement.num_devices > 1 or placement.within:
         device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
@@ -85,10 +85,11 @@ def _trace_in_mesh(
     traced: tuple[ClosedJaxpr, PyTree] | None,
     shards: Shards | None,
 ) -> Callable[..., PyTree]:
-    """Trace ``device_fn``, unless it is, as on one device: with an axis and no mesh.
+    """``device_fn``, traced with an axis name and without a mesh, as on one device.
 
-    In a mesh, values have other types than under ``jit``, and libraries that compare
-    types refuse them. A tower of several devices sees the mesh of these alone.
+    ``traced`` is used if it is given. Inside a mesh, values have other types than under
+    ``jit``, and libraries that compare types refuse them. A tower of several devices
+    sees only the mesh of its own devices.
     """
     mesh = placement.tower_mesh
 
@@ -138,7 +139,7 @@ class Static:
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class TracedCall(Static):
-    """A `Static` of a traced function, with its first call."""
+    """The first call of a traced function, and what the function closes over."""
 
     first: Any  # the call that was traced
     closes_over: str  # see `closed_over_kinds`
@@ -149,8 +150,8 @@ class TracedCall(Static):
 def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
     """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
 
-    Raises, before it runs, unless all processes have traced the same program; and where
-    another call would use the constants of the first one.
+    Raises before it runs if the processes have traced different programs, or if this
+    call would use the constants of the first one.
     """
     if placement.num_processes > 1 and not is_traced(args):
         traced = jitted.trace(call, *args)  # kept by JAX for the call below
@@ -188,9 +189,9 @@ def _over_devices_by_pmap(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """The legacy path: the same global function by ``jax.pmap``.
+    """The same global function by ``jax.pmap``, the legacy path.
 
-    No size is -1, which ``reshape`` cannot infer for an array without elements.
+    Sizes are always given: ``reshape`` cannot infer -1 for an array without elements.
     """
     num_devices = placement.num_devices
 
@@ -221,7 +222,7 @@ def _over_devices_by_pmap(
 
 
 def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree]:
-    """``fn(x, axis)`` of each leaf ``x`` whose layout has an axis of devices."""
+    """A map that applies ``fn(x, axis)`` to leaves with an axis of devices."""
 
     def of_tree(layout: Layout, tree: PyTree) -> PyTree:
         axis = _PMAP_AXES[layout]
@@ -256,7 +257,7 @@ def _trace_on_one(
     args: Sequence[PyTree],
     mesh: AbstractMesh,
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The jaxpr of ``device_fn`` on one of several devices, in a tower's own mesh."""
+    """The jaxpr of ``device_fn`` on one of several devices, inside the tower's mesh."""
     env = [(DEVICE_AXIS, num_devices)]
     # One group's axis is not manual, and is no axis of a tower either.
     with use_abstract_mesh(mesh), without_axis(DEVICE_AXIS):
@@ -296,9 +297,9 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
     (
         _HAVE_NO_VALUE,
         "",
-        "A tower function is traced once for all towers: tower.id, the batch and what"
-        " is computed of them have no values yet. Write jnp.where or lax.cond; to see"
-        " values, jax.debug.print('{{}}', x). To pick by tower.id, write"
+        "A tower function is traced once for all towers, so tower.id, the batch and"
+        " what is computed from them have no values yet. Write jnp.where or lax.cond;"
+        " to see values, jax.debug.print('{{}}', x). To pick by tower.id, write"
         " jnp.asarray(values)[tower.id].",
     ),
     (

@@ -5,7 +5,7 @@ from towerjax.mesh.placement import Placement
 
 
 class StrategyFields:
-    """What every strategy holds: where its towers are, and how sums travel."""
+    """The fields of every strategy: its towers' places and its communication."""
 
     placement: Placement
     cross_tower_ops: CrossTowerOps
@@ -13,5 +13,5 @@ class StrategyFields:
 
     @property
     def num_towers(self) -> int:
-        """``T``."""
+        """The number of towers, ``T``."""
         return self.placement.num_towers

@@ -47,13 +47,14 @@ def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
 
 @api_boundaries
 class StrategyMethods(StrategyFields):
-    """What strategies do with all towers' values outside of a step; all of it pure.
+    """The methods of every strategy: pure functions of all towers' values.
 
-    A value is a pytree, of which ``PerTower`` leaves and ``TowerLocal`` variables hold
-    one value a tower, and all else is one that all towers share. Refused, by a
-    ``ValueError``, are another number of towers than the strategy's, a value of each
-    tower where one is needed, what no device holds, and devices that are not there. Of
-    several processes the first one's replicated values are used.
+    They are called outside of a step. A value is a pytree: its ``PerTower`` leaves and
+    ``TowerLocal`` variables hold one value per tower, and its other leaves are
+    replicated. With several processes, the first process's replicated values are used.
+    Each method raises a ``ValueError`` for a value with another number of towers than
+    the strategy, for a per-tower value where one value is needed, for a dtype that no
+    device holds, and for devices that are not there.
     """
 
     reduce = reduce_values
@@ -68,7 +69,7 @@ class StrategyMethods(StrategyFields):
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """The class of which this strategy makes another: it has the same methods."""
+        """The class for strategies that are made from this one."""
         return plain
 
     @property
@@ -84,22 +85,22 @@ class StrategyMethods(StrategyFields):
         remainder: Remainder = "pad",
         micro_batches: int = 1,
     ) -> DistributedDataset:
-        """A data set as placed batches, one a step, for steps and ``tj.run``.
+        """The data set as placed batches, one per step, for steps and ``tj.run``.
 
-        Order is kept. ``prefetch_on_device`` of them are placed in advance.
+        The order is kept. ``prefetch_on_device`` batches are placed in advance.
 
         Args:
-          source: An iterable of batches or a loader (Grain, ``tf.data``, PyTorch), or a
-            function of no arguments that returns one: each of several processes reads
-            all of it, and places its own towers' part. A function of one argument, an
-            `InputContext`, returns the process's own part.
-          split: ``"batch"``: an element is a global batch and is split over the
-            towers. ``"elements"``: each tower gets an element of its own, so that a
-            step takes ``T`` of them (what ``MirroredStrategy`` did).
-          remainder: What happens where towers cannot share rows evenly, and where
-            elements or processes run out: ``"pad"`` with rows of weight 0, ``"drop"``
-            or ``"error"``.
-          micro_batches: That of the step, which must divide a tower's rows too.
+          source: An iterable of batches, a loader (Grain, ``tf.data``, PyTorch), or a
+            function without arguments that returns one. Then every process reads all of
+            it and places the rows of its own towers. Or a function of an
+            `InputContext`, which returns the batches of its own process alone.
+          split: ``"batch"`` splits each element, a global batch, over the towers.
+            ``"elements"`` gives each tower an element of its own, so that a step takes
+            ``T`` elements, as TensorFlow's ``MirroredStrategy`` did.
+          remainder: What to do with rows that the towers cannot share evenly, and when
+            elements or a process's batches run out: ``"pad"`` with rows of weight 0,
+            ``"drop"`` them, or raise an ``"error"``.
+          micro_batches: The step's own number, which must divide a tower's rows, too.
 
         Returns:
           A `DistributedDataset`.

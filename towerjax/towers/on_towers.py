@@ -1,4 +1,4 @@
-"""A function on all towers: passes of a step and call_for_each_tower are made of it."""
+"""`OnTowers`: a function on all towers, as passes and call_for_each_tower run it."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,15 +20,14 @@ _IN_TURN = (
 
 
 class OnTowers:
-    """A function on all towers: traced once, proved, and then run on devices.
+    """A function on all towers: traced once, proved, and then run on the devices.
 
-    ``on_device(axes, programs)`` is what a device runs.
+    ``on_device(axes, programs)`` makes the function that a device runs.
 
     Attributes:
-      axes: Those of the same towers, each alone on a device, for another trace.
-      programs: Of tower functions that were traced, for each trace; see
-        `over_local_towers`.
-      jaxpr: The program of one of these devices.
+      axes: The axes of the same towers, each alone on a device, for another trace.
+      programs: The traced tower functions of each trace; see `over_local_towers`.
+      jaxpr: The program of one device.
       out: The shapes of its results.
     """
 
@@ -59,10 +58,10 @@ class OnTowers:
     def analyse(
         self, names: Sequence[str | None], *, is_free: bool = False
     ) -> Analysis:
-        """What depends on the tower; refuses what towers cannot run.
+        """The findings on what depends on the tower; raise for what towers cannot run.
 
-        ``names`` names those leaves of the arguments that towers have of their own.
-        With ``is_free`` nothing is to be the same.
+        ``names`` names the leaves of the arguments that are per tower. With ``is_free``
+        nothing has to be the same on all towers.
         """
         axes = self.axes
         placement = self._placement
@@ -78,9 +77,9 @@ class OnTowers:
         return analysis
 
     def rehearse(self) -> None:
-        """Lower the towers to their devices, without these, and raise where that fails.
+        """Trace the towers of one device without a device, and raise if that fails.
 
-        Towers that share a device run under `jax.vmap`, which not all of JAX has.
+        Towers that share a device run under `jax.vmap`, which not all of JAX supports.
         """
         if self._placement.axes != self.axes:
             self._trace(self._placement.axes)
@@ -93,7 +92,7 @@ class OnTowers:
         *,
         shards: Shards | None = None,
     ) -> PyTree:
-        """``finish`` of a device's results, of all devices, as global values."""
+        """The results of all devices as global values; each device runs ``finish``."""
         # The towers' program is the one that was proved.
         axes = self._placement.axes
         run = device_fn = self._on_device(axes, self.programs)

@@ -21,30 +21,32 @@ from towerjax.types.trees import named_leaves, widen_dtype
 def as_tower_output(
     out: Any, loss_reduction: Reduction | None, tower: Tower | None = None
 ) -> TowerOutput:
-    """What a loss function returned, its loss a ``Weighted`` of scalars or ``Means``.
+    """The loss function's result as a ``TowerOutput``, with a loss that can be merged.
 
-    A bare loss of a tower without examples has weight 0 in a mean of towers' values.
+    The loss becomes a ``Weighted`` of scalars or ``Means``. A bare loss has weight 0 on
+    a tower without examples.
     """
     out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
     loss = out.loss
     if isinstance(loss, Weighted | Means):
         if loss_reduction is not None:
             raise ValueError(
-                f"loss_reduction={loss_reduction!r} gives a meaning to a scalar loss,"
-                f" and tj.{type(loss).__name__} has its own. Leave loss_reduction out."
+                f"loss_reduction={loss_reduction!r} is for a loss that is a bare"
+                f" scalar, and the loss function returned tj.{type(loss).__name__}."
+                " Leave loss_reduction out."
             )
     elif not _is_array(loss):
         raise ValueError(
-            f"The loss that the loss function returned is {a_type(loss)}."
-            " Return tj.Weighted, or tj.TowerOutput(loss=tj.Weighted(...),"
-            " metrics={...}, local=...)."
+            f"The loss function returned {a_type(loss)} as its loss. Return"
+            " tj.Weighted, or tj.TowerOutput(loss=tj.Weighted(...), metrics={...},"
+            " local=...)."
         )
     elif loss_reduction is None and not np.shape(loss):
         raise ValueError(
-            "The loss function returned a bare scalar, which does not say how towers"
-            " of unequal weight share the mean. Return tj.Weighted.mean(losses,"
-            " tower.weight), or pass loss_reduction=tj.Reduction.SUM (the total over"
-            " towers) or MEAN (the mean of the towers' values)."
+            "The loss function returned a bare scalar, which does not say how much each"
+            " tower's value counts. Return tj.Weighted.mean(losses, tower.weight), or"
+            " pass loss_reduction=tj.Reduction.SUM (the total over towers) or MEAN (the"
+            " mean of the towers' values)."
         )
     elif loss_reduction is Reduction.SUM or tower is None or not is_in_step(tower):
         loss = Weighted(jnp.asarray(loss), 1.0)
@@ -59,13 +61,17 @@ def as_tower_output(
 def _check_means(loss: Means) -> Means:
     if not loss.terms:
         raise ValueError(
-            "The loss function returned tj.penalty(...) alone, which no row has a part"
-            " in. Add it to a mean, tj.Weighted.mean(losses, tower.weight); a loss of"
-            " tower.reduce alone is bare, with loss_reduction=tj.Reduction.MEAN."
+            "The loss function returned tj.penalty(...) alone, to which no row"
+            " contributes. Add it to a mean, tj.Weighted.mean(losses, tower.weight). If"
+            " the loss comes from tower.reduce alone, return it bare and say"
+            " loss_reduction=tj.Reduction.MEAN."
         )
     penalty = jnp.asarray(loss.penalty)
     if penalty.shape:
-        raise ValueError(f"tj.penalty is one number, and not of shape {penalty.shape}.")
+        raise ValueError(
+            f"tj.penalty has shape {penalty.shape}, and must be one number. Add its"
+            " elements up, jnp.sum(x)."
+        )
     return Means(tuple(map(_check_loss, loss.terms)), penalty)
 
 
@@ -90,15 +96,16 @@ def _is_array(x: Any) -> bool:
 
 
 def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
-    """Metrics as a dict of states that can be merged and of plain arrays."""
+    """The metrics as a dict of metric states and arrays; raise for anything else."""
     if not hasattr(metrics, "items"):
         raise ValueError(
-            f"Metrics are a mapping of name to tj.Weighted, got {metrics!r:.200}."
-            " Return {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
+            f"The metrics are {metrics!r:.200}, and must be a dict of names and"
+            " tj.Weighted. Return {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
         )
     if "loss" in metrics and trains:
         raise ValueError(
-            "metrics['loss'] is the name of the global loss. Give it another name."
+            "metrics['loss'] is taken: the step puts the global loss there. Give your"
+            " metric another name."
         )
 
     kinds = (Means, PerTower) if trains else Means
@@ -106,7 +113,7 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
     def fits(metric: Any) -> bool:
         return isinstance(metric, kinds) or is_metric(metric) or _is_array(metric)
 
-    bad = [f"{x!r} is the name of one" for x in metrics if not isinstance(x, str)]
+    bad = [f"{x!r} is not a string" for x in metrics if not isinstance(x, str)]
     bad += [
         f"metrics[{name!r}] is {explain_misuse(metric)}"
         for name, metric in metrics.items()
@@ -114,9 +121,10 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
     ]
     if bad:
         raise ValueError(
-            "Each metric is one tj.Weighted or tj.Sum, one state of tj.metrics or one"
-            f" array, under a name that is a string, but {listed(bad)}. Name nested"
-            " ones 'group/part'; what is of each row is tj.Rows(x) in tj.build_step."
+            f"These metrics are not metric states or arrays under names: {listed(bad)}."
+            " Each metric is a tj.Weighted, a tj.Sum, a state of tj.metrics, or an"
+            " array. Write nested names as 'group/part'. For a result of each row use"
+            " tj.build_step and tj.Rows(x)."
         )
     return dict(metrics)
 
@@ -131,8 +139,8 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
     ]
     if bad:
         raise ValueError(
-            f"{name} are joined row by row, so each leaf has {rows} rows for a"
-            f" tower's {rows} rows, but " + listed(bad) + "."
+            f"The {name} need one row for each of the tower's {rows} rows, but"
+            " " + listed(bad) + "."
         )
     return jax.tree.map(jnp.asarray, outputs)
 

@@ -1,4 +1,4 @@
-"""Reduce and map all towers' values, outside of a step or in a merge function."""
+"""Reduce all towers' values to one, outside of a step or in a merge function."""
 
 import functools
 from typing import Any
@@ -34,12 +34,12 @@ _VALUE = "the PerTower value"
 def reduce_values(
     self: StrategyFields, reduction: Reduction, value: PyTree, destinations: Any = None
 ) -> PyTree:
-    """One value of all towers' values, for each leaf of a tree.
+    """One value made of all towers' values, leaf by leaf.
 
-    ``reduction`` is SUM, MEAN or ONLY_FIRST_TOWER; SUM of a value that all towers share
-    is refused. ``destinations`` are the devices of the result: a device name, a
-    ``jax.Device``, several of these, or a value that lies on them; while JAX traces,
-    only a traced value, which lies on all.
+    ``reduction`` is SUM, MEAN or ONLY_FIRST_TOWER; SUM of a replicated value is
+    refused. ``destinations`` are the devices of the result: a device name, a
+    ``jax.Device``, several of these, or a value that lies on them. While JAX traces,
+    only a traced value may be given, which lies on all devices.
     """
     check_reduction(reduction)
     value = values.as_native("value", values.unpad_batches(value))
@@ -105,7 +105,7 @@ def _reduce_global(
 
 
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
-    """The tree with a ``PerTower`` of one leaf wherever towers have own values."""
+    """The tree with a ``PerTower`` of one leaf wherever values are per tower."""
 
     def stack_field(x: Any) -> Any:
         if isinstance(x, PerTower):
@@ -113,7 +113,8 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
     def grouped(part: Any) -> Any:
-        # So both fields of a mean are reduced alike, even if towers share the weight.
+        # Both fields of a mean are reduced the same way, even if the weight is
+        # replicated.
         own = parts_of(PerTower, part)
         if any(values.is_tuple(x.values) for x in own):  # whose shapes may differ
             return PerTower(tuple(values.values_of_towers(part, num_towers)))
@@ -128,7 +129,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
         if len(rows) != num_towers:
             raise ValueError(
-                f"{_VALUE} holds {len(rows)} towers' values, but the strategy has"
+                f"{_VALUE} holds values of {len(rows)} towers, but the strategy has"
                 f" {num_towers} towers. Give one value for each tower."
             )
         values.check_structures(rows, _VALUE, is_leaf=is_rows)
@@ -151,7 +152,7 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
         return value
     shown = f"an array of shape {np.shape(value)}" if np.ndim(value) else value
     raise ValueError(
-        f"SUM of {'IndexedRows' if is_rows(value) else shown}, which is the same on"
-        f" all {strategy.num_towers} towers. Use Reduction.MEAN for the value itself,"
-        " or multiply by num_towers."
+        f"reduce got SUM of {'IndexedRows' if is_rows(value) else shown}, which is the"
+        f" same on all {strategy.num_towers} towers. Use Reduction.MEAN for the value"
+        " itself, or multiply by num_towers."
     )

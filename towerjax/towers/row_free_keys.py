@@ -1,4 +1,4 @@
-"""Keys whose draws are the same for all rows, so that random losses can be audited."""
+"""Random keys that draw the same for all rows, so that random losses can be audited."""
 
 import functools
 from typing import Any
@@ -9,21 +9,21 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 
 ALL_TOWERS = 2**32 - 1
-"""What is folded into a step's key for the one that all towers share: no tower's id."""
+"""The number that is folded into a step's key for all towers; it is no tower's id."""
 
 KEY_NAME = "rowfree"
-"""In the dtype of such a key."""
+"""The name in the dtype of a row-free key."""
 
 
 def row_free_key(word: int, *, shared: bool = True) -> jax.Array:
-    """A key for ``state.rng`` of which ``tower.rng`` draws the same bits everywhere.
+    """A key for ``state.rng`` with which ``tower.rng`` draws the same bits everywhere.
 
-    Its data are two words. While the first is even, it is what every element of a draw
-    is made of: folding in changes nothing, so that towers, rows and micro-batches have
-    one key, and splitting changes it, so that loops which draw until they accept end.
-    What `ALL_TOWERS` is folded into, as for ``tower.shared_rng``, is an ordinary key,
-    since all towers have the same and no row has one of its own; not with
-    ``shared=False``.
+    Its data are two words. While the first word is even, every element of a draw is
+    made from it alone. Folding in changes nothing, so that towers, rows and
+    micro-batches have one key. Splitting changes it, so that loops which draw until
+    they accept end. Folding in `ALL_TOWERS`, as ``tower.shared_rng`` does, makes an
+    ordinary key, because all towers have it and no row has one of its own; with
+    ``shared=False`` it does not.
     """
     data = np.array([word & (ALL_TOWERS - 1), 0 if shared else ALL_TOWERS], np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=_impl())
@@ -55,7 +55,7 @@ def _as_ordinary(key: jax.Array) -> jax.Array:
 
 
 def _next_word(word: jax.Array) -> jax.Array:
-    """Another even word: a step of a congruential generator."""
+    """The next even word, one step of a congruential generator."""
     return (word * jnp.uint32(1664525) + jnp.uint32(1013904223)) & jnp.uint32(
         ALL_TOWERS - 1
     )

@@ -1,4 +1,4 @@
-"""Values that are saved and restored for other towers: no copy for each of them."""
+"""Save and restore values without a copy per tower, for any number of towers."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def replicate(value: PyTree, num_towers: int) -> PyTree:
 
 
 def _shares(x: jax.Array, num_towers: int) -> jax.Array:
-    """The towers' shares ``[T, ...]`` of a sum, of integers whole ones."""
+    """The towers' shares ``[T, ...]`` of a sum; those of integers are whole numbers."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return replicate(x / num_towers, num_towers)
     # A small integer may not hold the number of towers.
@@ -46,7 +46,7 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """The towers' copies of which a tower-local variable reads as the value."""
+    """The copies of a tower-local variable that read as the given value."""
     refuse_own_copy(variable)
     reduction = variable.reduction
     adds_up = reduction is not Reduction.NONE and multiplies(reduction)
@@ -62,8 +62,9 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
             return cast
         if (lost := (parts := np.asarray(rows))[np.asarray(cast) != parts]).size:
             raise ValueError(
-                f"The value does not fit {label(variable)}: it gives a tower {lost[0]},"
-                f" which {dtype} cannot hold. Create the variable with a larger dtype."
+                f"The value does not fit {label(variable)}: a tower's share is"
+                f" {lost[0]}, which {dtype} cannot hold. Create the variable with a"
+                " larger dtype."
             )
         return cast
 
@@ -84,15 +85,15 @@ def check_towers(variable: Variable, num_towers: int) -> None:
 
 
 def saved_values(tree: PyTree) -> PyTree:
-    """The tree as plain values that do not depend on the number of towers.
+    """The tree as plain values, which any number of towers can restore.
 
     Args:
       tree: A pytree that may hold variables, such as a ``TrainState``.
 
     Returns:
-      The tree: a mirrored variable is its value, a tower-local one its aggregate;
-      other leaves do not change. What is sharded over processes, which all call this,
-      is mirrored.
+      The tree. A mirrored variable becomes its value, a tower-local one its aggregate;
+      other leaves do not change. Arrays that are sharded over processes become whole;
+      all processes must call this function.
 
     Raises:
       ValueError: Tower-local variables have no aggregate; names all of them.
@@ -110,21 +111,21 @@ def saved_values(tree: PyTree) -> PyTree:
 
 @api_boundary
 def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
-    """A tree like another, holding saved values, on the strategy's towers.
+    """A tree like ``like`` that holds the saved values, placed for the strategy.
 
     Args:
-      strategy: The towers and devices; any number, whatever strategy saved.
-      like: A tree such as `saved_values` was given, such as a new state: its structure,
-        reductions, shapes and dtypes are used, its values are not.
-      saved: What `saved_values` returned, or the same read from a file.
+      strategy: The towers and devices; their number may differ from when it was saved.
+      like: A tree such as `saved_values` was given, for example a new state. Its
+        structure, reductions, shapes and dtypes are used, its values are not.
+      saved: The result of `saved_values`, perhaps read from a file.
 
     Returns:
-      The tree: mirrored values on all devices; of a tower-local SUM each tower has
-      its share, of MEAN and ONLY_FIRST_TOWER the value.
+      The tree, with mirrored values on all devices. Each tower gets its share of a
+      tower-local SUM, and the whole value of a MEAN or ONLY_FIRST_TOWER.
 
     Raises:
-      ValueError: A structure or shape differs, or a dtype does not hold what was saved;
-        names all leaves.
+      ValueError: A structure or shape differs, or a dtype cannot hold a saved value;
+        names all such leaves.
 
     Example:
       >>> import towerjax as tj
@@ -139,7 +140,7 @@ def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> Py
 
 
 def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
-    """As `restored_values`, for the towers of a placement."""
+    """`restored_values`, for the towers of a placement."""
     problems = []
 
     def restored(path: tuple[Any, ...], old: Any, new: PyTree) -> Any:
@@ -166,7 +167,7 @@ def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
 
 
 def _refuse_another_tree(like: PyTree, saved: PyTree) -> None:
-    """Raise unless ``saved`` has something for each leaf or variable of ``like``."""
+    """Raise unless ``saved`` has a value for each leaf or variable of ``like``."""
     try:
         jax.tree.structure(like, is_leaf=is_variable).flatten_up_to(saved)
     except ValueError as error:
@@ -177,8 +178,8 @@ def _refuse_another_tree(like: PyTree, saved: PyTree) -> None:
         lacks = [x for x in own if not any(y.startswith(x) for y in given)]
         more = [y for y in given if not any(y.startswith(x) for x in own)]
         raise ValueError(
-            "restored_values: saved is another tree than like."
-            f" It lacks {listed(lacks) or 'nothing'};"
-            f" it has besides {listed(more) or 'nothing'}. Choose the variables in"
-            " both, with the same containers."
+            "restored_values: the tree saved has another structure than the tree like."
+            f" It lacks {listed(lacks) or 'nothing'}; it has besides"
+            f" {listed(more) or 'nothing'}. Choose the variables in both, with the same"
+            " containers."
         ) from error

@@ -1,4 +1,4 @@
-"""The strategies Mirrored and OneDevice: towers, their devices, and their options."""
+"""The strategies Mirrored and OneDevice: towers, their devices and their options."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 from towerjax.types.refusals import a_type
 
-# Compilers fuse the additions and products of a few elements otherwise than those of
-# many, and round otherwise. With so many, shards have the bits of whole arrays.
+# Compilers fuse, and so round, the arithmetic of a few elements in other ways than that
+# of many. Shards of at least this many elements have the bits of whole arrays.
 _EXACT_RUN = 128
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -35,48 +35,50 @@ StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 @api_boundaries
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mirrored(StrategyMethods):
-    """``T`` towers, mirrored parameters, one reduction a step.
+    """``T`` towers that share mirrored parameters, with one reduction per step.
 
     Attributes:
-      devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
-        None takes every accelerator of every process, or the CPUs where there is
-        none. The index counts over all processes, process after process. Or `Absent`
-        devices, for which steps are proved and compiled, but not run.
-      num_gpus: The number of GPUs of each process, the first ones; 0 is the CPU.
-      num_gpus_per_worker: The same, by its other name.
-      towers: ``T``; None is one a device. A multiple of the number of devices;
-        where ``devices`` is None, the most devices that divide ``T`` are used.
-      tower_loop: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
-        ``"scan"`` one after another, which needs the memory of one.
+      devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order.
+        None takes every accelerator of every process, or the CPUs if there is none. The
+        index counts over all processes, one process after the other. With `Absent`
+        devices, steps are proved and compiled but do not run.
+      num_gpus: How many GPUs of each process to use, the first ones; 0 is the CPU.
+      num_gpus_per_worker: Another name of ``num_gpus``.
+      towers: The number of towers ``T``, a multiple of the number of devices; None is
+        one tower per device. If ``devices`` is None, the strategy uses the largest
+        number of devices that divides ``T``.
+      tower_loop: How the ``k = T / D`` towers of a device run: ``"vmap"`` runs them
+        together, ``"scan"`` one after another, which needs the memory of one tower.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
       cross_tower_ops: How sums are communicated: `AllReduce`, `PinnedTree`, `Packed`,
         `ReduceToOneDevice` or `Hierarchical`; see
         `choose_cross_tower_ops`.
       prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
-        places each when it is requested.
-      axis_name: A name of the axis of all towers for code with a fixed axis name, such
-        as ``"batch"``; ``tower.axis_names`` holds it.
-      state: The layout of a step's state: ``"mirrored"``, whole on each device;
-        ``"sharded_optimizer"``: each device holds and updates a shard of the
-        optimizer's state (ZeRO-1); ``"sharded"``: of parameters and gradients too,
-        gathered where the loss uses them (FSDP); see
+        places each batch when it is requested.
+      axis_name: The name of the axis of all towers, as ``tower.axis_names`` returns it;
+        for code with a fixed axis name, such as ``"batch"``.
+      state: The layout of a step's state. ``"mirrored"`` keeps all of it on each
+        device. With ``"sharded_optimizer"`` each device holds and updates a shard of
+        the optimizer's state (ZeRO-1). With ``"sharded"`` parameters and gradients are
+        sharded, too, and gathered where the loss uses them (FSDP). See
         <https://github.com/towerjax/towerjax/blob/main/docs/how_to/larger_than_a_device.md>.
       within: The axes of a tower of several devices, with their sizes, such as
-        ``{"model": 2}``, kept as pairs. In a tower function
+        ``{"model": 2}``; kept as pairs. In a tower function
         ``jax.lax.with_sharding_constraint``, Flax's partitioning and ``jax.shard_map``
-        know these axes; ``D`` then counts groups of so many devices, neighbours in
-        ``devices``.
-      rows: The axis of these along which the rows of a tower are split; None: each of
-        its devices has all of them.
-      specs: How parameters are split over these axes: a tree of
-        ``jax.sharding.PartitionSpec`` like them or its upper part, or a function
-        ``(name, leaf) -> PartitionSpec`` of names such as ``"dense/kernel"``. What is
-        kept of a parameter, such as its momentum, is split as it is. None: whole.
+        know these axes. ``D`` then counts the groups of devices, which are neighbours
+        in ``devices``.
+      rows: The axis of ``within`` along which a tower's rows are split; with None each
+        device of a tower has all its rows.
+      specs: How parameters are split over the axes of ``within``: a tree (or tree
+        prefix) of ``jax.sharding.PartitionSpec``, or a function ``(name, leaf) ->
+        PartitionSpec`` of names such as ``"dense/kernel"``. The optimizer's state of a
+        parameter, such as its momentum, is split in the same way. With None each
+        parameter is whole on each device.
 
     Raises:
-      ValueError: Options that exclude each other, no or duplicate devices, an invalid
-        name, ``towers`` that the devices do not divide, ``cross_tower_ops`` that these
-        devices cannot honour, axes that do not divide the devices.
+      ValueError: Two options exclude each other; there are no devices, or one is named
+        twice; a name is invalid; ``towers`` is no multiple of the devices; these
+        devices cannot run ``cross_tower_ops``; or the axes do not divide the devices.
 
     Example:
       >>> Mirrored(devices=("CPU:0",), towers=8, tower_loop="scan")
@@ -101,7 +103,7 @@ class Mirrored(StrategyMethods):
         __getattr__ = explain_names_of_tensorflow("MirroredStrategy")
 
     def __post_init__(self) -> None:
-        """Check everything that can be known without a device."""
+        """Check the options as far as that is possible without a device."""
         object.__setattr__(self, "within", _checked_axes(self.within, self.axis_name))
         object.__setattr__(self, "specs", Specs.of(self.specs))
         _check_choices(self)
@@ -125,9 +127,10 @@ class Mirrored(StrategyMethods):
 
     @property
     def exact(self) -> bool:
-        """Whether the bits may not depend on the number of devices.
+        """Whether results have the same bits on any number of devices.
 
-        Its cross-tower ops then add the towers in an order that they alone decide.
+        The cross-tower ops then add the towers in an order that does not depend on
+        devices.
         """
         return self.cross_tower_ops.needs_every_tower
 
@@ -138,7 +141,7 @@ class Mirrored(StrategyMethods):
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where the towers are, by name: the devices need not be on this machine."""
+        """Where the towers are, by the names of their devices."""
         if not isinstance(self.devices, Absent):
             require_joined()
         devices = self._devices()
@@ -163,7 +166,7 @@ class Mirrored(StrategyMethods):
         return self.num_gpus_per_worker if self.num_gpus is None else self.num_gpus
 
     def _named_devices(self) -> tuple[str, ...] | None:
-        """The devices that the options name; None where they name none."""
+        """The names of the devices that the options give; None if they give none."""
         if isinstance(self.devices, Absent):
             return self.devices.names
         if self.devices is not None:
@@ -184,9 +187,9 @@ class Mirrored(StrategyMethods):
 
 
 def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
-    """The most devices, as many of each process, that divide the towers.
+    """The largest set of devices, equally many per process, that divides the towers.
 
-    Towers are of ``size`` devices.
+    A tower has ``size`` devices.
     """
     processes = jax.process_count()
     each = len(names) // processes
@@ -196,8 +199,9 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     fitting = [n * size for n in counts if towers % (n * processes) == 0]
     if not fitting:
         raise ValueError(
-            f"towers={towers} is not a multiple of the {processes} processes, each of"
-            f" which runs as many. Use towers={-(-towers // processes) * processes}."
+            f"towers={towers} is not a multiple of the {processes} processes, which"
+            " must run equally many towers each. Use"
+            f" towers={-(-towers // processes) * processes}."
         )
     starts = range(0, each * processes, each)
     return tuple(x for i in starts for x in names[i : i + fitting[-1]])
@@ -209,13 +213,14 @@ class OneDevice(StrategyMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:
-      device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
-        device. Or `Absent` of one device, as for `Mirrored`.
+      device: A ``"platform:index"`` name, a ``jax.Device``, or `Absent` of one device;
+        None is the default device.
       prefetch_on_device: As for `Mirrored`.
       axis_name: As for `Mirrored`.
 
     Raises:
-      ValueError: ``device`` is not a name, or several absent ones.
+      ValueError: ``device`` is not the name of a device, or stands for several absent
+          ones.
 
     Example:
       >>> OneDevice("CPU:0")
@@ -247,7 +252,7 @@ class OneDevice(StrategyMethods):
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where the tower is, by name."""
+        """Where the tower is, by the name of its device."""
         absent = self.device if isinstance(self.device, Absent) else None
         if absent is None:
             require_joined()
@@ -260,13 +265,14 @@ Strategy = Mirrored | OneDevice
 
 
 def with_specs(strategy: Strategy, specs: Any) -> Strategy:
-    """The strategy with a builder's own specs; itself where there are none."""
+    """The strategy with the ``specs`` of a builder; itself if they are None."""
     if specs is None:
         return strategy
     if not isinstance(strategy, Mirrored):
         raise ValueError(
-            "specs=... splits parameters within towers of several devices, and"
-            f" {strategy!r} has one. Say tj.Mirrored(towers=1, within={{'model': 2}})."
+            "specs=... splits parameters within towers of several devices, but a tower"
+            f" of {strategy!r} has one device. Write tj.Mirrored(towers=1,"
+            " within={'model': 2})."
         )
     return dataclasses.replace(strategy, specs=specs)
 
@@ -279,9 +285,9 @@ def on_one_tower(strategy: Strategy) -> Strategy:
 
 
 def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
-    """So many towers on one device of this process, or on as many as a tower is of.
+    """A strategy of ``towers`` towers on the devices of one tower of this process.
 
-    A ``narrow`` one has its own axes, too, each of one device.
+    With ``narrow`` it uses one device; the axes within a tower then have size 1.
     """
     placement = strategy.placement
     here = jax.process_index()
@@ -342,7 +348,10 @@ def check_roles(builder: str, **given: Any) -> None:
 def _check_choices(strategy: Mirrored) -> None:
     given = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
     if len([x for x in given if x is not None]) > 1:
-        raise ValueError("Give one of devices, num_gpus and num_gpus_per_worker.")
+        raise ValueError(
+            "devices, num_gpus and num_gpus_per_worker exclude each other. Give one of"
+            " them."
+        )
     for name in ("num_gpus", "num_gpus_per_worker"):
         check_whole(name, getattr(strategy, name), 0, or_none=True)
     check_whole("towers", strategy.towers, or_none=True)
@@ -353,8 +362,8 @@ def _check_choices(strategy: Mirrored) -> None:
     _check_axis_name(strategy.axis_name)
     if strategy.tower_loop == "scan" and strategy.axis_name != TOWER_AXIS:
         raise ValueError(
-            f"axis_name={strategy.axis_name!r} is for towers that meet, but under"
-            " tower_loop='scan' they never do. Use tower_loop='vmap', or leave out"
+            f"axis_name={strategy.axis_name!r} is for towers that communicate, but"
+            " under tower_loop='scan' they cannot. Use tower_loop='vmap', or leave out"
             " axis_name."
         )
     ops = strategy.cross_tower_ops
@@ -364,25 +373,33 @@ def _check_choices(strategy: Mirrored) -> None:
             " tj.AllReduce(), tj.PinnedTree(), or tj.collectives.Packed() and the like."
         )
     if strategy.state != "mirrored" and strategy.executor == "pmap":
-        raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
+        raise ValueError(
+            f"state={strategy.state!r} cannot run under executor='pmap'. Use"
+            " executor='shard_map'."
+        )
     if strategy.state == "sharded_optimizer" and isinstance(ops, PinnedTree):
         raise ValueError(
-            f"state={strategy.state!r} lets each device update its shard, and rounds"
-            " sums of all by their number, but tj.PinnedTree() promises the same bits"
-            " on any devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
+            f"state={strategy.state!r} cannot have the same bits on any number of"
+            " devices, which tj.PinnedTree() promises: each device updates its shard,"
+            " and sums are rounded by the number of shards. Use state='mirrored' or"
+            " 'sharded', or tj.AllReduce()."
         )
     axes = dict(strategy.within)
     if strategy.executor == "pmap" and axes:
-        raise ValueError("within=... needs executor='shard_map'; pmap has one axis.")
+        raise ValueError(
+            "within=... cannot run under executor='pmap', which has one axis. Use"
+            " executor='shard_map'."
+        )
     if strategy.rows is not None and strategy.rows not in axes:
         raise ValueError(
-            f"rows={strategy.rows!r} is no axis within a tower; these are"
-            f" {', '.join(map(repr, axes)) or 'none'}, of within=..."
+            f"rows={strategy.rows!r} is not an axis of within=..., whose axes are"
+            f" {', '.join(map(repr, axes)) or 'none'}. Name one of them, or leave rows"
+            " out."
         )
     if strategy.specs is not None and not axes:
         raise ValueError(
-            "specs=... splits parameters over the axes within a tower, and there are"
-            " none. Say within={'model': 2}, or leave specs out."
+            "specs=... splits parameters over the axes of within=..., but there are"
+            " none. Write within={'model': 2}, or leave specs out."
         )
 
 
@@ -393,7 +410,9 @@ def _check_ops(ops: CrossTowerOps, devices: tuple[str, ...]) -> None:
 
 def _check_axis_name(name: Any) -> None:
     if not isinstance(name, str) or name in ("", DEVICE_AXIS, LOCAL_AXIS):
-        raise ValueError(f"axis_name={name!r} must be a name of its own, as 'batch'.")
+        raise ValueError(
+            f"axis_name={name!r} must be a name that nothing else has, such as 'batch'."
+        )
 
 
 def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
@@ -402,7 +421,7 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
     pairs: Any = given if isinstance(given, list | tuple) else [None]
     if not all(isinstance(x, tuple) and len(x) == 2 for x in pairs):
         raise ValueError(
-            f"within={within!r:.200} must be axes within a tower, with their sizes, as"
+            f"within={within!r:.200} must be a dict of axis names and sizes, such as"
             " {'model': 2}."
         )
     names: list[Any] = [name for name, _ in pairs]
@@ -410,21 +429,21 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
     for name, size in pairs:
         if not isinstance(name, str) or name in reserved or names.count(name) > 1:
             raise ValueError(
-                f"within={within!r:.200}: {name!r} must be a name of its own, as"
-                f" 'model', and not that of the towers' axis, {tower_axis!r}."
+                f"within={within!r:.200}: {name!r} must be a name that nothing else"
+                f" has, such as 'model'; {tower_axis!r} is the towers' axis."
             )
         check_whole(f"within[{name!r}]", size)
     return tuple((name, int(size)) for name, size in pairs)
 
 
 def _count_groups(devices: int, each: int) -> int:
-    """The number of groups of so many devices; raise where they make no such groups."""
+    """The number of groups of ``each`` devices; raise if some devices are left over."""
     if devices % each:
         fitting = [str(n) for n in range(2, devices + 1) if devices % n == 0]
         axes = f"Give towers {' or '.join(fitting)} devices, or name" * bool(fitting)
         raise ValueError(
-            f"within=... makes a tower of {each} devices, of which {devices} make no"
-            f" whole number. {axes or 'Name'} a multiple of {each}; on CPUs say"
+            f"within=... makes a tower of {each} devices, which does not divide the"
+            f" {devices} devices. {axes or 'Name'} a multiple of {each}; on CPUs say"
             f" jax.config.update('jax_num_cpu_devices', {-(-devices // each) * each})"
             " before JAX is used."
         )

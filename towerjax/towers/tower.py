@@ -1,4 +1,4 @@
-"""Tower: what a tower function can read and call during a trace."""
+"""`Tower`: what a tower function can read and call while it is traced."""
 
 import dataclasses
 import operator
@@ -45,7 +45,7 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """What a pass tells its towers, and `Tower` reads for its function."""
+    """The values of a pass that `Tower` computes its properties from."""
 
     axes: TowerAxes = dataclasses.field(metadata=_STATIC)
     # None outside a step: only steps have a number, a key and a batch.
@@ -62,18 +62,18 @@ class PassContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tower:
-    """What a tower function knows about its tower, and how it communicates.
+    """What a tower function can know about its tower, and how it communicates.
 
-    A pytree, so that functions under ``jax.jit`` and ``jax.checkpoint`` take it.
+    It is a pytree, so that functions under ``jax.jit`` and ``jax.checkpoint`` take it.
 
     Attributes:
-      id: ``()`` int32, the tower's number, from 0 to ``T - 1``; traced.
-      num_towers: ``T``; static.
-      local: This tower's copy of the tower-local variables (in evaluation and
-        prediction: their aggregate), a pytree without its ``TowerLocal``.
-      strategy: The strategy, as ``merge_call`` hands it to its function.
+      id: The tower's number, ``()`` int32, from 0 to ``T - 1``; traced.
+      num_towers: The number of towers, ``T``; static.
+      local: This tower's copy of the tower-local variables, a pytree without
+        ``TowerLocal``. In evaluation and prediction it is their aggregate.
+      strategy: The strategy, as ``merge_call`` gives it to its function.
       extra: The state's ``extra``: mirrored values that do not train.
-      micro_batches: Into how many parts the tower's rows are cut; static.
+      micro_batches: The number of micro-batches of the tower's rows; static.
     """
 
     id: jax.Array
@@ -95,12 +95,12 @@ class Tower:
 
     @property
     def step(self) -> jax.Array:
-        """``()`` int32, the number of steps before this one."""
+        """The number of steps before this one, ``()`` int32."""
         return _require_step(self._context.step, "step", "a counter")
 
     @property
     def rng(self) -> jax.Array:
-        """A key of this tower, step and micro-batch: the same on any devices."""
+        """A random key of this tower, step and micro-batch; the same on any devices."""
         context = self._context
         key = _require_step(context.rng, "rng", "a key, and fold tower.id into it")
         key = jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)
@@ -110,33 +110,33 @@ class Tower:
 
     @property
     def shared_rng(self) -> jax.Array:
-        """A key of this step, the same on all towers and micro-batches."""
+        """A random key of this step, the same on all towers and micro-batches."""
         key = _require_step(self._context.rng, "shared_rng", "a key")
         return jax.random.fold_in(jax.random.fold_in(key, self.step), ALL_TOWERS)
 
     @property
     def rows(self) -> int:
-        """``b``, the number of rows that this tower works on here; static."""
+        """The number of rows ``b`` that this tower works on in this call; static."""
         _require_step(self._context.num_valid, "rows", "x.shape[0]")
         return self._context.rows
 
     @property
     def weight(self) -> jax.Array:
-        """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
-        # Computed on access, so that a step that pads can see that nothing reads it.
+        """The rows' weights, ``[b]`` float32: 1 for an example, 0 for padding."""
+        # Computed when it is read, so that a step that pads notices if nothing reads
+        # it.
         context = self._context
         num_valid = _require_step(context.num_valid, "weight", "weights (ctx.weight)")
         return row_weights(num_valid, context.first_row, context.rows, context.of_rows)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Axis names for code that communicates by itself, such as batch norm.
-
-        One axis of all ``T`` towers in tower order, on any devices, also where ``T`` is
-        1. Its name is the strategy's ``axis_name``, where that is given.
+        """The axis name for code that communicates by itself, such as batch norm.
 
         Returns:
-          A tuple of one name, for ``axis_name=`` and ``lax.psum``.
+          A tuple of one name, for ``axis_name=`` and ``lax.psum``. The axis runs over
+          all ``T`` towers in tower order, on any devices, even if ``T`` is 1. The
+          strategy's ``axis_name`` sets the name.
 
         Raises:
           ValueError: Under ``tower_loop="scan"``, where towers cannot communicate.
@@ -151,20 +151,21 @@ class Tower:
     def merge_call(
         self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
     ) -> PyTree:
-        """What ``merge_fn(strategy, *per_tower_values)`` returns, on each tower.
+        """The result of ``merge_fn(strategy, *per_tower_values)``, on each tower.
 
-        The towers' values are gathered; ``merge_fn`` sees each array of ``values`` as a
-        ``PerTower`` for ``strategy.unwrap`` and ``strategy.reduce``. Of a ``PerTower``
-        that it returns, each tower gets its row. Differentiable.
+        The towers' values are gathered: ``merge_fn`` sees each array of ``values`` as a
+        ``PerTower``, which ``strategy.unwrap`` and ``strategy.reduce`` take. If it
+        returns a ``PerTower``, each tower gets its own row of it. JAX can differentiate
+        the call.
 
         Args:
           merge_fn: The function of all towers' values.
-          *values: This tower's values, pytrees; leaves that are no arrays are the
-            same on all towers and passed unchanged.
-          **named: The same, by name.
+          *values: This tower's values, pytrees. Leaves that are not arrays must be the
+            same on all towers and are passed unchanged.
+          **named: More values, passed by name.
 
         Returns:
-          The result, the same on every tower but for ``PerTower`` leaves.
+          The result, the same on every tower except for ``PerTower`` leaves.
 
         Raises:
           ValueError: Under ``tower_loop="scan"``, where towers cannot communicate.
@@ -208,25 +209,26 @@ class Tower:
         return jax.tree.map(own_row, merged, is_leaf=is_per_tower)
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
-        """One value of all towers' values, the same on each tower.
+        """One value made of all towers' values, the same on each tower.
 
-        With several micro-batches this reduces over the rows of each micro-batch alone:
-        a loss divided by a sum over the batch takes that sum as rows of the batch. A
-        ``jax.grad`` in a tower is that of the sum of all towers' results: differentiate
-        ``value / tower.num_towers``. See <https://github.com/towerjax/towerjax/blob/main/docs/limits.md>.
+        With several micro-batches each micro-batch is reduced by itself. A loss that is
+        divided by a sum over the whole batch must get that sum as rows of the batch. A
+        ``jax.grad`` in a tower differentiates the sum of all towers' results, so write
+        ``value / tower.num_towers``. See
+        <https://github.com/towerjax/towerjax/blob/main/docs/limits.md>.
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
-          value: This tower's value, a pytree of arrays, of variables, which are read,
-            and of ``IndexedRows``, whose rows are gathered and never added.
+          value: This tower's value, a pytree of arrays, variables and ``IndexedRows``.
+            Variables are read; rows of ``IndexedRows`` are gathered, never added.
 
         Returns:
-          Like ``value``; a MEAN of integers is float32 (of int64 float64), a SUM of
-          booleans and small integers int32 or uint32; the first tower's value is bit
-          for bit its own.
+          A tree like ``value``. The MEAN of integers is float32 (float64 for int64);
+          the SUM of booleans and small integers is int32 or uint32. ONLY_FIRST_TOWER
+          keeps the first tower's bits.
 
         Raises:
-          ValueError: ``reduction`` gives no one value, or ``tower_loop="scan"``.
+          ValueError: ``reduction`` is NONE, or the strategy has ``tower_loop="scan"``.
         """
         _check_meeting(self._context.axes, "tower.reduce", value)
         value = plain(value)
@@ -244,12 +246,13 @@ class Tower:
         ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: see `reduce`.
 
         Args:
-          values: This tower's, as for ``Weighted.mean``, with ``axis`` as there.
-          weight: As there, such as ``tower.weight``, so that padding does not count.
+          values: This tower's values, as for ``Weighted.mean``.
+          weight: Their weights, as for ``Weighted.mean``; with ``tower.weight`` padding
+              does not count.
           axis: None is the mean of all elements, 0 the mean row.
 
         Returns:
-          As the ``value`` there: 0 where all weights are 0.
+          The mean, as ``Weighted.value`` gives it; 0 where all weights are 0.
 
         Example:
           >>> import towerjax as tj
@@ -264,25 +267,26 @@ class Tower:
         return total.value
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
-        """All towers' values stacked, or joined along a dim.
+        """All towers' values, stacked along a new dim or joined along an existing one.
 
-        One compiled program has one shape for all towers; values whose sizes differ
-        are joined outside, ``jnp.concatenate(strategy.unwrap(x))``.
+        A compiled program has one shape for all towers. Values whose sizes differ are
+        joined outside of it, ``jnp.concatenate(strategy.unwrap(x))``.
 
         Args:
-          value: This tower's value, leaves ``[...]``, ``IndexedRows``, and variables,
+          value: This tower's value: leaves ``[...]``, ``IndexedRows``, or variables,
             which are read.
-          axis: Join the towers' values along this dim of them; None gives them a new
-            leading one.
+          axis: The dim along which to join the towers' values; None stacks them along a
+            new leading dim.
 
         Returns:
-          Leaves ``[T, ...]`` in tower order, or with ``T`` times the size along
-          ``axis``; the same on each tower. ``IndexedRows`` of ``[N, ...]`` joined
-          along dim 0 are rows of ``[T N, ...]``.
+          Leaves ``[T, ...]`` in tower order, or leaves with ``T`` times the size along
+          ``axis``; the same on each tower. ``IndexedRows`` of ``[N, ...]``, joined
+          along dim 0, become rows of ``[T N, ...]``.
 
         Raises:
-          ValueError: Under ``tower_loop="scan"``, where towers cannot communicate; a
-            leaf has no such dim, or it is not dim 0 of ``IndexedRows``.
+          ValueError: The strategy has ``tower_loop="scan"``, where towers cannot
+            communicate; a leaf has no such dim; or ``axis`` is not 0 for
+            ``IndexedRows``.
         """
         _check_meeting(self._context.axes, "tower.all_gather", value)
         value = plain(value)
@@ -298,8 +302,8 @@ class Tower:
     def assign(self, variable: Variable, value: PyTree) -> Variable:
         """The variable with a new value.
 
-        A mirrored variable takes the towers' values, reduced by its own reduction,
-        and is the same on all towers; a tower-local one takes this tower's.
+        A mirrored variable takes the towers' values, reduced by its own reduction, and
+        stays the same on all towers. A tower-local variable takes this tower's value.
 
         Args:
           variable: ``MirroredVar`` or ``TowerLocal``.
@@ -309,8 +313,8 @@ class Tower:
           The new variable.
 
         Raises:
-          ValueError: A mirrored variable's reduction is NONE; the value does not
-            fit; SUM of a constant that all towers share.
+          ValueError: The reduction of a mirrored variable is NONE; the value does not
+            fit; or the reduction is SUM and the value a constant.
 
         Example:
           >>> import towerjax as tj
@@ -324,11 +328,11 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """As `assign`, but adds the reduced value to the variable."""
+        """The variable with the reduced value added; otherwise as `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
-        """As `assign`, but subtracts the reduced value from the variable."""
+        """The variable with the reduced value subtracted; otherwise as `assign`."""
         return self._assign(variable, value, operator.sub)
 
     def _assign(
@@ -339,18 +343,19 @@ class Tower:
 
 
 def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
-    """Raise where a device's towers cannot communicate, or whose values are there."""
+    """Raise if towers cannot communicate, or if ``values`` hold all towers' values."""
     if axes.in_turn:
         raise ValueError(
             f"{what} needs all towers at once, but tower_loop='scan' runs the towers of"
             " a device one after another. Use tower_loop='vmap', or return the value as"
-            " tj.Weighted; what a loss needs of all rows comes from an earlier pass of"
-            " tj.build_step; what call_for_each_tower returns, strategy.reduce reduces."
+            " tj.Weighted. If the loss needs a value of all rows, compute it in an"
+            " earlier pass of tj.build_step. Results of call_for_each_tower are reduced"
+            " by strategy.reduce."
         )
     if parts_of(PerTower, values):
         raise ValueError(
-            f"{what} of a PerTower, which holds all towers' values. In a merge function"
-            " all are at hand: write strategy.reduce(tj.Reduction.MEAN, value), or"
+            f"{what} got a PerTower, which already holds all towers' values. In a merge"
+            " function write strategy.reduce(tj.Reduction.MEAN, value), or"
             " strategy.unwrap(value)."
         )
 
@@ -358,8 +363,8 @@ def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
 def _require_step(value: Any, name: str, instead: str) -> Any:
     if value is None:
         raise ValueError(
-            f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
-            f" number and no key of its own. As an argument pass {instead}."
+            f"tower.{name} exists only in a step: call_for_each_tower has no batch, no"
+            f" step number and no key of its own. Pass {instead} as an argument."
         )
     return value
 
@@ -370,7 +375,7 @@ def is_in_step(tower: Tower) -> bool:
 
 
 def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """The axes of all towers, and the arguments of `tower_of` for this tower alone."""
+    """The axes of all towers, and the arguments of `tower_of` for this tower."""
     context = tower._context
     return context.axes, {
         "tower_id": tower.id,
@@ -390,7 +395,7 @@ def tower_of(
     micro_batches: int = 1,
     **context: Any,
 ) -> Tower:
-    """One tower; ``state`` is None outside a step, ``context`` of a `PassContext`."""
+    """The tower of one id; ``state`` is None outside a step."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)

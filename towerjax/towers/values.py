@@ -1,4 +1,4 @@
-"""The values of all towers: take apart, put together, stack, copy to devices."""
+"""Values of all towers: take them apart, stack them, copy them to devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,14 +37,14 @@ def is_mergeable(leaf: Any) -> bool:
 
 
 def as_native(root: str, tree: PyTree) -> PyTree:
-    """The tree in native byte order; raise where devices cannot hold an array."""
+    """The tree in native byte order; raise if devices cannot hold one of its arrays."""
     arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
     refuse_unheld(root, arrays)
     return jax.tree.map(native, tree)
 
 
 def unpad_batches(tree: PyTree) -> PyTree:
-    """Replace each placed batch of a tree by its towers' rows."""
+    """The tree with each placed batch replaced by its towers' rows."""
     has_batch = parts_of(PlacedBatch, tree)  # else the same objects
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree) if has_batch else tree
 
@@ -58,7 +58,7 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"{start} holds values of shapes {', '.join(map(str, shapes))}, which"
-                " cannot lie side by side. Pad them, or join them:"
+                " cannot be stacked. Pad them, or join them:"
                 " jnp.concatenate(strategy.unwrap(x))."
             )
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
@@ -79,9 +79,9 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
 
 
 def stack_local(local: PyTree, num_towers: int) -> PyTree:
-    """Initial tower-local variables with a copy for each tower, in leaves ``[T, ...]``.
+    """Initial tower-local variables, copied for each tower to leaves ``[T, ...]``.
 
-    Of a ``PerTower`` each tower gets its own.
+    From a ``PerTower`` each tower gets its own value.
     """
 
     def as_array(x: Any) -> Any:
@@ -101,7 +101,7 @@ def stack_local(local: PyTree, num_towers: int) -> PyTree:
 
 
 def is_tuple(values: Any) -> bool:
-    """Whether ``values`` is a tuple of one value a tower, and no tree ``[T, ...]``."""
+    """Whether ``values`` is a tuple of one value per tower, not a tree ``[T, ...]``."""
     return type(values) is tuple
 
 
@@ -112,18 +112,18 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
         if treedef != treedefs[0]:
             raise ValueError(
                 f"{name} holds {treedefs[0]} of tower 0 and {treedef} of tower {tower},"
-                " which cannot lie side by side. Give all towers one structure."
+                " which cannot be stacked. Give all towers the same structure."
             )
 
 
 def copies_by_leaf(variable: variables.TowerLocal) -> variables.TowerLocal:
-    """The variable, each leaf ``[T, ...]`` of its value as a ``PerTower``."""
+    """The variable with each leaf ``[T, ...]`` of its value as a ``PerTower``."""
     variables.refuse_own_copy(variable)
     return jax.tree.map(PerTower, variable, is_leaf=is_rows)
 
 
 def values_of_towers(value: Any, num_towers: int) -> list[Any]:
-    """Each tower's tree, as many as the shortest tuple of a ``map`` has; or the one."""
+    """Each tower's tree; if the value is replicated, that one value."""
     if not parts_of(PerTower | variables.TowerLocal, value):
         return [value]
     value = map_parts(variables.TowerLocal, lambda x: copies_by_leaf(x).value, value)
@@ -134,7 +134,7 @@ def values_of_towers(value: Any, num_towers: int) -> list[Any]:
 
 
 def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
-    """The tree with one tower's value for each ``PerTower``."""
+    """The tree with each ``PerTower`` replaced by one tower's value."""
 
     def value_of(x: PerTower) -> PyTree:
         if is_tuple(x.values):
@@ -146,17 +146,18 @@ def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
-    """The ``T`` towers' values, or trees; ``[value]`` if it is replicated."""
+    """The ``T`` towers' values as a list; ``[value]`` if the value is replicated."""
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
-    """Raise in a tower function for one tower's value, which no collective merged."""
+    """Raise in a tower function for a value of one tower that was not merged."""
     if is_of_one_tower(value):
         raise ValueError(
-            f"strategy.{what} in a tower function of a value that is one tower's. Write"
-            f" {instead}, or merge first: tower.merge_call(lambda strategy, x:"
-            f" strategy.{what}(...), x) gives its function all towers' values."
+            f"strategy.{what} needs all towers' values, but in a tower function it got"
+            f" one tower's value. Write {instead}, or merge first: in"
+            f" tower.merge_call(lambda strategy, x: strategy.{what}(...), x) the"
+            " function gets all towers' values."
         )
 
 
@@ -166,15 +167,16 @@ def copy_to(value: PyTree, destinations: Any) -> PyTree:
         return value
     if has_tracers(value):
         raise ValueError(
-            f"destinations={destinations!r:.200} inside a tower function or a step: a"
-            " value there lies on every device already. Leave destinations out."
+            f"destinations={destinations!r:.200} cannot be used inside a tower function"
+            " or a step, where a value already lies on every device. Leave destinations"
+            " out."
         )
     names = _names_of(destinations)
     return place(value, Placement(names, len(names)), Layout.MIRRORED)
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
-    """The tree; of several processes the first one's numbers, on all devices."""
+    """The tree with the first process's numbers, placed on all devices."""
     if placement.num_processes == 1 or is_traced(tree):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
@@ -207,8 +209,9 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
         owners = [x.process_index for x in find_devices(names)]
         if len({owners.count(p) for p in range(jax.process_count())}) > 1:
             raise ValueError(
-                f"destinations {', '.join(names)} belong to the processes {owners} of"
-                f" {jax.process_count()}: pass a device of each process's own,"
-                " jax.local_devices()[0], or leave destinations out."
+                f"destinations {', '.join(names)} belong to the processes {owners}, but"
+                f" each of the {jax.process_count()} processes must have equally many."
+                " Pass jax.local_devices()[0], a device of each process, or leave"
+                " destinations out."
             )
     return names

@@ -52,10 +52,10 @@ class Variable:
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing(
-            "A variable is a plain value, v.value, and tj.towers.read_local(v) of all"
-            " towers. What changes it returns the new one: in a tower"
-            " v = tower.assign(v, x), outside v = strategy.assign(v, x) of a"
-            " tj.tf1.MirroredStrategy; assign_add and assign_sub alike."
+            "A variable holds a plain value: read v.value, or tj.towers.read_local(v)"
+            " for all towers. To change it, assign the new variable: in a tower v ="
+            " tower.assign(v, x), outside v = strategy.assign(v, x) with a"
+            " tj.tf1.MirroredStrategy; likewise assign_add and assign_sub."
         )
 
     def __post_init__(self) -> None:
@@ -69,18 +69,18 @@ class Variable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerLocal(Variable):
-    """A tower-local variable: one copy a tower, aggregated only when read.
+    """A tower-local variable: one copy per tower, aggregated only when it is read.
 
-    Batch-norm statistics and metric accumulators are such variables. In the local
-    state of a step a tower sees them, and returns them, without this wrapper:
-    ``tower.local`` and ``TowerOutput(local=...)`` are plain values.
+    Examples are batch-norm statistics and metric accumulators. A tower sees and returns
+    them without this wrapper: ``tower.local`` and ``TowerOutput(local=...)`` are plain
+    values.
 
     Attributes:
-      value: For ``step.init``, and inside a tower function: one tower's value, a
-        pytree; of a ``PerTower`` in it, ``step.init`` gives each tower its own. In a
-        ``TrainState`` and from ``create_var``: leaves ``[T, ...]``, split over
-        the devices.
-      reduction: How it is read as one value; NONE when it never is.
+      value: For ``step.init`` and inside a tower function, one tower's value, a pytree;
+        if it holds a ``PerTower``, ``step.init`` gives each tower its own. In a
+        ``TrainState`` and from ``create_var``, leaves ``[T, ...]``, split over the
+        devices.
+      reduction: How the copies become one value when read; NONE if they never do.
       name: Its name in error messages.
 
     Raises:
@@ -97,12 +97,12 @@ class TowerLocal(Variable):
 class MirroredVar(Variable):
     """A mirrored variable: one value, the same on every tower, with a name.
 
-    A tower changes it with ``tower.assign`` and the like, which return the new
-    variable; so does ``assign`` of `tj.tf1.MirroredStrategy` across towers.
+    ``tower.assign`` in a tower, and ``assign`` of `tj.tf1.MirroredStrategy` outside,
+    return the changed variable.
 
     Attributes:
       value: A pytree of arrays.
-      reduction: How the values that towers assign become one; NONE when only
+      reduction: How the values that towers assign become one value; NONE if only
         ``assign`` and ``update`` of the strategy change it.
       name: Its name in error messages.
 
@@ -130,12 +130,12 @@ def is_local(x: Any) -> bool:
 
 
 def is_never_read(x: Any) -> bool:
-    """Whether ``x`` is a tower-local variable that has no one value."""
+    """Whether ``x`` is a tower-local variable that cannot be read as one value."""
     return is_local(x) and x.reduction is Reduction.NONE
 
 
 def is_per_tower(x: Any) -> bool:
-    """Whether ``x`` holds one value a tower."""
+    """Whether ``x`` holds one value per tower."""
     return isinstance(x, PerTower | TowerLocal)
 
 
@@ -146,19 +146,19 @@ def label(variable: Variable) -> str:
 
 
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
-    """Cast the value to the variable's dtypes; raise where it does not fit.
+    """The value, cast to the variable's dtypes; raise if it does not fit.
 
-    With ``reads`` it is what a tower-local variable ``[T, ...]`` shall read as, of its
-    own dtype or that of its reduction.
+    With ``reads`` the value is what the tower-local copies ``[T, ...]`` shall read as;
+    it may have the dtype of the copies or of their reduction.
     """
     old = variable.value
     if jax.tree.structure(value) != jax.tree.structure(old):
         raise ValueError(
             f"The value for {label(variable)} is {jax.tree.structure(value)}, but the"
-            f" variable holds {jax.tree.structure(old)}. Pass the same structure, the"
-            " new value itself, as a function for strategy.update returns it, and rows"
-            " of a table as rows.add_to(variable.value). A list is a tree of its"
-            " elements: np.array(x) makes one array."
+            f" variable holds {jax.tree.structure(old)}. Pass the whole new value in"
+            " the same structure. A function for strategy.update returns it so, too."
+            " For rows of a table pass rows.add_to(variable.value). A list is a tree of"
+            " its elements: np.array(x) makes one array."
         )
     problems = []
 
@@ -220,7 +220,7 @@ def assign_in_tower(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Variable:
-    """Assign to a variable in a tower: the new variable."""
+    """The variable with a new value, assigned in a tower."""
     check_variable(variable, "tower.assign")
     new = fit(variable, plain(value))
     if isinstance(variable, MirroredVar):
@@ -249,7 +249,7 @@ def assign_in_tower(
 
 
 def refuse_per_tower(values: PyTree, what: str) -> None:
-    """Raise when a value differs from tower to tower."""
+    """Raise if a value differs from tower to tower."""
     if own := parts_of(PerTower | TowerLocal, values):
         raise ValueError(
             f"{what}: Expected value to be mirrored across towers, got a"
@@ -271,14 +271,14 @@ def refuse_own_copy(variable: Variable) -> None:
     """Raise in a tower function for the tower's own copy of a variable."""
     if is_of_one_tower(variable.value):
         raise ValueError(
-            f"{label(variable)} is the tower's own copy in a tower function: read"
-            " .value, change it with tower.assign, or merge first, with"
-            " tower.merge_call(fn, variable), whose function gets all copies."
+            f"{label(variable)} is, in a tower function, that tower's copy alone. Read"
+            " .value, change it with tower.assign, or merge first: in"
+            " tower.merge_call(fn, variable) fn gets all copies."
         )
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """Replace the values of tower-local variables: the inverse of `plain`."""
+    """Tower-local variables with other values, the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -293,25 +293,25 @@ def check_tower_local(local: PyTree) -> PyTree:
     named = named_leaves("local", local, is_leaf=is_local)
     if bare := [name for name, leaf in named if not is_local(leaf)]:
         raise ValueError(
-            f"{', '.join(few(bare))}: a tower-local variable says how it is read as one"
-            " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
+            f"{', '.join(few(bare))}: a tower-local variable must say how its copies"
+            " become one value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
     refuse_unheld("local", plain(local))
     return local
 
 
 def read_local(local: PyTree) -> PyTree:
-    """Replace each variable of a tree by its one value, from outside a step.
+    """The tree with each variable replaced by its one value, outside of a step.
 
     Args:
-      local: A ``TowerLocal`` of a ``TrainState``, or any pytree; what is no variable
-        does not change.
+      local: A ``TowerLocal`` of a ``TrainState``, or any pytree; leaves that are not
+        variables do not change.
 
     Returns:
-      The tree: SUM, MEAN or ONLY_FIRST_TOWER of the towers' copies.
+      The tree, with the SUM, MEAN or ONLY_FIRST_TOWER of the towers' copies.
 
     Raises:
-      ValueError: A tower-local variable has no one value; names all of them.
+      ValueError: A tower-local variable cannot be read as one value; names all of them.
 
     Example:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
@@ -329,9 +329,10 @@ def read_local(local: PyTree) -> PyTree:
             problems.append(f"{where}{label(x)} has {x.reduction!r}")
     if problems:
         raise ValueError(
-            f"These tower-local variables have no one value: {listed(problems)}. Give"
-            " them SUM, MEAN or ONLY_FIRST_TOWER (random keys: ONLY_FIRST_TOWER), leave"
-            " them out of the tree, or read each tower's own with strategy.unwrap."
+            "These tower-local variables cannot be read as one value:"
+            f" {listed(problems)}. Give them SUM, MEAN or ONLY_FIRST_TOWER (random"
+            " keys: ONLY_FIRST_TOWER), leave them out of the tree, or read each tower's"
+            " own with strategy.unwrap."
         )
     with says_if_alone("tower-local values are read"):
         values = wait_on_cpus(_read_all([x for _, x in own]))
@@ -340,14 +341,14 @@ def read_local(local: PyTree) -> PyTree:
 
 @jax.jit
 def _read_all(local: PyTree) -> PyTree:
-    """Read all in one program, added in pairs: bits do not depend on ``D``."""
+    """The variables' values, added in pairs, so that bits do not depend on ``D``."""
     return jax.tree.map(lambda x: one_of(x.reduction, x.value), local, is_leaf=is_local)
 
 
 def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
-    """Tower-local variables as one value each, inside a device function."""
+    """Each tower-local variable as one value, computed inside a device function."""
     first_tower = first_tower_of_device(axes)
     variables = parts_of(TowerLocal, local)
 

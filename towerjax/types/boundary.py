@@ -21,7 +21,7 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 
 
 def api_boundary(fn: _F) -> _F:
-    """The function, with tracebacks cut as ``jax_traceback_filtering`` says."""
+    """The function, with explained errors and with tracebacks filtered as JAX's are."""
     explain = notes.explain
     tidy = _tidy
 
@@ -29,8 +29,8 @@ def api_boundary(fn: _F) -> _F:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:  # Ctrl-C, too
-            # Another one would take the place of the first, and of its ``state``. At
-            # the calls of `contextlib.suppress` it would, too.
+            # A second Ctrl-C here would replace the first error, and its ``state``. A
+            # call of `contextlib.suppress` would leave a gap for it, too.
             try:
                 explain(error, fn)
                 tidy(error)
@@ -38,7 +38,7 @@ def api_boundary(fn: _F) -> _F:
                 pass
             raise  # by itself it adds no frame
 
-    # With the globals of the function, by which doctest finds it.
+    # The wrapper has the globals of the function, by which doctest finds it.
     parts = enter.__code__, fn.__globals__, fn.__name__, None, enter.__closure__
     return functools.wraps(fn)(types.FunctionType(*parts))  # type: ignore[return-value]
 
@@ -53,7 +53,7 @@ def api_boundaries(cls: _C) -> _C:
 
 
 def _tidy(error: BaseException | None) -> None:
-    """Drop frames from the traceback of an error, and from those of its causes."""
+    """Drop frames of libraries from the traceback of an error and of its causes."""
     config: Any = jax.config  # whose options are not in the stub
     seen: set[int] = set()
     while error and config.jax_traceback_filtering != "off" and id(error) not in seen:
@@ -65,7 +65,7 @@ def _tidy(error: BaseException | None) -> None:
 def _of_others(
     trace: types.TracebackType | None, below_ours: bool = False
 ) -> types.TracebackType | None:
-    """The traceback without frames of towerjax, JAX, and Python code that they call."""
+    """The traceback without frames of towerjax, JAX, and Python code they call."""
     if trace is None:
         return None
     file = trace.tb_frame.f_code.co_filename
@@ -77,7 +77,7 @@ def _of_others(
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-# Frames of decorators, cached properties and finalizers lie between, too.
+# Frames of decorators, cached properties and finalizers may lie in between.
 _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
 

@@ -18,65 +18,72 @@ from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)
 _NAMES = {
-    "MirroredStrategy": f"Write tj.Mirrored(); each name: {page('mirrored_strategy')}",
-    "fit": "A loop over batches is tj.run(step, state, batches).",
+    "MirroredStrategy": (
+        f"Write tj.Mirrored(); for each name see {page('mirrored_strategy')}"
+    ),
+    "fit": "For a loop over batches write tj.run(step, state, batches).",
     "apply_gradients": "Write tj.apply_gradients(optimizer, state, grads).",
-    "state": "A step holds no state: state = step.init(params), and each call returns"
-    " the next one, state, metrics = step(state, batch).",
-    "epochs": "Epochs are of the batches: tj.batches(data, batch_size, epochs=3).",
-    "batch_size": "It is of the batches: tj.batches(data, batch_size, epochs=3).",
+    "state": "A step holds no state. Write state = step.init(params); each call returns"
+    " the next state: state, metrics = step(state, batch).",
+    "epochs": "Give the epochs to the batches: tj.batches(data, batch_size, epochs=3).",
+    "batch_size": (
+        "Give the batch size to the batches: tj.batches(data, batch_size, epochs=3)."
+    ),
     "validation_data": "Write evaluate=tj.build_eval_step(metric_fn, strategy),"
     " eval_batches=lambda: tj.batches(data, batch_size).",
-    "steps_per_call": "Several steps in one program are jax.lax.scan(step.fn, state,"
-    " batches), of stacked batches; each step's metrics come back stacked.",
-    "Best": "Say checkpointer=tj.Checkpointer(folder, best='loss') in tj.run.",
-    "best": "Say checkpointer=tj.Checkpointer(folder, best='loss'); then"
+    "steps_per_call": "For several steps in one program write jax.lax.scan(step.fn,"
+    " state, batches) with stacked batches; the metrics of all steps"
+    " come back stacked.",
+    "Best": "Write checkpointer=tj.Checkpointer(folder, best='loss') in tj.run.",
+    "best": "Write checkpointer=tj.Checkpointer(folder, best='loss'); then"
     " checkpointer.restore(step, state, number=checkpointer.best_step).",
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
-    "WandB": f"A writer of 15 lines: {page('how_to/wandb_and_mlflow')}",
+    "WandB": f"For a writer of 15 lines see {page('how_to/wandb_and_mlflow')}",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
-    "Trainer": "Write step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored()); a"
-    " loop over batches is tj.run(step, state, batches).",
+    "Trainer": "Write step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored()),"
+    " and for a loop over batches tj.run(step, state, batches).",
     "DataParallel": "Write tj.Mirrored(), and give it to tj.build_train_step.",
     "EstimatorSpec": "Write tj.estimator.ModelSpec(mode, loss=..., train_op=...).",
     "ModeKeys": "Write tj.estimator.Mode.TRAIN, EVAL or PREDICT.",
-    "key": "Keys are rng: step.init(params, rng=jax.random.key(0)).",
-    "shuffle": "Give a seed, by which each epoch has an order of its own:"
-    " tj.batches(data, batch_size, seed=0).",
+    "key": "A key is called rng here: step.init(params, rng=jax.random.key(0)).",
+    "shuffle": "Give a seed, with which each epoch is shuffled: tj.batches(data,"
+    " batch_size, seed=0).",
     "accumulate": "To process rows in several parts write micro_batches=3.",
 }
-"""By a name, or a keyword argument, of other libraries: what to write here."""
+"""What to write here, by a name or a keyword argument of another library."""
 
-_NO_EXTRA = "extra is None, since it was never given: step.init(params, extra=...)."
-# By what an error of JAX says.
+_NO_EXTRA = (
+    "extra is None, because it was never given. Write step.init(params, extra=...)."
+)
+# Advice by a pattern of the text of JAX's error.
 _TEXTS = {
     r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
-        "Out of memory: build the step with micro_batches=2 or more; let jax.checkpoint"
-        " compute again in the loss; share the state by tj.Mirrored(state='sharded');"
-        " run a device's towers in turn, tower_loop='scan'; leave donate=True."
-        " step.report(state, batch) says what takes the memory."
+        "Out of memory: build the step with micro_batches=2 or more; use jax.checkpoint"
+        " in the loss; shard the state with tj.Mirrored(state='sharded'); run a"
+        " device's towers one after another with tower_loop='scan'; keep donate=True."
+        " step.report(state, batch) shows what takes the memory."
     ),
     r"^Array has been deleted": (
-        "A call of a step took over the arrays of the state that it was given, and this"
-        " is one of them: go on with the state that the step returned, copy before"
+        "A call of a step donated this array, which was in the state it was given. Go"
+        " on with the state that the step returned, copy the array before"
         " (jnp.copy(x)), or build the step with donate=False."
     ),
     r"^Comparator raised exception while sorting pytree dictionary keys": (
         "A dict has keys of several types, such as 0 and 'x', which JAX cannot sort:"
-        " make them all texts."
+        " make all keys strings."
     ),
     r"UnexpectedTracerError|unexpected tracer": (
-        "A value that a tower function has computed was put aside, in a list, a global"
-        " or an attribute, and is read after the function has returned. Return it: of"
-        " a loss function tj.TowerOutput(loss, metrics={...})."
+        "A tower function stored a value in a list, a global or an attribute, and the"
+        " value is read after the function returned. Return it instead: from a loss"
+        " function as tj.TowerOutput(loss, metrics={...})."
     ),
 }
 
 
 def says(error: BaseException, pattern: str) -> re.Match[str] | None:
-    """The groups that a pattern finds in an error of JAX, Python or another library.
+    """The match of a pattern in the text of an error of JAX, Python or another library.
 
-    Nothing in one of ours, which has its remedy where it is raised.
+    None for our own errors, whose texts have their remedy already.
     """
     trace = error.__traceback__
     while trace and trace.tb_next:
@@ -92,7 +99,7 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
 
 
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
-    """Add advice to the error of a call that says only what failed."""
+    """Add advice, as a note, to an error that says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
     text = str(error)
     line = (frames[-1].line or "") if frames else ""
@@ -109,7 +116,7 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
-    """The arguments of a function that was called with wrong ones."""
+    """Advice on the arguments of a function that was called with wrong ones."""
     called, _, rest = text.partition("() ")
     if called != fn.__qualname__:
         return ""
@@ -123,14 +130,14 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
     if by_name and "positional arguments but" in rest:
         given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
         return (
-            f"Write {called}({', '.join(given)}, {by_name[0]}=...): what follows has a"
-            " name, in any order."
+            f"Write {called}({', '.join(given)}, {by_name[0]}=...): pass the arguments"
+            " after that by name, in any order."
         )
     return ""
 
 
 def _example_of(fn: Callable[..., Any]) -> str:
-    """The call of a function, or of its class, in the example of its docstring."""
+    """A call of a function, or of its class, from the example in its docstring."""
     from doctest import DocTestParser  # with a debugger, which imports are too long for
 
     name, is_method, _ = fn.__qualname__.partition(".")
@@ -141,7 +148,7 @@ def _example_of(fn: Callable[..., Any]) -> str:
 
 
 def _of_value(error: Exception) -> str:
-    """The keys that exist, for a user's line that asks for a missing one."""
+    """The keys that exist, if a user's line asks for a missing key or attribute."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = traceback.extract_tb(error.__traceback__)
     for frame, at in zip(frames[::-1], places[::-1], strict=True):
@@ -166,7 +173,7 @@ def _of_value(error: Exception) -> str:
 
 @contextlib.contextmanager
 def noted(note: str | None) -> Iterator[None]:
-    """The context that adds a note, if any, to the error of a missing attribute."""
+    """A context that adds a note, if any, to the error of a missing attribute."""
     try:
         yield
     except AttributeError as error:
@@ -176,9 +183,9 @@ def noted(note: str | None) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that notes what to write for a missing name.
+    """A ``__getattr__`` that adds what to write instead of a missing name.
 
-    Hide it from types.
+    Hide it from type checkers.
     """
 
     def get(self: Any, name: str) -> Any:
@@ -190,7 +197,7 @@ def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str
 
 
 def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: imports a name from its place, ``module:name``."""
+    """A module's ``__getattr__`` that imports names from places ``module:name``."""
 
     def get(name: str) -> Any:
         if name in places:
@@ -203,17 +210,18 @@ def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
 
 
 _MORE = (
-    "A loss function returns more, tj.TowerOutput(loss, metrics={...}); those of an"
-    " evaluation are history.final and history.evaluations."
+    "To get more metrics, let the loss function return tj.TowerOutput(loss,"
+    " metrics={...}). The metrics of an evaluation are history.final and"
+    " history.evaluations."
 )
 _OF_NO_STEP = (
-    "This run did no step, so no step has metrics; history.evaluations has what it"
-    " evaluated. A run that is resumed after its last step has none to do."
+    "This run did no step, so there are no metrics of steps. A run that is resumed"
+    " after its last step has nothing to do. history.evaluations holds its evaluations."
 )
 
 
 class Named(dict[str, Any]):
-    """Metrics by name; the error for a missing name lists the others."""
+    """A dict of metrics; the error for a missing name lists the others."""
 
     def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
         super().__init__(metrics)
@@ -234,11 +242,14 @@ jax.tree_util.register_pytree_node(
 
 
 def frozen(cls: _Class) -> _Class:
-    """The frozen dataclass; an assignment to a field says what to write."""
+    """The frozen dataclass, with advice in the error of an assignment to a field."""
     refuse: Any = cls.__setattr__
 
     def assign(self: Any, name: str, value: Any) -> None:
-        with noted(f"Write state = state.replace({name}=...), a new one."):
+        with noted(
+            f"A state is never changed. Write state = state.replace({name}=...), which"
+            " makes a new one."
+        ):
             refuse(self, name, value)
 
     setattr(cls, "__setattr__", assign)  # noqa: B010

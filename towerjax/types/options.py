@@ -57,16 +57,16 @@ def check_whole(
 
 
 def cast_ints(options: Any) -> None:
-    """Make a dataclass's NumPy integers, which wrap round, Python integers."""
+    """Convert a dataclass's NumPy integers, which may wrap, to Python integers."""
     for name, value in vars(options).items():
         if isinstance(value, np.integer):
             object.__setattr__(options, name, int(value))
 
 
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """A list of one or more whole numbers, checked, as a tuple."""
+    """A list of whole numbers as a tuple; raise unless there is at least one."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
-        refuse_option(name, numbers, "whole numbers, in a list")
+        refuse_option(name, numbers, "a list of one or more whole numbers")
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
     return tuple(int(number) for number in numbers)
@@ -81,13 +81,13 @@ def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, 
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise unless a value is one of several."""
+    """Raise unless a value is one of the allowed ones."""
     if not any(isinstance(value, type(x)) and value == x for x in allowed):
         refuse_option(name, value, f"one of {', '.join(map(repr, allowed))}")
 
 
 def check_text(name: str, value: Any, what: str) -> None:
-    """Raise unless a value is a text and not empty."""
+    """Raise unless a value is a text that is not empty."""
     if not isinstance(value, str) or not value:
         refuse_option(name, value, what)
 
@@ -111,7 +111,7 @@ def check_flag(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def opening(name: str, path: Any) -> Iterator[None]:
-    """Name the option whose file or folder cannot be opened or made, and the reason."""
+    """A context whose error names the option whose file cannot be written, and why."""
     try:
         yield
     except (OSError, ImportError) as error:
@@ -123,19 +123,19 @@ def opening(name: str, path: Any) -> Iterator[None]:
 
 
 def require(module: str, what: str, install: str) -> Any:
-    """Import a module of an optional package; says how to install it."""
+    """A module of an optional package; raise with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(
-            f"{what} needs {package}, which is not installed ({error}). Write pip"
-            f" install {install}."
+            f"{what} needs the package {package}, which is not installed ({error}). Run"
+            f" pip install {install}."
         ) from error
 
 
 def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> None:
-    """Raise unless a value is a function with this form; a class is refused."""
+    """Raise unless a value is a function of this form; a class is refused."""
     if not callable(value) or isinstance(value, type):
         raise ValueError(f"{name}={value!r:.200} is not a function; write def {form}.")
     if takes:
@@ -158,23 +158,26 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
     try:
         taken = signature.bind(*(args or names), **kwargs).arguments
         if any(x in names and names.index(x) != i for i, x in enumerate(taken)):
-            raise TypeError("its arguments stand in another order")
+            raise TypeError("its arguments have another order")
     except TypeError as error:
         why, remedy = _misnamed(signature, kwargs) or (error, f"Write def {form}.")
         raise ValueError(
-            f"A function of {signature} cannot be called as {form}: {why}. {remedy}"
+            f"A function with the signature {signature} cannot be called as {form}:"
+            f" {why}. {remedy}"
         ) from None
 
 
 def _misnamed(
     signature: inspect.Signature, given: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """What is wrong with a keyword argument's name, and what to write."""
+    """The reason why a keyword argument's name is wrong, and what to write."""
     known = signature.parameters
     for name in given:
         near = difflib.get_close_matches(name, known, 1)
         if name not in known and near and near[0] not in given:
-            return f"it takes no {name!r}", f"Write {near[0]!r} in place of {name!r}."
+            return (
+                f"it has no argument {name!r}"
+            ), f"Write {near[0]!r} in place of {name!r}."
     return None
 
 
@@ -182,14 +185,14 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     """Raise unless a value is an object with these methods."""
     lacks = ", ".join(x for x in methods.split() if not hasattr(value, x))
     if lacks or isinstance(value, type):
-        why = f"it has no {lacks}" if lacks else "it is a class, not an object of it"
+        why = f"it has no {lacks}" if lacks else "it is a class, not an object"
         raise ValueError(
             f"{name}={shown(value)} cannot be used here: {why}. Pass {example}."
         )
 
 
 def short_repr(self: Any) -> str:
-    """The constructor call of an equal object, without arguments left at defaults."""
+    """The constructor call of an equal object, without arguments at their defaults."""
     fields = [
         f"{field.name}={getattr(self, field.name)!r}"
         for field in dataclasses.fields(self)

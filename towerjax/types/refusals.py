@@ -15,9 +15,9 @@ from towerjax.types.trees import held_dtype, is_deleted, named_leaves, sorted_ke
 from towerjax.types.values import PyTree
 
 _NO_ARRAY = (
-    "keep apart what is no array, and put it back in the function (of Equinox: params,"
-    " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine; of Flax:"
-    " model.init(key, x)['params'], or nnx.split(model))"
+    "keep values that are not arrays apart, and put them back in the function (Equinox:"
+    " params, static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine;"
+    " Flax: model.init(key, x)['params'], or nnx.split(model))"
 )
 _TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
 _VIEW = "view it as numbers, x.view(np.uint8)"
@@ -30,7 +30,7 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
 
-# Which dtypes none holds, and what to write instead.
+# Dtypes that no device holds, and what to write instead.
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
     (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),
@@ -38,14 +38,14 @@ _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.kind == "O", "make one array of numbers, np.stack(x)"),
     (lambda d: d.kind == "f" and d.itemsize > 8, "write x.astype(np.float32)"),
     (lambda d: d.kind == "c" and d.itemsize > 16, "write x.astype(np.complex64)"),
-    # What ml_dtypes adds to NumPy is of kind V, too.
+    # The dtypes of ml_dtypes have the kind V, too.
     (lambda d: d.kind == "V" and not jnp.issubdtype(d, jnp.number), _VIEW),
     (lambda d: d.kind not in "biufcV", "give each text a number"),
     (_is_narrow(jnp.inexact), "cast it, x.astype(jnp.bfloat16)"),
     (_is_narrow(jnp.unsignedinteger), "cast it, x.astype(np.uint8)"),
     (_is_narrow(jnp.signedinteger), "cast it, x.astype(np.int8)"),
 ]
-# What holds rows, and is to be made an array first.
+# Objects that hold rows, and how to make arrays of them.
 _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda x: hasattr(x, "numpy"),
@@ -63,26 +63,27 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
-    """Why no device can hold a leaf, and what to write instead."""
+    """The reason why no device can hold a leaf, and what to write; else None."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
     if is_deleted(leaf):
-        return "a deleted array, donated: pass its successor, or a jnp.copy(x)"
-    if isinstance(leaf, jax.Ref) and not isinstance(leaf, jax.Array):
         return (
-            "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
+            "an array that was donated and deleted: pass the array that replaced it, or"
+            " pass a jnp.copy(x) before"
         )
+    if isinstance(leaf, jax.Ref) and not isinstance(leaf, jax.Array):
+        return "a jax.Ref, which is written in place: pass its value, jnp.copy(x[...])"
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array: pass x.filled(0), and the mask as weights"
     if isinstance(leaf, type | memoryview):
-        return "no array: write np.asarray(x)"
+        return "not an array: write np.asarray(x)"
     is_array = isinstance(leaf, _WITH_DTYPE)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     except ValueError:
         return (
-            f"{a_type(leaf)} of rows of several lengths: make them as long as the"
-            " longest, and give what is added the weight 0"
+            f"{a_type(leaf)} of rows with different lengths: pad all to the longest,"
+            " and give the padding weight 0"
         )
     if not is_array and dtype.kind not in "biufc":
         is_wide = isinstance(leaf, int)  # of more than 64 bits
@@ -94,7 +95,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
 
 def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
-    """Why a leaf is not an array with one row per example, and what to write."""
+    """The reason why a leaf has no row per example, and what to write; else None."""
     if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
         return problem_of(leaf, shapes=shapes) or scalar
@@ -108,7 +109,7 @@ def _advice_on(dtype: Any) -> str | None:
 
 
 def overflow_of(leaf: Any) -> Any:
-    """An element that would overflow on devices, such as 2**40 in 32 bits, or None."""
+    """An element that would overflow on devices, such as 2**40 in 32 bits; or None."""
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)
@@ -128,11 +129,14 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         problem = problem_of(leaf, shapes=shapes)
         if problem is None and (x := overflow_of(leaf)) is not None:
             kind = np.asarray(leaf).dtype
-            problem = f"an array of {kind} that holds {x} and would wrap: {_TOO_WIDE}"
+            problem = (
+                f"an array of {kind} that holds {x}, which would wrap around:"
+                f" {_TOO_WIDE}"
+            )
         bad += [(name, problem)] if problem else []
     if bad:
         raise ValueError(
-            f"Devices hold arrays of numbers, but {listed(together(bad))}."
+            f"Devices can hold only arrays of numbers, but {listed(together(bad))}."
         )
 
 
@@ -152,7 +156,7 @@ def together(named: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def refuse_no_numbers(name: str, x: Any) -> None:
-    """Raise if a leaf is not an array, of JAX, NumPy or another library."""
+    """Raise if a value is not an array of JAX, NumPy or another library."""
     ours = np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
     is_ours = not is_array or isinstance(x, ours)
@@ -168,14 +172,14 @@ def a_type(x: Any) -> str:
 
 
 def types_of(x: Any) -> str:
-    """The name of a value's type, and of what a tuple or list holds."""
+    """The name of a value's type; for a tuple or list, of its elements' types."""
     if not isinstance(x, tuple | list):
         return a_type(x)
     return f"({', '.join(map(a_type, x))})"
 
 
 def shown(x: Any) -> str:
-    """A value and its type, on one short line."""
+    """A value and its type as text, on one short line."""
     text = " ".join(repr(x).split())
     text = text if len(text) <= 60 else f"{text[:56]} ..."
     return f"{text} of type {type(x).__name__}"
@@ -189,7 +193,7 @@ def few(items: Iterable[Any]) -> list[str]:
 
 
 def listed(items: Iterable[Any]) -> str:
-    """The texts of `few`, joined to one."""
+    """The texts of `few`, joined by semicolons."""
     return "; ".join(few(items))
 
 
@@ -203,7 +207,7 @@ def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
 
 
 def kind_of(leaf: Any) -> str:
-    """The dtype that a leaf has on a device, and its shape: ``"float32[4, 3]"``."""
+    """The dtype that a leaf has on a device, and its shape, as ``"float32[4, 3]"``."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{held_dtype(dtype)}{list(jnp.shape(leaf))}"
 
@@ -264,8 +268,8 @@ def _differing(given: Any, expected: Any) -> tuple[Any, Any]:
 
 
 class Portable(Exception):
-    """An error that is copied and pickled by its text, attributes and notes."""
+    """An error that can be copied and pickled with its text, attributes and notes."""
 
     def __reduce__(self) -> Any:
-        """The text and the attributes; the constructor is not called again."""
+        """The text and the attributes, so that the constructor is not called again."""
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -1,4 +1,4 @@
-"""Tables shown as text, and in notebooks by rich."""
+"""Tables, shown as text and in notebooks by rich."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ class Table:
 
 
 def as_text(tables: Sequence[Table]) -> str:
-    """Tables as plain lines."""
+    """The tables as plain lines."""
     lines = []
     for table in tables:
         lines += ["", table.title] if lines else [table.title]
@@ -50,9 +50,9 @@ def as_text(tables: Sequence[Table]) -> str:
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
-    """What ``_repr_mimebundle_`` returns for tables: as rich shows them."""
+    """The result of ``_repr_mimebundle_`` for tables: as rich shows them."""
     from rich.table import Table as RichTable
-    from rich.text import Text  # of which nothing is taken for markup
+    from rich.text import Text  # whose text rich does not read as markup
 
     shown = []
     for table in tables:
@@ -62,14 +62,14 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
             made.add_column(Text(name), justify=justify, overflow="fold")
         for row in table.rows:
             made.add_row(*map(Text, row))
-        # As rich's own title and caption they would wrap at the width of the columns.
+        # rich's own title and caption would wrap at the width of the columns.
         shown += [Text(table.title, "italic"), made]
         shown += [Text(table.note, "italic dim")] if table.note else []
     return drawn(*shown)
 
 
 def drawn(*values: Any) -> dict[str, str]:
-    """The texts that rich renders, for ``_repr_mimebundle_``."""
+    """The texts and HTML that rich renders, for ``_repr_mimebundle_``."""
     from rich.console import Console
 
     console = Console(
@@ -82,14 +82,14 @@ def drawn(*values: Any) -> dict[str, str]:
 
 
 def picture(panels: int = 1) -> Any:
-    """A figure for notebooks with ``panels`` panels side by side, and these.
+    """A figure for notebooks, with ``panels`` axes side by side, and these axes.
 
-    Raises ``ValueError`` where Matplotlib is not installed.
+    It raises a ``ValueError`` if Matplotlib is not installed.
     """
     figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
 
     class Picture(figures.Figure):
-        """A figure that a notebook shows, also without ``%matplotlib inline``."""
+        """A figure that a notebook shows even without ``%matplotlib inline``."""
 
         def _repr_png_(self) -> bytes:
             buffer = io.BytesIO()
@@ -102,23 +102,23 @@ def picture(panels: int = 1) -> Any:
 
 
 def number_of(count: int, one: str, many: str | None = None) -> str:
-    """A number of things for a person: "1 device", "1,024 devices"."""
+    """A number of things as text, such as "1 device" and "1,024 devices"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes for a person."""
+    """A number of bytes as text with a unit."""
     return _with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def in_flops(count: float) -> str:
-    """A number of FLOPs for a person."""
+    """A number of FLOPs as text with a unit."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
     return _with_unit(count, 1000, units)
 
 
 def in_seconds(seconds: float) -> str:
-    """A time for a person."""
+    """A time as text with a unit."""
     if seconds == 0:
         return "0 s"
     return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
@@ -136,7 +136,7 @@ def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 class Shown:
-    """Base of classes that are shown as their ``tables()``."""
+    """A base class of objects that are shown as their ``tables()``."""
 
     def tables(self) -> tuple[Table, ...]:
         """The tables that are shown."""
@@ -152,7 +152,7 @@ class Shown:
 def leaf_table(
     title: str, leaves: Iterable[tuple[str, Any, str | None]], most: int = 40
 ) -> Table:
-    """A row for each leaf: shape, dtype, bytes, bytes on each device, layout."""
+    """A table with a row per leaf: shape, dtype, bytes, bytes per device, layout."""
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout")
     rows = []
     sums = np.zeros(2, np.int64)
@@ -176,7 +176,7 @@ def leaf_table(
 
 
 def layout_of(leaf: Any) -> str:
-    """How a leaf lies on its devices, in a word or two."""
+    """The layout of a leaf on its devices, in a word or two."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "shape only"
     if not isinstance(leaf, jax.Array):

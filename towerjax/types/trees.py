@@ -19,7 +19,7 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
 
 
 def name_by_key(path: tuple[Any, ...]) -> str:
-    """The name of a leaf in a tree whose first key names the part."""
+    """The name of a leaf in a tree whose first key already names the value."""
     name = leaf_name("", path)
     if name.startswith("['"):
         return name.removeprefix("['").replace("']", "", 1)
@@ -54,7 +54,7 @@ def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def sorted_keys(root: str, tree: PyTree) -> Iterator[None]:
-    """The context that names the dict of a tree whose keys JAX cannot sort."""
+    """A context that raises an error naming the dict whose keys JAX cannot sort."""
     try:
         yield
     except ValueError:
@@ -68,9 +68,9 @@ def refuse_unsortable(root: str, tree: PyTree) -> None:
     for path, x in named:
         if _is_unsortable(x):
             raise ValueError(
-                f"{leaf_name(root, path)} is a dict with the keys"
-                f" {', '.join(map(repr, x)):.200}, of several types, which JAX cannot"
-                " sort. Make them all texts."
+                f"{leaf_name(root, path)} is a dict with keys of several types,"
+                f" {', '.join(map(repr, x)):.200}, which JAX cannot sort. Make all keys"
+                " strings."
             )
 
 
@@ -84,7 +84,7 @@ def _is_unsortable(x: Any) -> bool:
 
 
 def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """Whether ``x`` is an instance of ``kind``, without calling code of its class."""
+    """A test for instances of ``kind`` that calls no code of the tested class."""
     return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
 
 
@@ -162,7 +162,7 @@ def widen_dtype(dtype: Any) -> Any:
 
 
 def promote_dtypes(*dtypes: Any) -> Any:
-    """The dtype that holds values of all these; a user's promotion may be strict."""
+    """The dtype that holds values of all these dtypes, by JAX's standard promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -174,7 +174,7 @@ def is_key(x: Any) -> bool:
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """The words of a typed key, which collectives refuse; else the array itself."""
+    """The words of a typed key, which collectives cannot send; else the array."""
     return jax.random.key_data(x) if is_key(x) else x
 
 

@@ -13,15 +13,14 @@ from towerjax.types.notes import explain_missing
 PyTree: TypeAlias = Any
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 Metrics: TypeAlias = dict[str, Any]
-"""By its name the value of a metric, or of an evaluation its state."""
+"""The value of each metric by its name; in an evaluation, its state."""
 
 
 class Reduction(enum.Enum):
     """How the values of ``T`` towers become one value.
 
-    ``SUM`` adds them, ``MEAN`` adds them and divides by ``T``,
-    ``ONLY_FIRST_TOWER`` takes tower 0's, ``NONE`` forbids it: reducing the value is an
-    error.
+    ``SUM`` adds them. ``MEAN`` adds them and divides by ``T``. ``ONLY_FIRST_TOWER``
+    takes the value of tower 0. ``NONE`` means that reducing the value is an error.
     """
 
     SUM = "sum"
@@ -33,13 +32,13 @@ class Reduction(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """How one value lies on the devices.
+    """The layout of a value on the devices.
 
-    ``MIRRORED``: one value, the same on every tower. ``PER_TOWER``: dim 0 runs
-    over towers (or over the examples, tower after tower) and is split over the
-    devices. ``PER_TOWER_STEPS``: dim 0 runs over steps and dim 1 is split.
-    ``SHARDED``: one value, split over the devices along its longest dim that their
-    number divides; a value without such a dim is mirrored.
+    ``MIRRORED`` is one value, the same on every tower. With ``PER_TOWER``, dim 0 runs
+    over towers (or over the examples, tower after tower) and is split over the devices.
+    With ``PER_TOWER_STEPS``, dim 0 runs over steps and dim 1 is split. ``SHARDED`` is
+    one value, split over the devices along its longest dim that their number divides; a
+    value without such a dim is mirrored.
     """
 
     MIRRORED = "mirrored"
@@ -53,11 +52,11 @@ class Layout(enum.Enum):
 class Sum:
     """A value that is added over micro-batches and towers, and never divided.
 
-    A metric state: as a metric its value is the total of all rows.
+    As a metric its value is the total of all rows.
 
     Attributes:
-      value: An array or a pytree of arrays, a tower's part; after the merge the total.
-        Dtypes narrower than 32 bits are added in 32.
+      value: An array or a pytree of arrays: one tower's sum, and after the merge the
+        total. Dtypes narrower than 32 bits are added in 32 bits.
 
     Example:
       >>> Sum(3.0).merge(Sum(4.0)).value
@@ -67,7 +66,7 @@ class Sum:
     value: Any
 
     def merge(self, other: "Sum") -> "Sum":
-        """The sum of both, leaf by leaf."""
+        """The sum of both values, leaf by leaf."""
         return Sum(jax.tree.map(operator.add, self.value, other.value))
 
     def compute(self) -> Any:
@@ -81,8 +80,8 @@ class Rows:
     """One result row for each row of the batch.
 
     Attributes:
-      value: An array or a pytree of arrays ``[b, ...]``, of a tower's rows; after the
-        merge ``[B, ...]``, in the order of the batch.
+      value: An array or a pytree of arrays: ``[b, ...]`` for a tower's rows, and after
+        the merge ``[B, ...]`` in the order of the batch.
 
     Example:
       >>> import numpy as np
@@ -96,14 +95,15 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A leaf of a batch that has no rows: the same on all towers, not split.
+    """A leaf of a batch that is not split: it has no rows, and each tower gets it all.
 
-    A temperature, an annealed rate, a teacher's parameters. It is traced, so a new
-    value compiles nothing, and the tower function gets the bare tree.
+    Examples are a temperature, an annealed rate and a teacher's parameters. The value
+    is traced, so that a new value compiles nothing. The tower function gets the bare
+    tree.
 
     Attributes:
-      value: A pytree of arrays and numbers. Arrays that lie on all the step's devices
-        already are not copied.
+      value: A pytree of arrays and numbers. Arrays that already lie on all the step's
+        devices are not copied.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -122,12 +122,12 @@ class Whole:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerTower:
-    """One value a tower, side by side.
+    """One value per tower, side by side.
 
     Attributes:
-      values: A tuple of the towers' values, whose shapes may differ. Or an array
-        ``[T, ...]`` or any other pytree of them, a list and a named tuple included:
-        row ``t`` of each is tower ``t``'s.
+      values: A tuple of the towers' values, whose shapes may differ. Or any other
+        pytree, such as a list, of arrays ``[T, ...]``, whose row ``t`` belongs to tower
+        ``t``.
 
     Example:
       >>> import numpy as np
@@ -139,30 +139,31 @@ class PerTower:
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing(
-            "A PerTower is no array: strategy.unwrap(x) is a list of all towers' values"
-            " and strategy.unwrap(x)[t] that of tower t; strategy.reduce makes one."
+            "A PerTower is not an array. Write strategy.unwrap(x) for a list of all"
+            " towers' values, strategy.unwrap(x)[t] for that of tower t, or"
+            " strategy.reduce for one value."
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerOutput:
-    """What a tower's loss function may return besides its loss.
+    """A tower's loss, with metrics, local variables and extra values beside it.
 
     Attributes:
-      loss: ``Weighted`` of two scalars, a sum of such, or with ``loss_reduction`` a
-        scalar.
-      metrics: Name -> ``Weighted``, ``Sum`` or another metric state (``tj.metrics``),
-        merged over towers and micro-batches; ``PerTower`` of one; or a plain array that
-        is the same on every tower, which is proved before the step is compiled. Of
-        several micro-batches a plain array's last value is kept: make it a state where
-        it depends on the rows.
-      local: The next value of the tower-local variables, of the same structure,
-        shapes and dtypes as ``tower.local``; None leaves them as they are.
-      extra: The next value of ``tower.extra``, of the same tree: ``Weighted`` and
-        ``Sum`` leaves are merged over towers and micro-batches, a bare array is proved
-        to be the same on every tower; None leaves it as it is. With ``update_extra``
-        of the step any tree of what a tower of `build_step` may return.
+      loss: A ``Weighted`` of two scalars, a sum of several, or with ``loss_reduction``
+        a scalar.
+      metrics: A dict of names and metric states (``Weighted``, ``Sum`` or others of
+        ``tj.metrics``), which are merged over towers and micro-batches. Or a
+        ``PerTower`` of a state, or a plain array; that it is the same on every tower is
+        proved before the step is compiled. With several micro-batches a plain array
+        keeps its last value, so return a state for anything that depends on the rows.
+      local: The next value of the tower-local variables, with the structure, shapes and
+        dtypes of ``tower.local``; None leaves them as they are.
+      extra: The next value of ``tower.extra``, with the same tree; None leaves it as it
+        is. ``Weighted`` and ``Sum`` leaves are merged over towers and micro-batches; a
+        bare array is proved to be the same on every tower. If the step has
+        ``update_extra``, any tree that a tower of `build_step` may return.
 
     Example:
       >>> import towerjax as tj

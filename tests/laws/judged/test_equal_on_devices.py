@@ -321,7 +321,7 @@ UNKNOWN = {
             ),
             (*rows_of(devices, X), jax.random.split(jax.random.key(0), len(devices))),
         ),
-        r"each device is given another args\[1\]",
+        r"each device is given a different args\[1\]",
     ),
     "own losses": (
         lambda devices: mapped(
@@ -338,12 +338,12 @@ UNKNOWN = {
     "another batch": (
         lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,
                                X[: 4 * len(devices)][:8]),
-        r"args\[1\] is another array",
+        r"args\[1\] is a different array",
     ),
     "another batch of numbers": (
         lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,
                                X + np.sqrt(len(devices))),
-        r"args\[1\] is another array",
+        r"args\[1\] is a different array",
     ),
     "another number of dims": (
         lambda devices: (
@@ -391,7 +391,7 @@ UNKNOWN = {
             jax.pmap(lambda x: x.sum(1), devices=devices),
             rows_of(devices, X + np.sqrt(len(devices))),
         ),
-        r"args\[0\] is another array",
+        r"args\[0\] is a different array",
     ),
     "another one on four devices": (
         lambda devices: mapped(
@@ -436,10 +436,10 @@ def test_a_power_of_the_number_of_devices_is_refuted_with_its_line(name):
     with pytest.raises(tj.ReplicationError) as error:
         proof_of(make)
     told = str(error.value).splitlines()
-    assert told[0] == "What the program returns depends on the number of devices:"
+    assert told[0] == "Results of the program depend on the number of devices:"
     assert f": {factor} what it is on one device: " in told[1]
     assert f"test_equal_on_devices.py:{here} " in told[1]
-    advice = "Write one that does not" if "rate" in name else "jax.lax.p"
+    advice = "Use one that does not" if "rate" in name else "jax.lax.p"
     assert advice in told[1]
 
 
@@ -681,7 +681,7 @@ def of_a_python_number(devices):
     (of_a_list, r"the structure of args in place"),
     (of_one_array_twice, r"it changes args\[0\]\['w'\] in place"),
     (of_a_ref, r"it takes a Ref"),
-    (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a number of Python"),
+    (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a Python number"),
 ], ids=["changed of an object", "a list", "twice", "a Ref", "a number of Python"],
 )  # fmt: skip
 def test_what_is_more_than_its_arguments_is_not_proved(make, text):
@@ -789,7 +789,7 @@ def test_prove_takes_a_function_that_makes_the_program():
         tj.testing.prove(Right.data_parallel, W, devices=NUMBERS)
     with pytest.raises(ValueError, match="cannot be traced"):
         tj.testing.prove(lambda d: (lambda x: float(x.sum()), (X,)), devices=NUMBERS)
-    with pytest.raises(ValueError, match="must be 1 and other numbers"):
+    with pytest.raises(ValueError, match="must begin with 1 and have other numbers"):
         tj.testing.prove(Right.data_parallel, devices=(2, 4))
 
 

@@ -191,7 +191,7 @@ def test_map_of_fewer_elements_than_towers():
     strategy = mirrored(4, 2)
     out = strategy.map(lambda x: x + 1, [1, 2, 6])
     assert [row.tolist() for row in strategy.unwrap(out)] == [[2], [3], [7]]
-    with pytest.raises(ValueError, match=r"holds 3 towers' values, but the strategy"):
+    with pytest.raises(ValueError, match=r"holds values of 3 towers, but the"):
         strategy.reduce(R.SUM, out)
 
 
@@ -231,5 +231,5 @@ def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
         if kind == "swapped":
             assert np.asarray(way()).tolist() == [1, 2]
         else:
-            with pytest.raises(ValueError, match="Devices hold arrays of numbers, but"):
+            with pytest.raises(ValueError, match="can hold only arrays of numbers"):
                 way()

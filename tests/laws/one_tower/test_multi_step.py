@@ -203,12 +203,12 @@ REFUSED = [
     *[(where(no_array), {}, r"'bar' .* Write set_non_tensor_output\('v', ")
         for where in (in_towers, across)],
     *[(where(lambda ctx, tower, x: ctx.set_non_tensor_output("v", [x])), {},
-        r"steps compute. Write set_last_step_output\('v', ")
+        r"has no value yet. Write set_last_step_output\('v', ")
         for where in (in_towers, across)],
-    (lambda ctx, w, x: (w, w), {}, "a step returned another carry"),
+    (lambda ctx, w, x: (w, w), {}, "a step returned a carry of another"),
     (lambda ctx, x: x, {}, r"Write def fn\(ctx, carry, \*inputs\)"),
     *[(descend, {"iterator": made},
-        f"takes an iterator of placed batches, so .* but got {kind}. Write")
+        f"needs an iterator of placed batches, so .* but got {kind}. Write")
         for made, kind in [([X], "a list"), (iter([X]), "an ndarray")]],
     *[(descend, {"iterations": n}, "iterations=.* must be a whole number >= 1")
         for n in (0, 1.5)],

@@ -192,7 +192,7 @@ def test_a_map_in_an_update_of_pinned_parts_is_refused_by_check():
     rows = {"x": np.zeros((8, 8), np.float32)}
     strategy = towers(4, 4, "scan", tj.PinnedTree())
     step = tj.build_step(tower, update, strategy)
-    message = r"shard_map at .*test_shards.py.*Leave it out, or say state='mirrored'"
+    message = r"shard_map at .*test_shards.py.*Leave it out, or use state='mirrored'"
     with pytest.raises(ValueError, match=message):
         step.check(w, rows)
 

@@ -113,14 +113,14 @@ def test_a_list_of_a_configuration_names_devices():
 BAD = [
     (dict(devices=("cpu:0", "cpu:1", "cpu:0")),
         "devices names cpu:0 more than once in ('cpu:0', 'cpu:1', 'cpu:0'). For several"
-        " towers on a device write towers=..., not the device twice."),
+        " towers on a device write towers=... instead."),
     (dict(devices=("cpu:1", "cpu:01")), "devices names cpu:1 more than once"),
     (dict(devices=()), "devices=() must be a tuple of names or of jax.Device"),
     (dict(devices="gpu:0"),
         "devices='gpu:0' must be a tuple of names or of jax.Device objects, such as"
         " devices=('gpu:0',);"),
     (dict(devices={"cpu:0"}), "such as devices=('gpu:0',);"),  # unordered
-    (dict(devices=2), "A number of towers is towers=8."),
+    (dict(devices=2), "For a number of towers write towers=8."),
     (dict(devices=("gpu",)),
         "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"
         " 'cpu:3', or pass a jax.Device."),
@@ -130,10 +130,10 @@ BAD = [
     # Of another process: gpu:0 would be another device.
     (dict(devices=("/job:localhost/task:1/gpu:0",)), "is not a device name"),
     (dict(devices=("gpu:0", "cpu:0")),
-        "devices are of several platforms, cpu and gpu, in ('gpu:0', 'cpu:0'); one"
-        " program runs on one platform. Name devices of one."),
-    (dict(num_gpus=2, num_gpus_per_worker=2), "Give one of devices, num_gpus and num"),
-    (dict(devices=("gpu:0",), num_gpus=1), "Give one of devices, num_gpus and num_gp"),
+        "devices are of several platforms, cpu and gpu, in ('gpu:0', 'cpu:0'), but"
+        " one program runs on one platform. Name devices of one platform."),
+    (dict(num_gpus=2, num_gpus_per_worker=2), "devices, num_gpus and num_gpus_per_wor"),
+    (dict(devices=("gpu:0",), num_gpus=1), "exclude each other. Give one of them."),
     (dict(devices=FOUR, towers=6),
         "towers=6 is not a multiple of the 4 devices, so they cannot share the towers"
         " evenly. Use towers=4 or 8, or another number of devices."),
@@ -188,7 +188,7 @@ MISSING = [
     ),
     (
         tj.OneDevice("tpu:7"),
-        "Name devices that it has, or ask for towers=...",
+        "Name devices that it has, or write towers=...",
     ),
 ]
 
@@ -233,7 +233,7 @@ def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
     here = jax.devices()
     monkeypatch.setattr(jax, "devices", only_gpus)
     monkeypatch.setattr(jax, "local_devices", only_gpus)
-    with pytest.raises(ValueError, match="add cpu to it, as in JAX_PLATFORMS="):
+    with pytest.raises(ValueError, match="Add cpu to it, as in JAX_PLATFORMS="):
         use()
 
 

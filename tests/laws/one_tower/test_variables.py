@@ -421,7 +421,7 @@ def test_a_train_state_moves_to_another_number_of_towers():
 @pytest.mark.parametrize("change, text", [
     (dict(v={"u": 1}), r"saved\['v'\]: The value for variable 'v' is PyTreeDef"),
     (dict(plain=np.ones(3, np.float32), flags=np.int32(5)),
-        r"'flags'\]: .* gives a tower 2, which .*; saved\['plain'\]: .* \(3,\)"),
+        r"'flags'\]: .* tower's share is 2, which .*; saved\['plain'\]: .* \(3,\)"),
     (dict(plain=np.ones(2, np.complex64)), "complex64, which float32 cannot hold"),
     (dict(count=np.float32(1)), "'sum': value is float32, which int32 cannot"),
     (dict(mean=np.ones(2, np.float32)), r"'mean': value has shape \(2,\), expected"),

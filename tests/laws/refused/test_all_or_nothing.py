@@ -134,7 +134,7 @@ def test_devices_that_fail_in_a_donated_step_say_why(monkeypatch):
     with pytest.raises(ValueError, match="^Connection closed by peer") as caught:
         tj.run(step, state, [batch], progress=False)
     assert caught.value.state is None
-    assert "The state is lost: the devices failed" in caught.value.__notes__[0]
+    assert "The state is lost, because the devices failed" in caught.value.__notes__[0]
 
 
 RATE = 0.1
@@ -307,5 +307,5 @@ def test_no_checkpoint_is_written_of_parameters_that_are_not_finite(
         f"Parameters are not finite after step {first_bad}: params/w. "
     )
     good = "the last good one is of step 1" if first_bad == 2 else "none is"
-    assert f"No checkpoint of them is written; {good} in '{tmp_path}'." in text
+    assert f"They are not saved; {good} in '{tmp_path}'." in text
     assert saver.steps == ((1,) if first_bad == 2 else ())

@@ -151,21 +151,21 @@ LOSSES = {
     "text": (lambda p, b, t: "mse", r"returned is a str\. Return tj\.Weighted"),
     "bare vector": (lambda p, b, t: p["w"], r"not a scalar: sum has shape \(3,\)"),
     "negative weight": (lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
-        "weight must be >= 0, got -1.0"),
+        "weight must be >= 0, but has -1.0"),
     "negative weights": (
         lambda p, b, t: tj.Weighted.mean(b["x"][:, 0], np.array([1.0, -2.0])),
-        r"a weight of -2\.0; give 0 to mask"),
+        r"a weight of -2\.0, .* Give 0 to mask"),
     "weights of another shape": (lambda p, b, t: tj.Weighted.mean(b["x"].T, t.weight),
         r"shape \(3, 2\) and weights of shape \(2,\)"),
     "loss as metric": (beside(lambda b: {"loss": 1}),
-        "the name of the global loss. Give it another name"),
-    "metrics not named": (beside(lambda b: [1]), "mapping of name to"),
+        "the global loss there. Give your metric another name"),
+    "metrics not named": (beside(lambda b: [1]), "must be a dict of names"),
     "nested metrics": (beside(lambda b: {"group": {"a": tj.Weighted(1.0, 1.0)}}),
         r"metrics\['group'\] is a dict.*'group/part'"),
     "rows as a metric": (beside(lambda b: {"r": tj.Rows(b["x"])}),
-        r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in tj\.build_step"),
+        r"metrics\['r'\] is a Rows.*tj\.build_step and tj\.Rows\(x\)"),
     "metric named by a number": (beside(lambda b: {1: tj.Weighted(1.0, 1.0)}),
-        "a name that is a string, but 1 is the name of one"),
+        "arrays under names: 1 is not a string"),
     "metric that is none": (beside(lambda b: {"m": None}),
         r"metrics\['m'\] is a NoneType"),
     "local not there": (
@@ -255,14 +255,14 @@ NO_ARRAYS_TEXT = r"params\['f'\] is a PjitFunction: .*eqx.partition.*params\['g'
 NO_ARRAYS_TEXT += r" func.*params\['name'\] is a str"
 TWINS = r"params\[0\]\['kernel'\] and .*\[1\]\['kernel'\] are one nnx.Param, .*split"
 FLOAT8 = start(k=np.ones(3, "float8_e4m3fn"))
-FLOAT8_TEXT = r"is floating.*params\['k'\] is float8_e4m3fn\."
+FLOAT8_TEXT = r"must be floating.*params\['k'\] is float8_e4m3fn\."
 UNPACK = r"state, metrics = step\(state, batch\)\.$"
-NO_STATE = "^The state is None. G"
-ASIDE = r": a function computed it .*put it aside.*return it.*tj\.TowerOutput\(loss"
+NO_STATE = "^The state is None. P"
+ASIDE = r" has no value, .*put it aside.*Return it.*tj\.TowerOutput\(loss"
 MIXED = {"x": np.ones(4, np.float32), 0: np.ones(4, np.float32)}
-KEYS = " is a dict with the keys 'x', 0, of several types.* Make them all texts"
+KEYS = " is a dict with keys of several types, 'x', 0, .* Make all keys strings"
 OTHERS = "towers than 2: state.local"
-ELSEWHERE = r"not a tj.TrainState. Make it with"
+ELSEWHERE = r"not a tj.TrainState. Make one with"
 SWAPPED = r"build_train_step: optimizer is a Mirrored, strategy is a Gradient\w+, as if"
 SWAPPED += r" arguments were swapped. Write build_train_step\(loss_fn, optimizer, strat"
 UPDATE = r"update_fn is a Mirrored.* swapped. Write build_step\(tower_fn, update_fn"
@@ -355,7 +355,7 @@ CALLS = {
     "batches: one": (measure(good()), "^batches is one batch.* tj.batches"),
     "batches: a number": (measure(3), "^batches is an int.* tj.batches"),
     "batches: a function": (lambda: tj.run(build(), used()[1], lambda: [good()]),
-        "^batches is a function, but is to be an ite.* Call it, or pass "),
+        "^batches is a function, but must be an ite.* Call it, or pass "),
     "in a jit": (lambda: jax.jit(build())(used()[1], good()), INSIDE),
     "in eval_shape": (
         lambda: jax.eval_shape(lambda x: build()(x, good()), used()[1]), INSIDE),
@@ -363,7 +363,7 @@ CALLS = {
     "evaluation in a vmap": (lambda: jax.vmap(lambda p: evaluate(p, good()))(
         {"w": np.ones((2, 3))}), INSIDE),
     "a loss_reduction of a mean": (check(loss_reduction=tj.Reduction.MEAN),
-        "gives a meaning to a scalar loss"),
+        "is for a loss that is a bare scalar"),
     "a loss_reduction that takes one": (
         lambda: tj.value_and_grad(loss_fn, loss_reduction=tj.Reduction.NONE),
         "one of None, Reduction.SUM, Reduction.MEAN"),
@@ -372,12 +372,12 @@ CALLS = {
     "an optimizer that needs more": (check(optimizer=optax.chain(NEEDY, SGD)),
         r"keyword-only argument: 'temperature'\. A step gives it.*tj\.build_step\("),
     "init of a text to keep": (init(opt_state={"mode": "a"}),
-        r"^Devices hold arrays of numbers, but opt_state\['mode'\] is a str"),
+        r"^Devices can hold only arrays of numbers, but opt_state\['mode'\] is a str"),
     "shared weights": (init(SHARED), TWINS),
     "shared weights of a state": (lambda: tj.TrainState.create(SHARED, SGD), TWINS),
     "a text to keep in a state": (
         lambda: tj.TrainState.create(start(), SGD, extra={"mode": "a"}),
-        r"^Devices hold arrays of numbers, but extra\['mode'\] is a str"),
+        r"^Devices can hold only arrays of numbers, but extra\['mode'\] is a str"),
     "swapped": (lambda: tj.build_train_step(loss_fn, S, SGD), SWAPPED),
     "a device": (lambda: tj.build_train_step(loss_fn, SGD, "cpu:0"),
         r"strategy is a str. Write .*tj.Mirrored\(\)"),
@@ -470,7 +470,7 @@ def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
             run(two, good(size))
         run(start(), good())
     for params in (two, {"v": two["w"]}, {"w": np.ones(3, np.int32)}):
-        text = "not as this step takes it: .*or parameters alone"
+        text = "not as this step takes it: .*or parameters each"
         with pytest.raises(ValueError, match=text):
             run(params, good())
 
@@ -543,11 +543,11 @@ OTHER_ORDER = {
 
 def test_a_function_of_other_arguments_is_told_its_form():
     for form, use in UNLIKE.items():
-        text = rf"A function of \(\) cannot be called as {re.escape(form)}: too many"
+        text = rf"the signature \(\) cannot be called as {re.escape(form)}: too many"
         with pytest.raises(ValueError, match=text):
             use(lambda: 0)
     for form, fn in OTHER_ORDER.items():
-        text = f"called as {form}: its arguments stand in another order. Write def"
+        text = f"called as {form}: its arguments have another order. Write def"
         with pytest.raises(ValueError, match=re.escape(text)):
             UNLIKE[form](fn)
     assert WITH_VERBS.call_for_each_tower(lambda tower, x, args: x + args, 1, 2) == 3
@@ -577,7 +577,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         (lambda: build(micro_batches=many), "must be a whole number"),
         (lambda: tj.Mirrored(cross_tower_ops=many), "is not a cross-tower op"),
         (lambda: strategy.select_tower(0, own), "must be a whole number"),
-        (lambda: strategy.reduce(own, SUM), "write tj.Reduction.SUM"),
+        (lambda: strategy.reduce(own, SUM), "Write tj.Reduction.SUM"),
         (lambda: strategy.broadcast(1.0, many), "must be a device name"),
         (lambda: step.init(start(), local=many), r"w007'\], and 52 more: a tower-loc"),
         (lambda: own_step.check(state, good()), "and 52 more"),
@@ -1124,7 +1124,7 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     evaluate = tj.build_eval_step(metric_fn, S)
     params = start()
     batch = evaluate.place_batch(good())
-    with pytest.raises(ValueError, match="A step is called from Python"):
+    with pytest.raises(ValueError, match="A step must be called from Python"):
         jax.jit(lambda params: evaluate(params, batch))(params)
     assert float(evaluate(params, batch)["step"].value) == 0
 
@@ -1161,7 +1161,7 @@ def test_integers_that_would_wrap_round_are_refused_by_name():
     predict = tj.build_predict_step(predict_fn, strategy)
     for value in (2**31, -(2**31) - 1, 2**40):
         ids = np.array([1, value, 3, 4])
-        text = rf"batch\['id'\] is an array of int64 that holds {value} and would wrap"
+        text = rf"batch\['id'\] is an array of int64 that holds {value}, which would"
         with pytest.raises(ValueError, match=text):
             predict(np.float32(0), {"id": ids})
         for split in ("batch", "elements"):
@@ -1197,7 +1197,7 @@ UNHELD = {
     "int4 of JAX": (lambda x: jnp.asarray(x, jnp.int4), r"x\.astype\(np\.int8\)"),
     "float4": (lambda x: x.astype(jnp.float4_e2m1fn), r"astype\(jnp\.bfloat16\)"),
     "masked": (np.ma.masked_array, r"masked array: pass x\.filled\(0\)"),
-    "deleted": (deleted, r"a deleted array.*jnp\.copy\(x\)"),
+    "deleted": (deleted, r"donated and deleted.*jnp\.copy\(x\)"),
 }
 
 

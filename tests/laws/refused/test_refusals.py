@@ -89,19 +89,19 @@ def trees(like, given):
 # fmt: off
 REDUCTIONS = "SUM, MEAN or ONLY_FIRST_TOWER"
 MIRRORED = "Expected value to be mirrored across towers"
-IS_OWN = "variable 'v' is the tower's own copy in a tower function"
+IS_OWN = "variable 'v' is, in a tower function, that tower's copy"
 COPIES = r"variable 'v' has shape \(2,\), but dim 0 .* the 3 towers.*restored_values"
-ADDED = (r"^strategy.assign_{0} of tower-local variable 'v': shall each copy change\? "
-    r"Write strategy.update\(v, lambda x: x {1} value\). Or what they read as\? "
-    r"strategy.assign\(v, strategy.read_var\(v\) {1} value\)\.$")
-NO_NUMBER = "of a random key, which is not a number. Use Reduction.ONLY_FIRST"
+ADDED = (r"^strategy.assign_{0} of tower-local variable 'v' is unclear. To change "
+    r"each copy write strategy.update\(v, lambda x: x {1} value\). To change the "
+    r"value that they read as write strategy.assign\(v, strategy.read_var\(v\) {1} v")
+NO_NUMBER = "got a random key, which is not a number. Use Reduction.ONLY_FIRST"
 ONLY_SOME = "Only some towers reach"
 IN_TURN = (r"{} needs all towers at once, but tower_loop='scan' runs the towers.*Use "
-    r"tower_loop='vmap', or return the value as.*rows comes from an earlier pass of "
-    r"tj.build_step; what.*call_for_each_tower returns, strategy.reduce reduces")
+    r"tower_loop='vmap', or return the value as.*compute it in an earlier pass of "
+    r"tj.build_step.*call_for_each_tower are reduced by strategy.reduce")
 UNEQUAL = r"shapes \(1,\), \(2,\), \(1,\), which .*concatenate\(strategy.unwrap"
-SHARED = (r"^SUM of {}, which is the same on all 3 towers. Use Reduction.MEAN for the "
-    r"value itself, or multiply by num_towers\.$")
+SHARED = (r"^reduce got SUM of {}, which is the same on all 3 towers. Use "
+    r"Reduction.MEAN for the value itself, or multiply by num_towers\.$")
 MADE = (r"variable 'v', the result\['new'\],\['x'\] depends on tower.id and is "
     r"not.*\nWrite tower.assign\(v, x\), or tower.assign_add, which")
 MEETINGS = {
@@ -121,7 +121,7 @@ NO_ROW = "IndexedRows.indices has {}"
 NO_ROW += ", but the array has 6 rows, from 0 to 5."
 TABLE = PAIRS[[0] * 6]
 FACTORED = optax.adafactor(0.1, min_dim_size_to_factor=2)
-KEPT = "grads['a'] is of rows, but the optimizer keeps {} for it, whose shape"
+KEPT = "grads['a'] has a gradient of rows, but the optimizer keeps {} for it, w"
 
 
 def rows(values=PAIRS, indices=(0, 1), shape=SHAPE, array=np.array):
@@ -147,7 +147,7 @@ VERBS = {
         (lambda: made(tower_local="on_read"), "Invalid variable synchronization mode"),
         (lambda: made(reduction="mean"), "MirroredVar.reduction is 'mean'; write tj.R"),
         (lambda: made(TWO), f"create_var of 'v': {MIRRORED}"),
-        (lambda: made("w"), "create_var: 'v' is a str: keep apart what is no array"),
+        (lambda: made("w"), "create_var: 'v' is a str: keep values that"),
     ],
     "tower.assign": [
         (assigned(1.0, 2.0), r"'v' has Reduction.NONE: .*Create it with reduction=tj"),
@@ -176,11 +176,11 @@ VERBS = {
         (across(1.0, TWO), f"strategy.assign of variable 'v': {MIRRORED}"),
         (across(1.0, [1.0]), "The value for variable 'v' is PyTreeDef"),
         (across([1.0, 2.0], ONE), r"tree of its elements: np.array\(x\) makes one"),
-        (across(1.0, "x"), "value is a str: keep apart what is no array"),
+        (across(1.0, "x"), "value is a str: keep values that are not arrays"),
         (across(ONE, np.ones(3), tower_local=True), r"shape \(3,\), expected \(2,"),
         (across(np.int8(0), 300), "variable 'v'.* value is 300, which int8"),
         (lambda: mirrored(4).assign(made(np.int8(0), 4, **OWN), 1000),
-            "'v': it gives a tower 250, which int8"),
+            "'v': a tower's share is 250, which int8"),
         (lambda: mirrored(3).assign(made(**OWN), 1.0), COPIES),
         (lambda: mirrored(2).assign(made(), tj.sparse.IndexedRows(ONE[:, None],
             np.array([0, 0]), (3, 1))),
@@ -207,7 +207,7 @@ VERBS = {
         (lambda: updated(made(**OWN))(), f"{MIRRORED}, got a TowerLocal. Reduce it"),
         (updated(y=TWO), f"strategy.update of variable 'v': {MIRRORED}"),
         (updated(fn=lambda x: None), r"value for variable 'v' is PyTreeDef\(.*None.*"
-            r"as a function for strategy\.update returns"),
+            r"A function for strategy\.update returns"),
         (updated(fn=lambda x: jnp.ones(2)), r"value has shape \(2,\), expected \(\)"),
     ],
     "a mirrored variable": [
@@ -231,27 +231,27 @@ VERBS = {
     )],
     "in a tower": [
         *[(in_towers(lambda t, r=r, x=x, T=T: mirrored(T).reduce(r, x(t.id)), T=T),
-            rf"strategy.reduce in a tower.*tower.reduce\(tj.{r!r}, x")
+            rf"strategy.reduce needs all .* in a tower.*tower.reduce\(tj.{r!r}, x")
             for r in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER) for T in (1, 2)
             for x in (lambda id: 1.0 + id, lambda id: {"x": id})],
         (in_towers(lambda t: mirrored(2).broadcast({"x": t.id})),
-            r"strategy.broadcast in a tower.*tower.reduce\(tj.Reduction.ONLY_F"),
+            r"strategy.broadcast needs all .*tower.reduce\(tj.Reduction.ONLY_F"),
         (in_towers(lambda t: mirrored(2).fetch({"x": t.id})),
-            r"strategy.fetch in a tower.*Write x itself"),
+            r"strategy.fetch needs all .*Write x itself"),
         (in_towers(lambda t, x: mirrored(2).select_tower(x, 1), TWO),
-            r"strategy.select_tower in a tower .* tower.all_gather\(x\)\[1\]"),
+            r"strategy.select_tower needs all .*tower.all_gather\(x\)\[1\]"),
         *[(in_towers(lambda tower, x=x: getattr(tower, x) + 0, T=2),
-            f"tower.{x} outside a step: call_for_each_tower has no batch, no step")
+            f"tower.{x} exists only in a step: call_for_each_tower has no batch")
             for x in ("weight", "rng", "step", "rows")],
         (lambda: mirrored(2).call_for_each_tower(lambda t: 1.0, run_concurrently="no"),
             "run_concurrently='no' must be True or False"),
     ],
     # Towers that meet.
     "merge_call": [
-        *[(again(x), f"tower.{x} of a PerTower, which .* write strategy.reduce")
+        *[(again(x), f"tower.{x} got a PerTower, which .* write strategy.reduce")
             for x in ("reduce", "all_gather", "merge_call")],
         (in_merge(lambda strategy, v: strategy.reduce(R.SUM, v, destinations="cpu:0")),
-            "destinations='cpu:0' inside a tower function or a step: .*Leave destinat"),
+            "destinations='cpu:0' cannot be used inside a tower .*Leave destinat"),
         *[(in_merge(lambda strategy, v, x=x: tj.PerTower(x(strategy.unwrap(v)[0])), 3),
             text) for x, text in [
             (lambda x: jnp.stack([x, x]), r"merge_fn returned has shape \(2,\)"),
@@ -273,7 +273,7 @@ VERBS = {
     ],
     "tower.all_gather": [
         (in_towers(lambda t: t.all_gather({"x": 1.0 * t.id}, axis=1)),
-            r"axis=1 is not a dim of value\['x'\] of shape \(\)\. .* by x\[None\]"),
+            r"axis=1 is not a dim of value\['x'\] of shape \(\)\. .*; x\[None\] gives"),
         *[(in_towers(lambda t, axis=axis: t.all_gather(ONE, axis=axis)),
             "axis=.* must be an int, one dim") for axis in (0.0, (0, 1), "0", True)],
     ],
@@ -283,9 +283,9 @@ VERBS = {
             r"psum with axis_index_groups=.* tower.all_g"),
         (lambda: tj.OneDevice(axis_name="towerjax_device"), "_device' must be a name"),
         *[(lambda x=x: mirrored(4, **x), text) for x, text in [
-            (dict(axis_name=""), "axis_name='' must be a name of its own"),
-            (dict(axis_name=None), "axis_name=None must be a name of its own"),
-            (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name of"),
+            (dict(axis_name=""), "axis_name='' must be a name that nothing"),
+            (dict(axis_name=None), "axis_name=None must be a name that"),
+            (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name th"),
             (dict(axis_name="batch", tower_loop="scan"), "tower_loop='scan' they")]],
         *[(in_towers(lambda t, x=x: t.reduce(R.SUM, t.id) + lax.psum(t.id, x), T=4,
             devices=D), f"axis.*{x}", (ValueError, NameError))
@@ -301,9 +301,9 @@ VERBS = {
         *[(lambda x=x: mirrored(3).reduce(R.SUM, {"x": x}), SHARED.format(text))
             for x, text in [(5.0, "5.0"), (np.int32(3), "3"),
                 (np.arange(2), r"an array of shape \(2,\)")]],
-        (lambda: mirrored(2).reduce(R.NONE, 1.0), "NONE says that the value is not to"),
-        (lambda: mirrored(2).reduce("sum", 1.0), f"'sum'; write tj.*n.{REDUCTIONS}"),
-        (lambda: mirrored(2).reduce(None, 1.0), "reduction is None; write"),
+        (lambda: mirrored(2).reduce(R.NONE, 1.0), "NONE says that a value must not"),
+        (lambda: mirrored(2).reduce("sum", 1.0), f"'sum', which .*n.{REDUCTIONS}"),
+        (lambda: mirrored(2).reduce(None, 1.0), "reduction is None, which"),
         *[(lambda r=r, x=x: mirrored(4, 2).reduce(r, x()), NO_NUMBER)
             for r in (R.SUM, R.MEAN)
             for x in (lambda: tj.PerTower(keys()),
@@ -311,10 +311,10 @@ VERBS = {
         *[(lambda x=x: mirrored(3).reduce(R.SUM, tj.PerTower(x)), text)
             for x, text in [
                 (np.ones((2, 2)), r"shape \(2, 2\), but dim 0 runs"),
-                ((ONE,) * 4, "holds 4 towers' values, but"),
+                ((ONE,) * 4, "holds values of 4 towers, but"),
                 ((np.ones(1), ONE, np.ones(1)), UNEQUAL)]],
         *[(lambda x=x: mirrored(2).batch_reduce(R.SUM, [(TWO, None), x]),
-            r"pairs\[1\] is .*Write \(value, destinations")
+            r"pairs\[1\] is .* a pair \(value, destinations")
             for x in (TWO, "no", (1.0,), (1.0, None, 2.0))],
     ],
     "broadcast": [
@@ -330,15 +330,15 @@ VERBS = {
     ],
     "map": [
         (lambda: mirrored(2).map(lambda x, y: x, [1], {"y": TWO}), f"map: {MIRRORED}"),
-        (lambda: mirrored(2).map(lambda x: x, []), "map: there are no elements"),
+        (lambda: mirrored(2).map(lambda x: x, []), "map got no elements"),
         (lambda: mirrored(2).map([1, 2], abs), r"\[1, 2\] is not a function; .*\(fn"),
         (lambda: mirrored(2).map(lambda x: {"rows": tj.sparse.IndexedRows(
                 np.ones((1, 2)), np.array([1]), (5, 2))}, [1, 2]),
-            "map: fn returns IndexedRows.*rows.to_dense"),
+            "map: fn returned IndexedRows.*rows.to_dense"),
     ],
     "read": [
         (lambda: mirrored(2).read_var({"n": tj.TowerLocal(ONE, R.NONE, "n")}),
-            r"no one value: tree\['n'\]: tower-local variable 'n' has Reduc.*Give them"
+            r"as one value: tree\['n'\]: tower-local variable 'n' has Reduc.*Give them"
             " SUM.*unwrap"),
         (lambda: mirrored(2).fetch(TWO), f"strategy.fetch: {MIRRORED}"),
         (lambda: mirrored(2).fetch(made(), "cpu:99"), "'cpu:99' is not on this machin"),
@@ -354,11 +354,11 @@ VERBS = {
     "regroup": [(lambda x=x: mirrored(2).regroup(x), text) for x, text in [
         ([[0], []], r"nests holds PyTreeDef\(\[\*\]\) of tower 0 and .* of tower 1"),
         ([{"k": (1,)}, {"k": [1]}], r"\{'k': \(\*,\)\}.* and .*\{'k': \[\*\]\}"),
-        ([1], "regroup: got a list of 1, expected a list of 2 trees"),
+        ([1], "regroup got a list of 1, but needs a list of 2 trees"),
         ([named(1.0, "foo"), named(1.0, "bar")],
-            "but towers have .*'foo'.*'bar'.* of several names"),
+            "but has several names, .*'foo'.*'bar'"),
         ([{"v": named(1.0)}, {"v": named(2.0)}],
-            r"nests\['v'\]: a mirrored variable is one, but .*reductions or value"),
+            r"nests\['v'\]: a mirrored variable must .*reductions or value"),
         ([tj.TowerLocal(1.0, R.SUM), tj.TowerLocal(1.0, R.MEAN)],
             "nests holds .*SUM.* of tower 0 and .*MEAN.* of tower 1"),
     ]],
@@ -366,13 +366,13 @@ VERBS = {
     "saved": [
         (lambda: tj.towers.saved_values({"a": [tj.TowerLocal(ONE, R.NONE, "noise")],
                 "k": tj.TowerLocal(keys(), R.MEAN), "fine": 1}),
-            r"no one value: tree\['a'\]\[0\]: tower-local variable 'noise' has Reducti"
+            r"as one value: tree\['a'\]\[0\]: tower-local variable 'noise' has Reducti"
             r"on.NONE; tree\['k'\]: a t"),
         (lambda: tj.towers.saved_values(tj.TowerLocal(ONE, R.NONE, "noise")),
-            "no one value: tower-local variable 'noise' has Reduction.NONE"),
+            "read as one value: tower-local variable 'noise' has Reduction.NONE"),
         (restored(lambda: made(np.int8(0), **OWN), np.int32(255)),
-            "tower-local variable 'v': it gives a tower 128, which int8 cannot"),
-        *[(call, f"saved is another tree than like. It {text}")
+            "tower-local variable 'v': a tower's share is 128, which int8 cannot"),
+        *[(call, f"saved has another structure .* It {text}")
             for like, given, text in [
             ({"a": 1, "b": 1}, {"a": 2}, r"lacks saved\['b'\]; it has besides nothing"),
             ([1, 1], [2, {"c": 3}, 4], r"lacks nothing; it has besides saved\[2\]"),
@@ -389,7 +389,7 @@ VERBS = {
             (dict(bytes_per_pack=1.5), f"bytes_per_pack{WHOLE.format(1.5)}1"),
             (dict(max_group=0), f"max_group{WHOLE.format(0)}1"),
             (dict(num_packs=2, bytes_per_pack=8),
-                "bytes_per_pack=8): num_packs cuts all leaves into equal parts")]],
+                "bytes_per_pack=8): num_packs already sets the size of")]],
         *[(call, re.escape(text)) for x, text in [
             (ops.ReduceToOneDevice("cpu:7"), "device='cpu:7' is not one of"
                 " the strategy's devices, cpu:0, cpu:1, cpu:2, cpu:3."),
@@ -407,42 +407,42 @@ VERBS = {
                 ([], "must be a tuple of names"),
                 (["gpu:0", "cuda:0"], "names gpu:0 more than once"),
                 (["gpu:0", "cpu:0"], "of several platforms, cpu and gpu")]],
-        (lambda: tj.AllReduce(group_size=2, device="cpu:0"), "group_size or device"),
+        (lambda: tj.AllReduce(group_size=2, device="cpu:0"), "both group_size and"),
     ],
     # Trees of the towers, and rows of a table.
     "rows": [
         *[(in_towers(lambda tower, x=x: tower.all_gather(rows(), axis=x)), re.escape(
-            f"axis={x} of IndexedRows of an array of shape (6, 2): rows are"))
+            f"axis={x} cannot join IndexedRows of an array of shape (6, 2)"))
             for x in (1, -1)],
         *[(call, re.escape(NO_ROW.format(bad))) for bad in (-1, 6, 100) for call in (
             lambda bad=bad: rows(indices=(1, bad)),
             lambda bad=bad: rows(indices=(1, bad), array=jnp.array).to_dense(),
             lambda bad=bad: rows(indices=(1, bad), array=jnp.array).add_to(TABLE))],
         *[(call, re.escape(text)) for *x, text in [
-            (PAIRS, (0.0, 1.0), SHAPE, "are float64; give integers, the number"),
+            (PAIRS, (0.0, 1.0), SHAPE, "are float64, not integers. Give"),
             (np.ones((2, 3)), (0, 0), SHAPE, "got values of shape (2, 3) and indices of"
                 " shape (2,). Give values [r, 2]"),
             (np.ones((3, 2)), (0, 0), SHAPE, "values of shape (3, 2)"),
             (ONE, 0, SHAPE, "indices of shape (). Give values [r, 2]"),
-            (1.0, 0, (), "IndexedRows.dense_shape is (); it is (N, ...)")]
+            (1.0, 0, (), "IndexedRows.dense_shape is (), but must be (N, ...)")]
             for call in (lambda x=x: rows(*x),)],
         (lambda: jax.eval_shape(lambda v, i: tj.sparse.IndexedRows(v, i, SHAPE),
             np.ones((3, 2)), np.array([0, 0])), r"values of shape \(3, 2\)"),
         *[(lambda r=r, x=x: mirrored(2).reduce(r, x), re.escape(text))
             for r, x, text in [
                 (R.SUM, rows(), "SUM of IndexedRows, which is the same on all 2"),
-                ("sum", tj.PerTower((rows(), rows())), "'sum'; write tj.Reduction.SUM"),
+                ("sum", tj.PerTower((rows(), rows())), "'sum', which is not a re"),
                 (R.SUM, tj.PerTower((rows(), rows(shape=(7, 2)))), "Tower 1 has rows of"
-                    " an array of shape (7, 2) and tower 0 of (6, 2)"),
+                    " an array of shape (7, 2) but tower 0 of (6, 2)"),
                 (R.SUM, tj.PerTower((rows(), {"x": rows()})),
                     "holds PyTreeDef(*) of tower 0 and PyTreeDef({'x': *}) of tower 1"),
-                (R.SUM, tj.PerTower((rows(),) * 3), "holds 3 towers' values, but the st"
-                    "rategy has 2 towers. Give one value"),
+                (R.SUM, tj.PerTower((rows(),) * 3), "holds values of 3 towers, but the "
+                    "strategy has 2 towers. Give one value"),
                 (R.SUM, tj.PerTower(rows(np.ones((3, 2)), (0, 1, 2))),
                     "has shape (3, 2), but dim 0 runs over the 2 towers"),
-                (R.SUM, tj.PerTower(rows()), "indices [T, r], and these have shape"),
+                (R.SUM, tj.PerTower(rows()), "indices [T, r], but these have shape"),
                 (R.SUM, tj.PerTower((rows(), np.ones(()))),
-                    "Tower 1 has an ndarray where others have")]],
+                    "Tower 1 has an ndarray where other towers")]],
         (lambda: rows().add_to(np.ones((6, 3))), r"added to an array of shape \(6, 3"),
         (lambda: np.zeros((3, 2), np.float32) + rows(), r"to an array of shape \(3,"),
         (lambda: np.zeros(SHAPE, int) + rows(), "of float32 cannot be added to an arr"),
@@ -450,7 +450,7 @@ VERBS = {
         (of_rows(optax.adagrad(0.1), array=np.ones((8, 2))), re.escape("parameters that"
             " train: grads['a'] is [6, 2], expected [8, 2].")),
         *[(of_rows(optax.adagrad(0.1), x, lazy=True), re.escape(
-            "opt_state is not what optimizer.init(params) gives: "))
+            "opt_state is not the result of optimizer.init(params): "))
             for x in (optax.adam(0.1), optax.sgd(0.1))],
         (of_rows(optax.adagrad(0.1), indices=(0, 6)), NO_ROW.format(6)),
         *[(of_rows(x, lazy=True), re.escape(KEPT.format(leaf))) for x, leaf in [
@@ -460,9 +460,9 @@ VERBS = {
     ],
     "trees": [
         *[(call, text) for bad, text in [
-            ({"a": ONE}, "of tower 1, which cannot lie side by side. Give all"),
+            ({"a": ONE}, "of tower 1, which cannot be stacked. Give all"),
             ({"a": np.ones(3), "n": 1}, r"shapes \(2,\), \(3,\)"),
-            ({"a": "word", "n": 1}, r"\[1\](\['a'\])? is a str: keep apart what")]
+            ({"a": "word", "n": 1}, r"\[1\](\['a'\])? is a str: keep values")]
             for value in [tj.PerTower(({"a": ONE, "n": 1}, bad))]
             for call in (in_towers(lambda tower, x: 1, value),
                 lambda value=value: mirrored(2).reduce(R.SUM, value))],
@@ -575,11 +575,11 @@ def test_a_name_of_tensorflow_that_is_missing_says_what_to_write():
     cases = [
         (lambda: strategy.scope(), "docs/mirrored_strategy.md"),
         (lambda: v.assign(2.0), r"v = strategy\.assign\(v, x\)"),
-        (lambda: local.get(), r"tj\.towers\.read_local\(v\) of all towers"),
+        (lambda: local.get(), r"tj\.towers\.read_local\(v\) for all towers"),
         (lambda: each.get("cpu:0"), r"strategy\.unwrap\(x\)\[t\]"),
         (
             lambda: strategy.update(v, lambda x, g: x.assign_sub(g), 1.0),
-            r"returns the new value: lambda x, g: x - 0\.1 \* g",
+            r"must return the new value: lambda x, g: x - 0\.1 \* g",
         ),
     ]
     for call, text in cases:

@@ -1,1 +1,1 @@
-"""The audit: run two towers and one tower of the same rows, and compare."""
+"""The audit: run two towers and one tower on the same rows, and compare."""

@@ -1,4 +1,4 @@
-"""The cause of what an audit found, and one remedy."""
+"""The cause of a difference that an audit found, and one remedy."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,8 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction
 from towerjax.types.refusals import listed
 
-# What runs along a dim, or orders it: of rows it is another for each tower's own.
+# Primitives that run along a dim, or order it. Along rows, the result depends on which
+# rows a tower has.
 _ALONG = {
     "sort": "sorts",
     "top_k": "takes the largest of",
@@ -47,69 +48,71 @@ _TRANSPOSED = "transpose"  # in the scope of a derivative
 
 
 class Advice(NamedTuple):
-    """Why leaves differ, and what to write."""
+    """The reason why leaves differ, and what to write."""
 
     cause: str
     remedy: str
 
 
 _BY_SHARED_KEY = Advice(
-    "rows draw from tower.shared_rng, of which all towers draw the same",
-    "Draw what rows have of their own from tower.rng.",
+    "rows draw from tower.shared_rng, with which all towers draw the same numbers",
+    "Draw the random numbers of rows from tower.rng.",
 )
 _BY_OWN_KEY = Advice(
-    "rows draw from a key of the function's own, of which all towers draw the same",
+    "rows draw from a key that the function makes, with which all towers draw the same"
+    " numbers",
     "Draw from tower.rng.",
 )
 _BY_PADDING = Advice(
-    "padded rows count, of which the one tower has more",
-    "Divide sums of rows by the sum of tower.weight, and not by a number of rows, as"
+    "padded rows count, and the one tower has more of them",
+    "Divide sums over rows by the sum of tower.weight, not by the number of rows as"
     " .mean() does.",
 )
 _BY_ANOTHER_TRACE = Advice(
-    "traced twice, the function gives two programs: a number of np.random, a counter or"
-    " another variable of Python is in it",
-    "Draw from tower.rng, count with tower.step, and give what changes with the batch,"
-    " tj.Whole(x).",
+    "the function gives a different program when it is traced again: it reads a number"
+    " of np.random, a counter or another Python variable",
+    "Draw from tower.rng, count with tower.step, and pass values that change in the"
+    " batch, as tj.Whole(x).",
 )
 _BY_UNEVEN_ROWS = Advice(
-    "where towers have as many rows each they agree, as of a mean of each tower's mean,"
-    " which counts a tower of few rows as much as one of many",
+    "towers agree if they have equally many rows, so it may be a mean of each tower's"
+    " mean, in which a tower of few rows counts as much as one of many",
     "Return the sum with its weight, tj.Weighted.mean(values, tower.weight).",
 )
 _BY_OWN_GRADIENT = Advice(
     "the loss is the same, so a function of a tower's own gradient (a clip, a norm, a"
     " sign, the rule of a jax.custom_vjp) is added up",
-    "Make it in the update, of the merged gradient: optax.chain(optax.clip_by_global_"
-    "norm(1.0), ...), or update_fn of tj.build_step.",
+    "Apply that function to the merged gradient, in the update:"
+    " optax.chain(optax.clip_by_global_norm(1.0), ...), or update_fn of tj.build_step.",
 )
 _BY_FIRST_TOWER = Advice(
-    "it keeps what the first tower made of its own rows (ONLY_FIRST_TOWER)",
-    "Make it of all rows, with tower.mean(values, tower.weight), or say"
-    " tj.Reduction.MEAN; where one tower's own is meant, tj.Reduction.NONE.",
+    "it keeps what the first tower computed from its own rows (ONLY_FIRST_TOWER)",
+    "Compute it from all rows, with tower.mean(values, tower.weight), or use"
+    " tj.Reduction.MEAN. If each tower's own value is meant, use tj.Reduction.NONE.",
 )
 _BY_CROSSED_ROWS = Advice(
-    "rows [b] meet rows [b, 1], which makes [b, b]",
-    "Give both one shape, such as values[:, 0] or targets[:, None].",
+    "rows of shape [b] meet rows of shape [b, 1], which makes [b, b]",
+    "Give both the same shape, with values[:, 0] or targets[:, None].",
 )
 _BY_DEVICES = Advice(
-    "a tower of several devices says something else than one device",
-    "In a jax.shard_map over a tower's own axes add up what each device has once, with"
-    " lax.psum, and divide what is whole; for its own statistics say audit=False.",
+    "a tower of several devices gives another value than one device",
+    "In a jax.shard_map over a tower's own axes, add up each device's values exactly"
+    " once, with lax.psum, and divide afterwards. If each device's own statistics are"
+    " meant, write audit=False.",
 )
 _BY_OWN_ROWS = Advice(
-    "it is made of what only the rows of one tower say, or of tower.id or"
+    "it is computed from the rows of one tower alone, or from tower.id or"
     " tower.num_towers",
-    "What a row needs of all rows, take over all towers, with tower.mean,"
-    " tower.all_gather and tower.reduce, or from an earlier pass of tj.build_step; and"
-    " return sums with their weights, tj.Weighted.mean(values, tower.weight). What is"
-    " meant to be each tower's own is tj.PerTower(x).",
+    "If a row needs a value of all rows, compute it over all towers, with tower.mean,"
+    " tower.all_gather and tower.reduce, or in an earlier pass of tj.build_step. Return"
+    " sums with their weights, tj.Weighted.mean(values, tower.weight). If each tower's"
+    " own value is meant, return tj.PerTower(x).",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a cause is looked for in.
+    """An audit's findings, and the program in which a cause is looked for.
 
     Attributes:
       audit: The audit that found the leaves.
@@ -127,19 +130,19 @@ class Case:
         return [x.leaf for x in self.findings]
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """The leaves that are the same of other draws, or on other towers."""
+        """The leaves that agree for other random draws, or on other towers."""
         return self.audit.without(self.findings, one_tower, **draws)
 
 
 class Explained(NamedTuple):
-    """Leaves, and what explains them."""
+    """Some leaves, and the advice that explains them."""
 
     leaves: list[str]
     advice: Advice
 
 
 def advise(audit: Audit, error: SplitError) -> SplitError:
-    """The error of an `Audit` with the first cause that is found, and its remedy."""
+    """The `SplitError` of an audit, with the first cause found and its remedy."""
     sites = _sites_of(audit.one_tower.trace(audit.from_batch.first))
     case = Case(audit, error.findings, sites)
     leaves, advice = next(filter(None, (cause(case) for cause in _CAUSES)))
@@ -178,7 +181,7 @@ def _traced_anew(case: Case) -> Explained | None:
 
 
 def _refuted(case: Case) -> Explained | None:
-    """Leaves of which the proof knows the factor; a gradient has that of its loss."""
+    """The leaves whose factor the proof knows; a gradient has that of its loss."""
     known = dict[str, Advice]()
     refuted = _refuted_in(case.audit)
     for name in case.names:
@@ -194,7 +197,7 @@ def _refuted(case: Case) -> Explained | None:
 
 
 def _refuted_in(audit: Audit) -> list[Equality]:
-    """What the proof says of leaves that are off by a factor."""
+    """The leaves that the proof refutes, because they are off by a factor."""
     step = audit.step
     given = step.plan, step.strategy, step.state, step.batch
     found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
@@ -222,19 +225,19 @@ def _of_an_own_key(case: Case) -> Explained | None:
 
 
 def _draws_in(case: Case) -> list[Site]:
-    """Where random numbers are drawn."""
+    """The equations that draw random numbers."""
     return [x for x in case.sites if x[0].primitive.name == "random_bits"]
 
 
 def _of_padding(case: Case) -> Explained | None:
     if not case.audit.pads:
         return None
-    mended = case.without(case.audit.towers(1))  # with as much padding as two have
+    mended = case.without(case.audit.towers(1))  # with two towers' padding
     return Explained(mended, _BY_PADDING) if mended else None
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
-    """Gradients differ, or what is made of them, and no loss does."""
+    """The leaves, if gradients or values made from them differ, and no loss does."""
     is_made_of_it = case.audit.is_own or any(GRADIENT in x for x in case.names)
     has_gradients = any(
         _TRANSPOSED in str(x[0].source_info.name_stack) for x in case.sites
@@ -277,26 +280,26 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _of_uneven_rows,
     _along_rows,
     _of_the_first_tower,
-    _of_own_rows,  # which explains all
+    _of_own_rows,  # the last one, which explains all leaves
 )
 
 
 def _numbers_of(site: Site) -> tuple[str, list[Any]]:
-    """The primitive of an equation, and the numbers that are written in it."""
+    """The primitive of an equation, and the literal numbers in it."""
     literals = [x.val for x in site[0].invars if isinstance(x, Literal)]
     numbers = [np.asarray(x).item() for x in literals if np.ndim(x) == 0]
     return site[0].primitive.name, numbers
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """The advice, whose cause names these lines, where they have any."""
+    """The advice, with these lines added to its cause, if they have any."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
-    """The names of variables that are read as the first tower's."""
+    """The names of the variables that are read as the first tower's value."""
     is_one = lambda x: isinstance(x, TowerLocal)  # noqa: E731
     pairs = jax.tree_util.tree_leaves_with_path(local, is_leaf=is_one)
     return [
@@ -307,7 +310,7 @@ def _of_first_tower(local: PyTree) -> list[str]:
 
 
 def _lines_along(sites: Sequence[Site], rows: int) -> str:
-    """The lines that may depend on which rows a tower has, and in which order."""
+    """The lines whose results may depend on which rows a tower has, in which order."""
     lines: dict[str, None] = {}
     for site in sites:
         name = site[0].primitive.name
@@ -317,14 +320,15 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Whether rows of a pass meet all others without being meant to."""
+    """Whether each row of a pass meets all other rows by accident."""
     return any(crossed_rows(_sites_of(traced), rows))
 
 
 def crossed_rows(sites: Sequence[Site], rows: int) -> Iterator[Site]:
-    """Where each of so many rows meets all, since ``[b]`` is broadcast to ``[b, 1]``.
+    """Equations in which each row meets all rows: ``[b]`` is broadcast to ``[b, 1]``.
 
-    Not where both are made of ``[b]``, as in ``x[:, None] - x[None]``, which is meant.
+    Equations in which both operands come from ``[b]``, as in ``x[:, None] - x[None]``,
+    are left out, because they are meant.
     """
     shaped = [
         x for x, _ in sites if x.primitive.name in ("broadcast_in_dim", "reshape")
@@ -349,7 +353,7 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 
 def _size_along(eqn: JaxprEqn) -> int | None:
-    """The size of the dim that an equation goes along."""
+    """The size of the dim along which an equation runs."""
     params = eqn.params
     shape = _shape_of(eqn.invars[0])
     if "length" in params:

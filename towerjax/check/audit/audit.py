@@ -1,4 +1,4 @@
-"""The audit: run the towers of a step as two and as one, and compare what is merged."""
+"""`run_audit`: run a step's towers as two and as one, and compare the results."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
 from towerjax.types.trees import map_parts
 
-_ROWS = 6  # of each of two towers, where a function takes so few
+_ROWS = 6  # of each of two towers, if the function works for so few
 
 
 def run_audit(
@@ -33,20 +33,23 @@ def run_audit(
     gradients: bool = True,
     leaves: Callable[[str], bool] | None = None,
 ) -> AuditReport:
-    """Compare two towers with one tower of the rows of both, on one device.
+    """Compare two towers with one tower that has the rows of both.
 
-    Where a tower is of several devices and one holds its parameters, too, the one tower
-    is of one device: what is wrong in a `shard_map` over a tower's own axes differs.
+    Both run on one device. If a tower has several devices, and one device can hold its
+    parameters, the one tower runs on that device alone. Then a mistake in a `shard_map`
+    over a tower's own axes shows as a difference.
 
-    The rows are the batch's first: few, or where the function takes no few, as many as
-    a tower function is called with, in one of ``calls``; two at least. Where
-    batches may be padded, they are compared once more with half as many for the second
-    tower, and with more padding on the one: what counts padding differs. Where nothing
-    in the function says which rows are padding, full batches alone are compared, and a
-    padded one is refused.
+    The rows are the batch's first ones. They are few, or, if the function does not
+    accept so few, as many as a tower function gets in one of ``calls``; at least
+    two.
 
-    Without ``gradients`` the loss alone is run, where its gradient follows from it. Of
-    what is merged, only ``leaves`` of such names are judged.
+    If batches may be padded, one more comparison gives the second tower half as many
+    rows and the one tower more padding, so that a value which counts padding differs.
+    If nothing in the function masks padding, only full batches are compared, and a
+    padded batch is refused.
+
+    Without ``gradients`` only the loss is run, if its gradient follows from it. Only
+    leaves for whose names ``leaves`` is true are judged.
     """
     rows = _on_host(batch)
     step = StepToAudit(plan, strategy, state, rows, gradients, leaves)
@@ -59,13 +62,13 @@ def run_audit(
     try:
         return _run_or_advise(audit)
     except NotAudited:
-        if audit.pads:  # what is wrong without padding is wrong, whatever it gives
+        if audit.pads:  # a leaf that differs without padding is wrong in any case
             _run_or_advise(audit.unpadded())
         raise
 
 
 def _run_or_advise(audit: Audit) -> AuditReport:
-    """The report; raises with the cause where a leaf differs."""
+    """The report of an audit; raise with the cause if a leaf differs."""
     try:
         return audit.run()
     except SplitError as error:
@@ -73,15 +76,15 @@ def _run_or_advise(audit: Audit) -> AuditReport:
 
 
 def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
-    """The audit, traced for the least number of rows that the function takes."""
+    """The audit, traced for the smallest number of rows that the function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // calls), total // 2)
-    called_with -= 0 if pads else called_with % split  # what is dropped is not padded
+    called_with -= 0 if pads else called_with % split  # dropped rows are not padded
     if not called_with:
         raise NotAudited(
-            f"The audit compares two towers, and the batch has {total} rows, too few"
-            f" for both. Give {2 * split}."
+            f"The audit needs rows for two towers, but the batch has {total}. Give at"
+            f" least {2 * split} rows."
         )
     *few, most = dict.fromkeys([max(min(called_with, _ROWS), 2), called_with])
     for size in few:
@@ -93,14 +96,15 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
 
 
 def _on_host(batch: PyTree) -> PyTree:
-    """The examples of a batch, as they were before they were placed."""
+    """The examples of a batch on the host, as they were before placing."""
     if not isinstance(batch, PlacedBatch):
         return batch
     arrays, _, held = jax.tree.map(copy_to_host, batch.args)
     if splits_entries(arrays):
         raise NotAudited(
-            "The audit of a placed batch with sparse leaves, whose entries are split."
-            " Give the batch as it was before, step.audit(state, batch)."
+            "A placed batch with sparse leaves cannot be audited, because its entries"
+            " are already split. Pass the batch as it was before, step.audit(state,"
+            " batch)."
         )
     is_example = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
     arrays = jax.tree.map(lambda x: x[is_example], arrays)

@@ -1,4 +1,4 @@
-"""Compare what several towers and one tower merged, leaf by leaf."""
+"""Compare the merged results of several towers and of one tower, leaf by leaf."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,37 +12,37 @@ from towerjax.proof.findings import ReplicationError
 from towerjax.types.refusals import Portable, listed
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
-"""Name -> what was merged there, real numbers; None for what has no one value."""
+"""The merged value of each leaf, real numbers; None if it has no one value."""
 
-GRADIENT = "gradient"  # what names of gradients begin with
+GRADIENT = "gradient"  # how names of gradients begin
 
-# A difference counts beyond so many times what a rounding of the numbers changes, with
-# which it begins in 32 bits; in 16 bits each number was rounded as much before.
+# A difference counts if it exceeds this many times the effect of rounding the inputs
+# once more. In 16 bits the inputs were already rounded as much (True).
 _ROUNDINGS = {False: 32, True: 4}
-# Sums in 32 bits of what is computed in 16: each number was rounded by half of its last
-# bit, and is changed by up to two of them, all at once.
+# The same for 32-bit sums of 16-bit values: each value was rounded by half of its last
+# bit, and rounding once more changes it by up to two bits.
 _ROUNDINGS_OF_SUMS = 0.5
 _TOLERANCE = 1e-4
-# Of its size, by how much a leaf may change when nothing else does: as atomic sums do.
+# The relative change that a leaf may have when a program is run again, for example by
+# atomic sums.
 _OF_RERUNS = 1e-6
 _SHOWN = 3
-_PLACES = "towers", "devices"  # what a program runs on
+_PLACES = "towers", "devices"  # the numbers of things that a program runs on
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One leaf that depends on how the batch was split.
+    """A leaf that depends on how the batch was split.
 
     Attributes:
       leaf: Its name, such as ``gradient['w']``.
-      towers: ``T`` where the difference is largest.
-      split: The split where it is largest.
-      value: The element that differs most, on ``T`` towers.
-      one_tower: The same element on one tower.
+      towers: The number of towers ``T`` where the difference is largest.
+      split: The split where the difference is largest.
+      value: The value of the most different element on ``T`` towers.
+      one_tower: The value of the same element on one tower.
       difference: The largest difference.
-      relative: The largest difference over the leaf's largest value.
+      relative: The largest difference divided by the leaf's largest value.
       of: What ``towers`` counts: towers, devices, or another number by its name.
-      first: The number that ``one_tower`` is of.
     """
 
     leaf: str
@@ -68,12 +68,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Refuted:
-    """One leaf that is proved to depend on how the batch is split; nothing was run.
+    """A leaf that is proved to depend on how the batch is split; nothing was run.
 
     Attributes:
       leaf: Its name.
-      why: By which factor, since which line.
-      of: What it depends on: the number of towers, or of devices.
+      why: The factor by which it depends, and the line that causes it.
+      of: The number that it depends on: that of towers, or of devices.
     """
 
     leaf: str
@@ -86,21 +86,21 @@ class Refuted:
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """The leaves that were compared and are the same.
+    """The result of an audit in which all compared leaves agree.
 
     Attributes:
       towers: The numbers of towers that were compared with one.
       examples: The rows that were compared.
-      splits: How many runs of several towers were compared with one tower.
+      splits: The number of runs of several towers that were compared with one tower.
       compared: Names of the leaves.
-      not_compared: Names of the leaves that have no one value to compare: those of
-        each tower, keys, and what is not finite.
-      largest: The largest difference over its leaf's largest value.
+      not_compared: Names of the leaves that have no one value to compare: per-tower
+        values, keys, and values that are not finite.
+      largest: The largest relative difference, measured by the leaf's largest value.
       largest_leaf: The leaf with that difference.
-      by_rounding: Names of leaves that differ by more than the tolerance, and by no
-        more than the rounding of what goes in explains, which decides them.
+      by_rounding: Names of leaves that differ by more than the tolerance, but by no
+        more than the rounding of the inputs explains.
       of: What ``towers`` counts: towers, devices, or another number by its name.
-      notes: What was not seen, or is to be known.
+      notes: Notes on things that were not seen.
       first: The number that the others were compared with.
     """
 
@@ -134,7 +134,7 @@ class AuditReport:
 
 
 def _where(of: str, numbers: str) -> str:
-    """With which numbers a program was run, in words."""
+    """The numbers with which a program was run, as text."""
     return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
 
 
@@ -150,19 +150,19 @@ RAISED_ON_OTHER_ROWS = (
     TypeError,
     ValueError,
 )
-"""What a function raises, JAX's errors of tracers included, that takes other rows."""
+"""The errors that a function may raise when it gets another number of rows."""
 
 
 class NotAudited(ValueError):
-    """Why a step was not audited, though nothing in it was found to be wrong."""
+    """A step could not be audited, although nothing wrong was found in it."""
 
 
 class SplitError(Portable, ReplicationError):
     """A leaf depends on how the batch was split over towers.
 
     Attributes:
-      findings: For each such leaf a `Finding`, or a `Refuted` where it is proved.
-      advice: Sentences on all of them: causes, lines and what to write.
+      findings: A `Finding` for each such leaf, or a `Refuted` if that is proved.
+      advice: Sentences about all of them: causes, lines and what to write.
     """
 
     def __init__(self, findings: Sequence[Any], advice: Iterable[str] = ()) -> None:
@@ -183,14 +183,14 @@ class SplitError(Portable, ReplicationError):
 
 
 class Compared(NamedTuple):
-    """What several towers merged of a split, and what one tower did."""
+    """The merged results of several towers and of one tower, for one split."""
 
     towers: int
     split: str
     got: Leaves
     want: Leaves
-    nearby: Callable[[], Sequence[Leaves]]  # as ``want``, of what is rounded once more
-    rtols: Mapping[str, float] = MappingProxyType({})  # other ones, of leaves
+    nearby: Callable[[], Sequence[Leaves]]  # for inputs rounded once more
+    rtols: Mapping[str, float] = MappingProxyType({})  # the tolerances of some leaves
 
 
 def judge(
@@ -199,14 +199,17 @@ def judge(
     rtol: float,
     leaves: Callable[[str], bool] | None = None,
 ) -> AuditReport:
-    """The report of runs that are the same as on one tower; raise if one is not.
+    """The report of runs that agree with one tower; raise if one does not.
 
-    Only ``leaves`` of such names are judged; None judges all.
+    Only leaves for whose names ``leaves`` is true are judged; with None all are.
     """
     want = {n: x for n, x in runs[0].want.items() if leaves is None or leaves(n)}
     if not (names := compared_of(want)):
         own = listed(sorted(want))
-        raise NotAudited(f"nothing is merged to compare; each tower's own are: {own}")
+        raise NotAudited(
+            "nothing is merged that could be compared; these leaves are per tower:"
+            f" {own}"
+        )
     worst: dict[str, tuple[float, Finding]] = {}
     for run in runs:
         sizes = _sizes(run.want)
@@ -227,7 +230,7 @@ def judge(
 
 
 def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
-    """The report of several, of the same towers and leaves."""
+    """One report made of several reports on the same towers and leaves."""
     most = max(reports, key=lambda x: x.largest)
     by_rounding = dict.fromkeys(name for x in reports for name in x.by_rounding)
     compared = {name for x in reports for name in x.compared}
@@ -242,9 +245,10 @@ def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
 
 
 def compared_of(leaves: Leaves) -> tuple[str, ...]:
-    """The names of leaves that have a value.
+    """The names of the leaves that have a finite value.
 
-    What is not finite, as a gradient whose scale is still too large, says nothing.
+    A value that is not finite, such as a gradient whose scale is still too large, says
+    nothing.
     """
     values = {name: x for name, x in leaves.items() if x is not None}
     return tuple(sorted(name for name, x in values.items() if np.isfinite(x).all()))
@@ -257,7 +261,7 @@ def _rank(leaf: str) -> int:
 def _gap_of_leaf(
     name: str, run: Compared, sizes: dict[str, float], rtol: float
 ) -> tuple[float, Finding]:
-    """The largest difference of a leaf, and how often it has what rounding explains."""
+    """The largest difference of a leaf, and its ratio to what rounding explains."""
     got, want = (x[name] for x in (run.got, run.want))
     assert got is not None and want is not None
     at = name, run.towers, run.split
@@ -283,7 +287,7 @@ def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
 
 
 def refuse_random(again: Leaves, first: Leaves) -> None:
-    """Raise unless the same program of the same numbers gave the same."""
+    """Raise unless two runs of a program on the same inputs gave the same results."""
     sizes = _sizes(first)
     for name in sorted(first, key=_rank):
         x = again[name]
@@ -293,26 +297,27 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
         if gap.max() > _OF_RERUNS * max(_largest(x), sizes[name]):
             i = np.unravel_index(np.argmax(gap), gap.shape)
             raise NotAudited(
-                f"the function is not deterministic: {name} is {y[i]:.6g}, and"
-                f" {x[i]:.6g} of the same rows and parameters. Draw from tower.rng"
+                "the function is not deterministic: for the same rows and parameters"
+                f" {name} is {y[i]:.6g} and then {x[i]:.6g}. Draw from tower.rng"
             )
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """What to say where the loss of one tower is not finite."""
+    """The message if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         if name.startswith("loss") and x is not None and not np.isfinite(x).all():
             return (
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
-                " loss is finite; an integer label that is no class makes it NaN"
+                " loss is finite; a label that is not a class makes it NaN"
             )
     return None
 
 
 def _sizes(want: Leaves) -> dict[str, float]:
-    """By its name, what a difference of a leaf is compared with.
+    """The size with which a difference of each leaf is compared, by its name.
 
-    At least that of what it is made of, of which it may be 0 up to the rounding.
+    It is at least a share of the size of the loss or of all gradients, because a leaf
+    may be 0 up to their rounding.
     """
     known = {n: _largest(x) for n, x in want.items() if x is not None}
     least = 0.001 * known.get("loss", 0.0)
@@ -325,7 +330,7 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """The absolute differences; infinite where only one value is not finite."""
+    """The absolute differences; infinite if only one of two values is finite."""
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)

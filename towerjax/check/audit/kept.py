@@ -1,4 +1,4 @@
-"""Which programs can be audited, and which were: audit results, kept once a program."""
+"""Which programs can be audited, and which were: audit results, one per program."""
 
 import contextlib
 import dataclasses
@@ -29,27 +29,29 @@ from towerjax.types.trees import key_data
 from towerjax.types.version import __version__
 
 MOST_PARAMETERS = 250_000_000
-"""Of a step that is audited unasked, where no accelerator says what it has left."""
+"""The most parameters of a step audited unasked, if the free memory is unknown."""
 
-_MOST_BYTES = 10_000_000  # of a record: what is longer is cut, and is none
+_MOST_BYTES = 10_000_000  # of a record; a longer one is cut, and so invalid
 
 _SMALL = ". Run step.audit(state, batch) with a small model of its kind"
 
 
 @contextlib.contextmanager
 def noting_its_audit() -> Iterator[None]:
-    """Around an audit that was asked for: errors say how to leave it out."""
+    """A context of an audit that nobody asked for: errors say how to leave it out."""
     try:
         yield
     except ReplicationError:
         raise
     except Exception as error:
-        error.add_note("The audit ran into this; audit=False leaves it out.")
+        error.add_note(
+            "The audit of the step raised this error; audit=False leaves it out."
+        )
         raise
 
 
 def told_not_audited(error: NotAudited) -> str:
-    """Why a step is not audited, in a line."""
+    """The reason why a step is not audited, as one line."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
     ours = [x for x in notes if not x.startswith(("-", "The audit"))]  # "-": JAX's
@@ -57,7 +59,7 @@ def told_not_audited(error: NotAudited) -> str:
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:
-    """Raise, on every process, where a step is audited only if somebody asks."""
+    """Raise, on every process, if a step is audited only when somebody asks."""
     if problem := call_on_first_process(lambda: _problem_of(traced, params, devices)):
         raise NotAudited(problem)
 
@@ -71,26 +73,30 @@ def _problem_of(traced: Traced, params: PyTree, devices: int) -> str | None:
 
 
 def too_large(params: PyTree, devices: int) -> str | None:
-    """Why so many devices hold no audit of such parameters, if they do not."""
+    """The reason why devices cannot hold an audit of such parameters, or None."""
     size = sum(x.size for x in jax.tree.leaves(params)) // devices
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         held = sum(x.nbytes for x in jax.tree.leaves(params)) // devices
         left = stats["bytes_limit"] - stats["bytes_in_use"]
-        # A copy, its gradient, that of another run, and what the towers compute.
+        # For a copy, its gradient, that of another run, and the towers' temporaries.
         if 4 * held > left:
-            return f"{size:,} parameters, of which a device cannot hold four{_SMALL}"
+            return (
+                f"it has {size:,} parameters, of which a device cannot hold four"
+                f" copies{_SMALL}"
+            )
     elif size > MOST_PARAMETERS:
-        return f"{size:,} parameters, more than {MOST_PARAMETERS:,}{_SMALL}"
+        return f"it has {size:,} parameters, more than {MOST_PARAMETERS:,}{_SMALL}"
     return None
 
 
 def program_hash(traced: Traced, **options: Any) -> str | None:
-    """A hash of what towers run, with its shapes, constants, options and versions.
+    """A hash of the towers' program: its shapes, constants, options and versions.
 
-    None where they call Python, since no program shows that a callback has changed.
+    It is None if the program calls Python, because no program shows that a callback has
+    changed.
     """
-    # Of members, the step is traced in the update.
+    # A step of several members is traced in the update.
     jaxprs = [x.towers.jaxpr for x in traced.passes] or [traced.finish]
     return hash_of_programs(jaxprs, options)
 
@@ -98,14 +104,14 @@ def program_hash(traced: Traced, **options: Any) -> str | None:
 def hash_of_programs(
     jaxprs: Sequence[ClosedJaxpr], options: Mapping[str, Any]
 ) -> str | None:
-    """A hash of programs, as of `program_hash`."""
+    """A hash of several programs; see `program_hash`."""
     eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
     if any("callback" in eqn.primitive.name for eqn in eqns):
         return None
     versions = jax.__version__, __version__, jax.default_backend()
     digest = hashlib.sha256(repr((versions, sorted(options.items()))).encode())
     for jaxpr in jaxprs:
-        # Functions in it have addresses, others in each process.
+        # Functions in the text have addresses, which differ between processes.
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
         for array in _constants_in(jaxpr):
             digest.update(np.asarray(key_data(array)).tobytes())
@@ -113,7 +119,7 @@ def hash_of_programs(
 
 
 def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """The arrays of which a jaxpr's text has no numbers, or not all."""
+    """The arrays whose numbers a jaxpr's text does not show, or not all of them."""
     for each in all_jaxprs(jaxpr):
         yield from getattr(each, "consts", ())
         for eqn in open_jaxpr(each).eqns:
@@ -121,7 +127,7 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
 
 
 def folders_of_records(*others: str | None) -> list[str]:
-    """Where audit results are kept: beside JAX's programs, and in ``others``."""
+    """The folders of audit results: beside JAX's compiled programs, and ``others``."""
     config: Any = jax.config
     folders = [config.jax_compilation_cache_dir, *others]
     return [os.fspath(folder) for folder in folders if folder]
@@ -136,7 +142,7 @@ def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport 
 
 
 def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> None:
-    """Keep an audit result in these folders; say where it cannot be."""
+    """Keep an audit result in these folders; warn if one of them cannot hold it."""
     if program is None or jax.process_index() != 0:
         return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
@@ -144,15 +150,15 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
     for folder in folders:
         try:
             _write(folder, program, text)
-        except Exception as error:  # a store raises what it likes
+        except Exception as error:  # a store may raise anything
             warn(
-                f"the audit has passed, but its record cannot be kept in {folder!r}, so"
-                f" that the next process audits the step again: {error}"
+                f"the audit passed, but its record cannot be kept in {folder!r}, so the"
+                f" next process will audit the step again: {error}"
             )
 
 
 def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
-    """The fields of the program's report; what is no record of ours is none at all."""
+    """The fields of the program's report, or None if there is no valid record."""
     for folder in folders:
         with contextlib.suppress(Exception):
             kept = json.loads(_read_text(folder, program))
@@ -163,7 +169,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """The report of fields as JSON has them; raise unless each is of its type."""
+    """The report made from JSON's fields; raise unless each has its type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(
@@ -175,25 +181,28 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
         [kind, *several] = get_args(kind) or [kind]
         each = value if several else [value]
         if not isinstance(each, list) or any(type(x) is not kind for x in each):
-            raise ValueError(f"{name} of a report is {shown(value)}.")
+            raise ValueError(
+                f"{name} of a report is {shown(value)}, which has another type than the"
+                " field."
+            )
         values[name] = tuple(value) if several else value
     return AuditReport(**values)
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """What ties an audit result to its program: one that was copied or cut has another.
+    """A hash that ties an audit result to its program, so that a copied one fails.
 
-    It is no signature: who may write the folder may put other programs beside it, too.
+    It is not a signature: whoever may write the folder may also replace programs there.
     """
     text = json.dumps([program, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write(folder: str, program: str, text: str) -> None:
-    """Write a record as a whole: beside, and then renamed, where files can be."""
+    """Write a record atomically: under another name, and then renamed if possible."""
     path = _path(folder, program)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(path, pathlib.Path):  # a store writes files as wholes
+    if not isinstance(path, pathlib.Path):  # a store writes whole files
         path.write_text(text)
         return
     _refuse_links(path)
@@ -207,7 +216,7 @@ def _write(folder: str, program: str, text: str) -> None:
 
 
 def _read_text(folder: str, program: str) -> bytes:
-    """The text of a record, of which none is long."""
+    """The text of a record, cut to a sensible length."""
     path = _path(folder, program)
     if isinstance(path, pathlib.Path):
         _refuse_links(path)
@@ -218,14 +227,14 @@ def _read_text(folder: str, program: str) -> bytes:
 
 
 def _path(folder: str, program: str) -> Any:
-    """The file of an audit result: a path of this machine, or of a store."""
+    """The file of an audit result, on this machine or in a store."""
     is_stored = "://" in folder
     made = epath.Path(folder) if is_stored else pathlib.Path(folder)
     return made / "audited" / f"{program}.json"
 
 
 def _refuse_links(path: pathlib.Path) -> None:
-    """Raise for a symbolic link, of which nobody knows where it leads."""
+    """Raise for a symbolic link, which may lead anywhere."""
     for each in (path.parent, path):
         if each.is_symlink():
             raise OSError(f"{each} is a symbolic link")

@@ -1,6 +1,6 @@
 """The splits of an audit: a batch's rows, and rows as later batches may have them.
 
-All of them run in the same two programs, of one tower and of two.
+All of them run in the same two programs, one of one tower and one of two.
 """
 
 import functools
@@ -23,9 +23,9 @@ _LARGER = 100
 
 
 class Splits:
-    """The splits of ``each`` rows for either of two towers.
+    """The splits of a batch's first rows, ``each`` rows for either of two towers.
 
-    The rows are the batch's first, on the host; they go round where it has fewer.
+    The rows are on the host. If the batch has too few, its rows are repeated.
     """
 
     def __init__(self, batch: PyTree, each: int) -> None:
@@ -35,12 +35,12 @@ class Splits:
         self.first = self.of_rows("evenly", np.arange(2 * each))
 
     def of_rows(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
-        """These rows of the batch."""
+        """The split with these rows of the batch."""
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **how)
 
     def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
-        """The first split and the others.
+        """The first split and all others.
 
         Args:
           pads: Whether batches may be padded.
@@ -66,7 +66,7 @@ class Splits:
 
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
-    """The sum of each row's numbers, so that one tower may have the smaller ones."""
+    """The sum of each row's numbers, by which one tower gets the smaller rows."""
     rows, _ = without_replicated(split.rows)
     total = np.zeros(count)
     for x in jax.tree.leaves(rows, is_leaf=is_sparse):
@@ -77,7 +77,7 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
 
 
 def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
-    """The rows with other values, where they have such leaves."""
+    """Splits with changed values, for batches that have suitable leaves."""
     changes = {
         "one row on both towers": functools.partial(_with_a_row_twice, each=each),
         f"one row times {_LARGER}": _with_a_large_row,
@@ -94,7 +94,7 @@ def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
 def _with_arrays(
     batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
 ) -> PyTree | None:
-    """The batch with its arrays changed; None where ``change`` is None of each."""
+    """The batch with changed arrays; None if ``change`` returns None for each."""
     rows, held = without_replicated(batch)
     leaves, tree = jax.tree.flatten(rows, is_leaf=is_sparse)
     fixed = [is_sparse(x) or is_key(x) for x in leaves]
@@ -110,7 +110,7 @@ def _with_arrays(
 
 
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
-    """Numbers, of which the first row is so many times as large."""
+    """The numbers with the first row multiplied by a large factor."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or _is_mask(x):
         return None
     x = np.array(x)
@@ -120,7 +120,7 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
 
 
 def _with_a_row_twice(x: np.ndarray, each: int) -> np.ndarray | None:
-    """The first tower's first row on the second tower, too; numbers of rows stay."""
+    """The array with the first tower's first row on the second tower, too."""
     is_whole = jnp.issubdtype(x.dtype, jnp.integer)
     if is_whole and x.ndim == 1 and len(np.unique(x)) == len(x):
         return None
@@ -141,5 +141,5 @@ def _masked(x: np.ndarray, each: int) -> np.ndarray | None:
 
 
 def _is_mask(x: np.ndarray) -> bool:
-    """Whether an array has nothing but zeros and ones, such as a mask or weights."""
+    """Whether an array has only zeros and ones, as a mask or weights have."""
     return bool(((x == 0) | (x == 1)).all() and (x == 1).any())

@@ -1,4 +1,4 @@
-"""Run the passes of a step on so many towers of one device, for what they merge."""
+"""Run the passes of a step on several towers of one device, for what they merge."""
 
 import dataclasses
 import functools
@@ -37,40 +37,40 @@ from towerjax.types import PerTower, PyTree, Reduction, Rows
 from towerjax.types.trees import is_key, map_parts, named_leaves
 
 DRAWS = 0x45A319E6, 0xD413A7C2
-"""Two draws of every element: one that a dropout keeps, and one that it drops."""
+"""Two words to make draws from: one that dropout keeps, and one that it drops."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsToRun:
-    """Rows to run, and what all their draws are made of."""
+    """Rows to run, and the word from which all their random draws are made."""
 
     name: str
     rows: PyTree
     word: int = DRAWS[0]
-    order: np.ndarray | None = None  # which row of the batch each one is
-    shared: bool = True  # whether all towers have one key, too
-    step: int | None = None  # in place of the state's
-    moves: bool = False  # whether the parameters are others than the state's
-    is_short: bool = False  # whether the towers have padding
-    # Whether the audit made it: then the loss of one tower need not be finite.
+    order: np.ndarray | None = None  # the row of the batch that each one is
+    shared: bool = True  # whether there is a shared key of all towers
+    step: int | None = None  # used instead of the state's
+    moves: bool = False  # whether other parameters than the state's are used
+    is_short: bool = False  # whether there are padding rows
+    # Whether the audit made these rows; then the loss of one tower may be not finite.
     is_made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """What was merged: values by leaf, and the tolerance for the rounding of sums."""
+    """The merged values by leaf, and the tolerance for the rounding of sums."""
 
     values: Leaves
     rtols: dict[str, float]
 
 
 class Towers:
-    """The passes of a step on so many towers of one device.
+    """The passes of a step on ``number`` towers of one device.
 
-    Each tower function is called once a tower: micro-batches are towers in turn. Rows
-    are padded to so many that all share, at least to ``rows``. ``passes`` are others
-    than the plan's. A tower of several devices has them all, or is ``narrow``, on
-    one.
+    Each tower function is called once per tower; micro-batches count as towers. Rows
+    are padded to a number that all share evenly, at least to ``rows``. ``passes``
+    replaces the plan's passes. A tower of several devices has all of them, or with
+    ``narrow`` one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Towers:
         on_group = on_one_group(strategy, number, narrow=narrow)
         self.number = number
         self.rows = rows
-        self._effort = 0 if passes is None else 1  # without gradients it is soon there
+        self._effort = 0 if passes is None else 1  # it compiles fast without gradients
         self._placement = on_group.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
@@ -100,7 +100,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """The passes, traced once."""
+        """The traced passes; they are traced once."""
         if self.traced is None:
             with jax.default_matmul_precision("highest"):
                 self.traced = trace(self._plan, self._args(split, self.state)[0])
@@ -110,13 +110,13 @@ class Towers:
         return self.traced
 
     def __call__(self, split: RowsToRun) -> Merged:
-        """What is merged of these rows; run once."""
+        """The merged results for these rows; each split is run once."""
         if split not in self._known:
             self._known[split] = self.run(split)
         return self._known[split]
 
     def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
-        """What is merged of these rows, with other parameters where any are given."""
+        """The merged results for these rows, with other parameters if any are given."""
         self.trace(split)
         args, placed = self._args(split, self._state_for(split, params))
         with jax.default_matmul_precision("highest"):
@@ -124,7 +124,7 @@ class Towers:
         return _leaves_of(merged, placed, split.order)
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
-        """What numbers give that are rounded once more; raise where the same differ."""
+        """The results for inputs rounded once more; raise if a rerun differs."""
         if not self._was_repeated:
             refuse_random(self.run(split).values, self(split).values)
             self._was_repeated = True
@@ -138,17 +138,17 @@ class Towers:
         return near
 
     def prove(self, split: RowsToRun) -> None:
-        """Refuse what a step of so many towers refuses, and padding that counts."""
+        """Raise for what a step on these towers refuses, or if padding counts."""
         placed = self._args(split, self.state)[1]
         refuse_unread_weight(placed, self.trace(split))
 
     def _params_for(self, split: RowsToRun) -> PyTree:
-        """The parameters that a split is run with, on the host."""
+        """The parameters, on the host, with which a split is run."""
         params = jax.tree.map(copy_to_host, self.state.params)
         return _moved(params) if split.moves else params
 
     def _state_for(self, split: RowsToRun, params: PyTree) -> TrainState:
-        """The state that a split is run with; ``params`` are others, if any."""
+        """The state with which a split is run; ``params`` replaces its parameters."""
         state = self.state
         if split.step is not None:
             step = np.asarray(split.step, state.step.dtype)
@@ -175,9 +175,9 @@ def compare(
     several: Sequence[Towers],
     splits: Sequence[tuple[RowsToRun, RowsToRun]],
 ) -> Iterator[Compared]:
-    """What several towers make of the second of each pair, and one of the first.
+    """The results of one tower for the first of a pair, and of others for the second.
 
-    Rows that the audit made are left out where the loss of one tower is not finite.
+    Rows that the audit made are left out if the loss of one tower is not finite.
     """
     for alone, together in splits:
         whole = one_tower(alone)
@@ -193,7 +193,7 @@ def compare(
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
-    """The variables of the first towers, or those of one tower in the place of two."""
+    """The variables of the first towers, or for one tower the value of two as one."""
 
     def of(variable: TowerLocal) -> TowerLocal:
         def rows(x: Any) -> Any:
@@ -216,10 +216,10 @@ def _local_of(local: PyTree, number: int) -> PyTree:
 def rounded(
     tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
 ) -> PyTree:
-    """The tree with its floats changed by this part of them, to and fro.
+    """The tree with its floats changed by a relative amount, up and down in turn.
 
-    With ``only_broken`` whole numbers stay, as what a function compares with them.
-    Floats of fewer than ``least_bytes`` stay, too.
+    With ``only_broken`` whole numbers stay, because functions compare with them. Floats
+    of fewer than ``least_bytes`` stay, too.
     """
 
     def near(x: Any) -> Any:
@@ -237,7 +237,7 @@ def rounded(
 
 
 def _moved(tree: PyTree) -> PyTree:
-    """Parameters that are somewhere else, by a fifth of their size; zeros move, too."""
+    """The parameters moved at random by a fifth of their size; zeros move, too."""
     draw = np.random.default_rng(0)
 
     def elsewhere(x: Any) -> Any:
@@ -255,7 +255,7 @@ def _moved(tree: PyTree) -> PyTree:
 def _leaves_of(
     merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
 ) -> Merged:
-    """What each pass merged, by leaf name; ``Rows`` in the order of the batch."""
+    """The merged results of each pass by leaf name; ``Rows`` in the batch's order."""
     leaves = Leaves()
     rtols = dict[str, float]()
     kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
@@ -281,13 +281,13 @@ def _leaves_of(
 
 
 def _rounding_of_sums(leaf: Any) -> float:
-    """The tolerance for the rounding of what is merged, in its own dtype."""
+    """The tolerance for the rounding of a merged value, from its own dtype."""
     dtypes = {str(getattr(x, "dtype", None)) for x in jax.tree.leaves(leaf)}
     return rounding_of_dtypes(dtypes)
 
 
 def _value_of(leaf: Any) -> PyTree:
-    """The leaf as one value; None where each tower has its own."""
+    """The leaf as one value; None if each tower has its own value."""
     is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
     if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
         return None
@@ -297,7 +297,7 @@ def _value_of(leaf: Any) -> PyTree:
 
 
 def _reals(name: str, value: PyTree) -> Leaves:
-    """A value's leaves by their names, dense."""
+    """The leaves of a value by their names, as dense real arrays."""
     dense = lambda x: x.to_dense() if is_rows(x) else x  # noqa: E731
     value = jax.tree.map(dense, value, is_leaf=is_rows)
     named = named_leaves(name, value, is_leaf=lambda x: x is None)
@@ -305,7 +305,7 @@ def _reals(name: str, value: PyTree) -> Leaves:
 
 
 def as_reals(x: Any) -> np.ndarray | None:
-    """The array in 32 or 64 bits, real and imaginary parts stacked; None of a key."""
+    """The array in 32 or 64 bits, real and imaginary parts stacked; None for a key."""
     if x is None or is_key(x):
         return None
     x = np.asarray(x)

@@ -1,4 +1,4 @@
-"""Two towers and one tower of a step, and what each merges of the same rows."""
+"""`Audit`: two towers and one tower of a step, and their results for the same rows."""
 
 import copy
 import dataclasses
@@ -33,19 +33,19 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
 
-_FOLLOWS = "gradients follow from the loss, which alone was run"
+_FOLLOWS = "only the loss was run, because the gradients follow from it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepToAudit:
-    """What an audit needs of a step.
+    """The parts of a step that an audit needs.
 
     Attributes:
-      plan: Its passes.
+      plan: The plan, whose passes are run.
       strategy: Where its towers are.
       state: A state.
       batch: A batch, on the host.
-      gradients: Whether gradients are run even where they follow from the loss.
+      gradients: Whether gradients are run even if they follow from the loss.
       leaves: The names of the leaves that are judged; None judges all.
     """
 
@@ -58,20 +58,20 @@ class StepToAudit:
 
 
 class Audit:
-    """One audit, of ``each`` rows for either of two towers."""
+    """One audit, with ``each`` rows for either of two towers."""
 
     def __init__(self, step: StepToAudit, each: int, *, pads: bool) -> None:
         passes = step.plan.passes
         state = step.state
-        self.is_own = not passes.is_of_one_loss  # what merges is not of a loss alone
-        if not self.is_own:  # which reads no optimizer's state
+        self.is_own = not passes.is_of_one_loss  # whether more than a loss is merged
+        if not self.is_own:  # a loss reads no state of the optimizer
             state = dataclasses.replace(state, opt_state=())
         self.step = step
         self.each = each
         self.pads = pads
         self._state = state
         self.from_batch = Splits(step.batch, each)
-        self._passes: Passes | None = None  # others than the step's
+        self._passes: Passes | None = None  # used instead of the step's
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
         fits = lambda: too_large(state.params, 1) is None  # noqa: E731
@@ -80,17 +80,17 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **how: Any) -> Towers:
-        """So many towers of the step."""
+        """The step on this number of towers."""
         given = self.step.plan, self.step.strategy, number, self._state
         how = {"rows": 2 * self.each, "passes": self._passes} | how
         return Towers(*given, **how)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
-        """One tower; where batches may be padded, with more padding than two have."""
+        """The step on one tower; if it is padded, it has more padding than two."""
         return self.towers(1, rows=(3 if self.pads else 2) * self.each, narrow=narrow)
 
     def _trace(self) -> None:
-        """Trace both numbers of towers: the loss alone, if its gradient follows."""
+        """Trace two towers and one; only the loss, if the gradient follows from it."""
         self.one_tower, traced = self._traced_one_tower()
         if self._passes is not None and not _gradient_follows(traced):
             self._passes = None
@@ -103,18 +103,18 @@ class Audit:
         self.splits = self.from_batch.all(pads=self.pads, draws=draws)
 
     def _traced_one_tower(self) -> tuple[Towers, Traced]:
-        """One tower and its trace; on one device, where it can be."""
+        """One tower and its trace, on one device if possible."""
         if self.is_narrow:
             one_tower = self.new_tower(narrow=True)
             try:
                 return one_tower, self._traced(one_tower)
             except NotAudited:
-                self.is_narrow = False  # it may name how many devices its tower is of
+                self.is_narrow = False  # it may depend on the devices of its tower
         one_tower = self.new_tower()
         return one_tower, self._traced(one_tower)
 
     def _traced(self, towers: Towers) -> Traced:
-        """These towers, traced; `NotAudited` where the function takes no such rows."""
+        """The trace of these towers; raise `NotAudited` if the rows are rejected."""
         try:
             return towers.trace(self.from_batch.first)
         except (NotAudited, ReplicationError):
@@ -122,13 +122,15 @@ class Audit:
         except RAISED_ON_OTHER_ROWS as error:
             lines = str(error).splitlines() or [""]
             what = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
-            refused = NotAudited(f"traced for other rows and keys it raises {what}")
+            refused = NotAudited(
+                f"its function, traced for other rows and keys, raises {what}"
+            )
             for note in getattr(error, "__notes__", ()):
                 refused.add_note(note)
             raise refused from error
 
     def unpadded(self) -> "Audit":
-        """The audit of full batches alone; what two towers gave is known."""
+        """The audit of full batches alone; it reuses the results of two towers."""
         other = copy.copy(self)
         other.pads = False
         other.splits = [x for x in self.splits if not x.is_short]
@@ -136,13 +138,13 @@ class Audit:
         return other
 
     def unmasked(self) -> list[str]:
-        """What counts padded rows, since nothing in it says which ones they are."""
+        """The names of leaves that count padded rows, because nothing masks these."""
         if not self.pads:
             return []
         return self.one_tower.trace(self.from_batch.first).proof.unmasked()
 
     def run(self) -> AuditReport:
-        """The report; raises at the first split of which a leaf differs."""
+        """The report; raise at the first split for which a leaf differs."""
         reports = list[AuditReport]()
         notes = list[str]()
         for run in self.compared(self.splits):
@@ -155,17 +157,17 @@ class Audit:
         return dataclasses.replace(join_reports(reports), notes=tuple(notes))
 
     def compared(self, splits: Sequence[RowsToRun]) -> Iterator[Compared]:
-        """The splits, on two towers and on one."""
+        """The results of the splits on two towers and on one."""
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """The report of such runs; raises where a leaf differs."""
+        """The report of such runs; raise if a leaf differs."""
         return judge(runs, 2 * self.each, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """Those of the leaves that are the same of other draws, or on other towers."""
+        """The leaves that agree for other random draws, or on other towers."""
         failed = {x.split for x in findings}
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
         pairs = [(x, x) for x in splits if x.name in failed]
@@ -185,10 +187,10 @@ class Audit:
 
 
 def _gradient_follows(traced: Traced) -> bool:
-    """Whether the gradient follows from the loss, of which it is the derivative.
+    """Whether the gradient is exactly the derivative of the loss.
 
-    Not where a rule of the user's says what a derivative is, where one is left out, or
-    where a user's `shard_map` adds up what a tower's devices have.
+    It is not if a rule of the user says what a derivative is, if a `stop_gradient`
+    leaves one out, or if a user's `shard_map` adds up values of a tower's devices.
     """
     bodies = [x.towers.jaxpr for x in traced.passes]
     if any(has_own_derivatives(body) for body in bodies):
@@ -199,7 +201,7 @@ def _gradient_follows(traced: Traced) -> bool:
 
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
-    """Whether a `stop_gradient` wrote it that is not one of JAX's own functions."""
+    """Whether an equation is a user's `stop_gradient`, and not one of JAX's own."""
     if eqn.primitive.name != "stop_gradient":
         return False
     traceback = eqn.source_info.traceback
@@ -211,7 +213,7 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
-    """What to say where rounding decides most gradients, so that no more are run."""
+    """The note that rounding decides most gradients, which ends an audit; or None."""
     gradients = [x for x in report.compared if GRADIENT in x]
     decided = [x for x in report.by_rounding if GRADIENT in x]
     if 2 * len(decided) <= len(gradients):

@@ -1,1 +1,1 @@
-"""What is proved of a step: that it gives what one tower gives."""
+"""The proof that a step's results equal those of one tower."""

@@ -1,7 +1,7 @@
 """Prove a step's passes equal to those of one tower: trace them, and ask the proof.
 
-Nothing is compiled or run. Each pass is traced for several numbers of towers of one
-batch; of a loss the gradient is left out where no rule of the user's says what a
+Nothing is compiled or run. Each pass is traced for several numbers of towers on one
+batch. A loss is traced without its gradient, unless a rule of the user says what a
 derivative is.
 """
 
@@ -35,22 +35,22 @@ from towerjax.types import Reduction
 
 
 def equality_of(step: StepToProve) -> StepEquality:
-    """What is proved of all leaves that a step's passes merge, and what it took."""
+    """The results of the proof for all merged leaves of a step, and its duration."""
     start = time.perf_counter()
     leaves = tuple(equalities_of(step))
     return StepEquality(leaves, time.perf_counter() - start)
 
 
 def equalities_of(step: StepToProve) -> list[Equality]:
-    """What is proved of each leaf that a step's passes merge.
+    """The result of the proof for each leaf that a step's passes merge.
 
     Args:
       step: The step.
 
     Returns:
-      An answer for each leaf; one for the whole step where it cannot be traced for
-      other numbers of rows. What is proved with a symbol for the rows of a tower holds
-      for any number of them; else it is proved for numbers that the step may have.
+      An answer for each leaf; or one for the whole step, if the step cannot be traced
+      for other numbers of rows. A proof with a symbol for a tower's rows holds for any
+      number of rows. Otherwise it holds for numbers that the step may have.
     """
     if why := _why_not_traced(step):
         return _of_whole_step(why)
@@ -63,27 +63,30 @@ def equalities_of(step: StepToProve) -> list[Equality]:
     try:
         of_numbers = _equalities(step, of_symbol=False)
     except RAISED_ON_OTHER_ROWS as error:
-        why = f"with other rows it raises {type(error).__name__}: {error}"
+        why = (
+            "its function, traced with another number of rows, raises"
+            f" {type(error).__name__}: {error}"
+        )
         return found or _of_whole_step(why.splitlines()[0])
     proved = {x.leaf: x for x in found if x.says == "proved"}
     merged = [proved.get(x.leaf, x) for x in of_numbers]
     return merged or _of_whole_step(
-        "its towers merge nothing: each has what it returns"
+        "its towers merge nothing, because each keeps what it returns"
     )
 
 
 def _of_whole_step(why: str) -> list[Equality]:
-    """Nothing is known of any leaf."""
+    """One unknown result for all leaves of a step."""
     return [Equality(WHOLE_STEP, "unknown", why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
-    """Why nothing is traced of a step; "" if something is."""
+    """The reason why a step is not traced; "" if it is."""
     if not step.plan.passes.each:
         return "each call of it runs several steps"
     ops = step.strategy.cross_tower_ops
     if not isinstance(ops, AllReduce | PinnedTree):
-        return f"its sums over towers are those of {type(ops).__name__}"
+        return f"its sums over towers are made by {type(ops).__name__}"
     return step.plan.passes.why_not_proved
 
 
@@ -102,7 +105,7 @@ def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
 
 
 def line_of_own_devices(traced: Traced) -> str:
-    """Where a tower's own devices compute in a `shard_map`; "" if they do not."""
+    """The line of a `shard_map` over a tower's own devices; "" if there is none."""
     sites = [site for x in traced.passes for site in all_sites(x.towers.jaxpr)]
     lines = [user_line(x) for x in sites if x[0].primitive.name == "shard_map"]
     return f"at {lines[0]}" if lines else ""
@@ -127,7 +130,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
         found += [dataclasses.replace(x, leaf=prefix + x.leaf) for x in equalities]
         if number < len(traced) and any(x.says != "proved" for x in equalities):
             rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
-            why = f"what pass {number} merges is not proved"
+            why = f"the results of pass {number} are not proved"
             return found + [Equality(name, "unknown", why) for name in rest]
     return found
 
@@ -140,8 +143,8 @@ def _asked(
 
 
 _BARE = {
-    Reduction.SUM: "adds up what towers return: return a sum over a tower's rows",
-    Reduction.MEAN: "averages what towers return: return a mean over a tower's rows",
+    Reduction.SUM: "adds the towers' losses up, so return a sum over a tower's rows",
+    Reduction.MEAN: "averages the towers' losses, so return a mean over a tower's rows",
 }
 _OR_A_MEAN = (
     ", or tj.Weighted.mean(losses, tower.weight), which needs no loss_reduction."
@@ -154,7 +157,7 @@ def advice_on_bare_loss(how: Reduction) -> str:
 
 
 def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
-    """A refusal of a bare loss, with what its user said that it is."""
+    """The refutation of a bare loss, with advice on its ``loss_reduction``."""
     how = each.loss_reduction
     is_loss = equality.leaf.startswith(("loss", GRADIENT))
     if how is None or not is_loss or equality.says != "refuted":
@@ -163,13 +166,13 @@ def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
 
 
 _READ_IN_PARTS = (
-    "its value is the same, and its sum and its weight, which may be read alone, are"
-    " not: return tj.Weighted.mean(values, tower.weight)"
+    "its value is the same, but its sum and its weight, which may be read alone, are"
+    " not. Return tj.Weighted.mean(values, tower.weight)"
 )
 
 
 def _read_in_parts(plan: Plan) -> str | None:
-    """How names begin of means whose sum may be read alone; None: of no mean."""
+    """The start of the names of means whose sum may be read alone; None for none."""
     if not plan.accepts:
         return None
     return "extra" if plan.keeps_local else ""  # update_extra is given that
@@ -178,7 +181,7 @@ def _read_in_parts(plan: Plan) -> str | None:
 def _with_sums(
     found: Sequence[Equality], each: PassToProve, step: StepToProve, read: str | None
 ) -> list[Equality]:
-    """The answers, where of means so named sum and weight have to be the same, too."""
+    """The answers, which for these means need an equal sum and an equal weight, too."""
     leaves = each.outputs
     pairs = [
         (x.name, leaves[x.weight].name)
@@ -201,11 +204,11 @@ def _with_sums(
 
 
 def _why_not_walked(each: PassToProve) -> str:
-    """Why nothing can be said of a pass; "" if something can."""
+    """The reason why nothing can be said about a pass; "" if something can."""
     if not each.has_same_leaves:
-        return "towers return other leaves for another number of towers"
+        return "towers return different leaves for another number of towers"
     if each.in_micro_batches and any(_meets(x.jaxpr, each.axes) for x in each.programs):
-        return "towers meet, of the rows of one micro-batch each"
+        return "towers communicate about the rows of one micro-batch each"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What is proved of how a step depends on the split of its batch, and what is said."""
+"""The results of the proof that a step equals one tower, and their texts."""
 
 import dataclasses
 import functools
@@ -9,18 +9,18 @@ from towerjax.proof.equal.one_tower import Equality
 from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
-NO_ROWS = "step.fn has no rows where it is traced; run step.audit before"
+NO_ROWS = "step.fn is traced without rows; run step.audit before"
 WHOLE_STEP = "step"
-"""The name in place of leaves where a step cannot be traced for other rows."""
+"""The name in place of leaves if a step cannot be traced for other rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepEquality:
-    """What is proved of the leaves that a step merges.
+    """The results of the proof for the leaves that a step merges.
 
     Attributes:
-      leaves: What is said of each.
-      seconds: What the proof took.
+      leaves: The result for each leaf.
+      seconds: How long the proof took, in seconds.
     """
 
     leaves: tuple[Equality, ...]
@@ -28,14 +28,14 @@ class StepEquality:
 
     @functools.cached_property
     def unproved(self) -> dict[str, str]:
-        """Why a leaf is not proved equal to one tower, by its name."""
+        """The reason for each leaf that is not proved equal to one tower, by name."""
         return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
 
     def not_of_own_devices(self, line: str) -> "StepEquality":
-        """The same, with nothing proved where a tower's own devices compute.
+        """The same results, but with nothing proved if a tower's own devices compute.
 
-        No proof compares these devices with one; the audit does. ``line`` says where
-        they compute; with "" all stays.
+        No proof compares these devices with one device; the audit does. ``line`` is the
+        line where they compute; with "" the results stay.
         """
         if not line:
             return self
@@ -47,7 +47,7 @@ class StepEquality:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def refuse(self) -> None:
-        """Raise where a leaf is proved to depend on the split."""
+        """Raise if a leaf is proved to depend on the split."""
         refuted = [x for x in self.leaves if x.says == "refuted"]
         if refuted:
             found = [Refuted(x.leaf, x.why) for x in refuted]
@@ -55,10 +55,10 @@ class StepEquality:
             raise SplitError(found, advice)
 
     def is_open(self, leaf: str) -> bool:
-        """Whether a leaf is not proved, by the name that the audit has for it.
+        """Whether a leaf, by the name that the audit has for it, is not proved.
 
-        A loss of several terms has a leaf for each of them. With all of them its
-        gradient is proved, and without one it is not.
+        A loss of several terms has a leaf for each term. If one of them is not proved,
+        the gradient is not proved either.
         """
         unproved = [*self.unproved]
         if any(x.startswith("loss") for x in unproved):
@@ -75,10 +75,10 @@ class StepEquality:
 
 
 class NotProved(Portable, ValueError):
-    """A step was to be proved equal to one tower, and some leaves are not.
+    """A proof was asked for, but some leaves are not proved equal to one tower.
 
     Attributes:
-      unproved: Why each of these leaves is not proved, by its name.
+      unproved: The reason for each leaf that is not proved, by its name.
     """
 
     def __init__(self, unproved: Mapping[str, str], sample: str = "") -> None:
@@ -87,7 +87,7 @@ class NotProved(Portable, ValueError):
 
 
 def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
-    """One line: which leaves are not proved, since where, and what a sample said."""
+    """One line with the leaves that are not proved, why, and what a sample said."""
     leaves_of: dict[str, list[str]] = {}
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)

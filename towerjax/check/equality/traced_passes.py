@@ -1,7 +1,8 @@
-"""One tower's programs of a step's passes, for several numbers of towers.
+"""One tower's programs for a step's passes, traced for several numbers of towers.
 
-The rows of a tower are a symbol where its function can be traced so, and else numbers.
-A micro-batch counts as a tower: its program is the one that a step runs of each.
+The number of a tower's rows is a symbol if the function can be traced so, and otherwise
+a number. A micro-batch counts as a tower, because a step runs the same program for
+each.
 """
 
 import dataclasses
@@ -45,28 +46,28 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.trees import key_data, map_parts, parts_of, shapes_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
-"""Those that are compared, and besides that of the step's own towers."""
+"""The numbers that are compared, in addition to that of the step's own towers."""
 
 NOT_OF_A_SYMBOL = (
     *RAISED_ON_OTHER_ROWS,
     AttributeError,
     InconclusiveDimensionOperation,
 )
-"""What a function raises that asks for the number of its rows."""
+"""The errors that a function may raise if it asks for the number of its rows."""
 
 _PADDED_ROWS = {1: 5, 2: 3, 4: 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class StepToProve:
-    """What a proof of equality needs of a step.
+    """The parts of a step that a proof of equality needs.
 
     Attributes:
-      plan: Its passes.
+      plan: The plan, whose passes are proved.
       strategy: Where its towers are.
       state: A state, or shapes.
       batch: A batch, or shapes.
-      rows: The rows of a tower in a call.
+      rows: The number of rows of a tower in one call.
       padded: Whether batches may be padded.
     """
 
@@ -80,26 +81,26 @@ class StepToProve:
 
 @dataclasses.dataclass(frozen=True)
 class PassToProve:
-    """A pass for several numbers of towers."""
+    """A pass, traced for several numbers of towers."""
 
     programs: list[TowerProgram]
     inputs: list[Given]
     outputs: list[MergedLeaf]
     axes: list[str]
     in_micro_batches: bool  # whether a tower has several micro-batches
-    has_same_leaves: bool  # whether the leaves are the same for each number of towers
+    has_same_leaves: bool  # whether the leaves are the same for all numbers of towers
     loss_reduction: Reduction | None = None  # what a bare loss means
 
 
 class _Split(NamedTuple):
-    """How a batch is split: over so many towers, and of each into micro-batches."""
+    """A split of a batch over towers, and of a tower's rows into micro-batches."""
 
     towers: int
     micro_batches: int = 1
 
     @property
     def number(self) -> int:
-        """The number of all micro-batches."""
+        """The number of micro-batches of all towers."""
         return self.towers * self.micro_batches
 
 
@@ -108,15 +109,16 @@ def traced_passes(
 ) -> list[PassToProve]:
     """Each pass, traced for each number of towers.
 
-    The first three are for `NUMBERS_OF_TOWERS`, a fourth for the step's own towers.
+    The first three traces are for `NUMBERS_OF_TOWERS`, a fourth for the step's own
+    number.
 
     Args:
       step: The step.
-      passes: Its passes.
+      passes: The passes to trace.
       of_symbol: Whether the number of a tower's rows is a symbol.
 
     Returns:
-      One for each pass that merges anything.
+      A `PassToProve` for each pass that merges anything.
 
     Raises:
       Exception: One of ``NOT_OF_A_SYMBOL``; a tower function raised it.
@@ -146,16 +148,16 @@ def traced_passes(
 
 
 def _symbol_for(step: StepToProve) -> Any:
-    """The rows of a tower, whatever number they are."""
+    """The number of a tower's rows as a symbol."""
     [rows] = jax.export.symbolic_shape("n")
     return rows * step.strategy.placement.row_shards
 
 
 def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int:
-    """The rows of one of so many towers.
+    """The number of rows of one tower, for one split of several.
 
-    With padding they are in no proportion to the numbers of towers, so that nothing
-    that counts them is taken for a power of that number.
+    With padding, the numbers of rows are not proportional to the numbers of towers, so
+    that a count of rows is never taken for a power of the number of towers.
     """
     number = split.number
     each = max(step.rows, 2)
@@ -168,10 +170,10 @@ def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int
 def _trace_passes(
     passes: Passes, step: StepToProve, split: _Split, rows: Any, in_micro_batches: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """What a `PassToProve` has of one split, of each pass, one after another.
+    """The parts of a `PassToProve` for one split, pass after pass.
 
-    It is a program, its inputs, its outputs, the names of the axes, and what a bare
-    loss means.
+    They are a program, its inputs, its outputs, the names of the axes, and the meaning
+    of a bare loss.
     """
     number = split.towers
 
@@ -220,7 +222,7 @@ def _trace_passes(
 def _trace_tower(
     pass_: Pass, args: tuple[PyTree, ...], in_micro_batches: bool
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The program of one tower, and the `Returned` that it gives, as shapes.
+    """The program of one tower, and the `Returned` values that it gives, as shapes.
 
     With ``in_micro_batches`` it is that of one micro-batch, and takes its number.
     """
@@ -249,7 +251,7 @@ def _trace_tower(
 def _inputs_of(
     step: StepToProve, pass_: Pass, own: PyTree, replicated: PyTree
 ) -> list[Given]:
-    """What each input of a tower's program is, but what a pass before it merged.
+    """The kinds of the inputs of a tower's program, without results of earlier passes.
 
     An evaluation reads the mean of the towers' variables, which is what one tower has.
     """
@@ -267,10 +269,11 @@ def _inputs_of(
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
-    """For each tower-local variable that a tower returns, the input that it becomes.
+    """The input that each tower-local variable, which a tower returns, becomes.
 
-    None where a tower starts with another value than the others; empty unless the step
-    is a train step that is not extended, the next variables of which are these.
+    It is None if one tower starts with another value than the others. The list is empty
+    unless the step is a train step that is not extended, whose next variables these
+    are.
     """
     if not step.plan.keeps_local:
         return []
@@ -281,7 +284,7 @@ def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None
 
 
 def _is_one_for_all(value: Any) -> bool:
-    """Whether all towers have the same; of shapes it is taken to be so."""
+    """Whether all towers have the same value; for shapes this is assumed."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return True
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -303,18 +306,18 @@ _MERGES = {
 }
 
 
-_REPLICATED = ADDED, SHOWN, SAME, ROWS  # what is the same however the batch is split
+_REPLICATED = ADDED, SHOWN, SAME, ROWS  # values that do not depend on the split
 
 
 def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
-    """The leaves of what a tower returns, in the order of its program's results."""
+    """The leaves that a tower returns, in the order of its program's results."""
     becomes = iter(variables)
     is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
     leaves: list[MergedLeaf] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
         first = key_name(path[0]) if path else "result"
         root = GRADIENT if first == "grads" else first
-        # The type of what holds the gradients is no part of their names.
+        # The type that holds the gradients is not part of their names.
         is_held = root == GRADIENT and path[1:2] and path[1] in _HELD_IN
         name = root + jax.tree_util.keystr(path[2 if is_held else 1 :])
         if isinstance(x, PerTower):
@@ -333,7 +336,7 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
 
 def _gradients_as_means(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
     """The leaves, with sums of gradients divided by the weight of their loss."""
-    # Of several losses the gradients stand in their order.
+    # The gradients of several losses have the order of the losses.
     weights = {
         x.name.replace(loss, GRADIENT, 1): x.weight
         for x in leaves
@@ -353,10 +356,10 @@ def _gradients_as_means(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]
 def _leaves_of_returned(
     name: str, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
-    """The leaves of one value, with what those of means and of tables belong to."""
+    """The leaves of one value, with the weights of means and the indices of tables."""
     is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
     leaves: list[MergedLeaf] = []
-    if getattr(value, "counts_towers", False):  # which depends on them by design
+    if getattr(value, "counts_towers", False):  # it depends on towers by design
         merge = Merge.PER_TOWER
     if isinstance(value, Sum | Rows):
         value = value.value
@@ -387,7 +390,7 @@ def _leaves_of_returned(
 
 
 def _merges_of_state(state: PyTree) -> list[Merge]:
-    """How a metric state merges each of its leaves; empty where it is not known."""
+    """How a metric state merges each of its leaves; empty if that is not known."""
     number = len(jax.tree.leaves(state))
     merge = lambda one, other: one.merge(other)  # noqa: E731
     jaxpr = jax.make_jaxpr(merge)(state, state).jaxpr
@@ -406,7 +409,7 @@ _BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 
 
 def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
-    """The shapes of what a tower's results are merged to, for the next pass."""
+    """The shapes of the merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:
         if x.how in (*_REPLICATED, MERGED) and x.how is not ROWS:
@@ -425,10 +428,10 @@ def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
 
 
 def _kinds_given_later(tree: PyTree) -> PyTree:
-    """What a tower's results are to the next pass, once they are merged."""
+    """The kinds of the merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:
-        # Of a table the rows are in the towers' order, which depends on the split.
+        # The rows of a table are in the towers' order, which depends on the split.
         kind = Given.REPLICATED if x.how in _REPLICATED else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 

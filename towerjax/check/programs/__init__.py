@@ -1,1 +1,1 @@
-"""Any JAX program: whether it gives the same on each device and on any number."""
+"""Checks that a JAX program gives the same results on any number of devices."""

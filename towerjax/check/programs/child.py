@@ -30,13 +30,13 @@ _ANOTHER = (
 
 
 class Ran(NamedTuple):
-    """What a program gave in a process of its own.
+    """The results of a program in a process of its own.
 
     Attributes:
-      seen: What its calls gave.
-      reading: What its trace says.
+      seen: The results of its calls.
+      reading: What its trace shows.
       is_program: Whether ``make`` returned a program, and not results.
-      digest: What tells its trace from another; "" if there is none.
+      digest: A text that tells its trace from another one; "" if there is none.
     """
 
     seen: Seen
@@ -46,14 +46,14 @@ class Ran(NamedTuple):
 
 
 def run_program(named: NamedFunction, devices: int) -> Ran:
-    """Make, run and trace a program; in a process of its own."""
+    """The results of a program that is made, run and traced in this process."""
     program, is_program = _made(find_function(named, devices), devices)
     seen = program.run()
     read = read_program(program)
     used = seen.devices | read.devices | _devices_in_use()
     with _told():
         refuse_others(jax.devices(), used, FORM, "Use all of jax.devices()")
-    # Devices are of this process alone.
+    # Devices cannot be sent to another process.
     return Ran(
         seen._replace(devices=frozenset()),
         read._replace(devices=frozenset()),
@@ -63,7 +63,7 @@ def run_program(named: NamedFunction, devices: int) -> Ran:
 
 
 def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen]:
-    """Runs of its arguments, and of those rounded again; in a process of its own."""
+    """Runs of the program's arguments, and of arguments that are rounded again."""
     make = find_function(named, devices)
     program, _ = _made(make, devices)
     first = program.run()
@@ -79,11 +79,11 @@ def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen
 def prove_program(
     named: NamedFunction, digests: Mapping[int, str]
 ) -> tuple[ProgramReport | None, str]:
-    """What `proved_on` says of a program; in a process of its own.
+    """The result of `proved_on` for a program that is made and traced in this process.
 
-    There it is made and traced for each number of devices in turn, each time by a JAX
-    that has so many and by modules that are imported anew. Nothing is said of another
-    program than that of each number's own process, by ``digests``.
+    The program is made for each number of devices in turn, each time with a JAX that
+    has so many devices and with modules that are imported anew. Nothing is proved if a
+    trace is not the one of that number's own process, of which ``digests`` tells.
     """
     programs = dict[int, UserProgram]()
     for number, digest in digests.items():
@@ -98,23 +98,26 @@ def prove_program(
 
 
 def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
-    """The program, and whether ``make`` returned one, or else what it results in."""
+    """The program, and whether ``make`` returned it.
+
+    If ``make`` returns something else, the program is one that returns that.
+    """
     gave = make()
     with _told():
         if jax.device_count() != devices:
             raise ValueError(
-                f"{FORM} ran with {jax.device_count()} devices in place of {devices}:"
-                " the program asks JAX for them when it is imported, and uses them"
-                " there. Leave jax_num_cpu_devices to the check."
+                f"{FORM} ran with {jax.device_count()} devices instead of {devices},"
+                " because the program starts JAX's devices while it is imported. Leave"
+                " jax_num_cpu_devices to the check."
             )
         match gave:
             case (fn, tuple() | list()) if callable(fn):
                 return UserProgram(FORM, gave), True
         if not any(isinstance(x, NUMBER_TYPES) for x in flatten(gave)[0]):
             raise ValueError(
-                f"{FORM} must return (fn, args), a function and the tuple of its"
-                " arguments, or what is to be compared, such as the state at the end,"
-                f" and returned {types_of(gave)}."
+                f"{FORM} returned {types_of(gave)}, but must return (fn, args), a"
+                " function and the tuple of its arguments, or the values to compare,"
+                " such as the final state."
             )
 
     def finished() -> Any:
@@ -124,7 +127,7 @@ def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
 
 
 def _devices_in_use() -> frozenset[Device]:
-    """Those that hold arrays, and those that compiled programs are for."""
+    """The devices that hold arrays, and those for which programs were compiled."""
     found = {x for array in jax.live_arrays() for x in array.sharding.device_set}
     for program in jax.devices()[0].client.live_executables():
         found.update(program.local_devices())
@@ -133,7 +136,7 @@ def _devices_in_use() -> frozenset[Device]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """A ``ValueError`` of ours is raised where the process was started."""
+    """A context whose ``ValueError`` is raised where the process was started."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Compare what runs of a program gave, leaf by leaf, with the first of them."""
+"""Compare the results of several runs of a program, leaf by leaf, with the first."""
 
 import dataclasses
 import functools
@@ -27,42 +27,42 @@ from towerjax.types.options import check_number
 from towerjax.types.refusals import listed
 
 _TIMES = (
-    "as many times as much as there are devices: a sum of what is a mean, or of what is"
-    " the same on all (with check_vma=True jax.grad adds up over devices by itself)."
+    "multiplied by the number of devices: a mean, or a value that is the same on all"
+    " devices, is added up (with check_vma=True jax.grad adds up over devices by"
+    " itself)."
 )
-_OVER = "its share on one device: a mean of what is to be added up."
+_OVER = "divided by the number of devices: a value that must be added up is averaged."
 _FACTORS = {
-    2: "in proportion to {of}^2.",
-    1: "in proportion to {of}: a sum of what is a mean, or no division.",
-    -1: "in proportion to 1/{of}: divided once too often, or a mean of what is to be"
-    " added up.",
-    -2: "in proportion to 1/{of}^2.",
+    2: "proportional to {of}^2.",
+    1: "proportional to {of}: a mean is added up, or a division is missing.",
+    -1: "proportional to 1/{of}: it is divided once too often, or a value that must be"
+    " added up is averaged.",
+    -2: "proportional to 1/{of}^2.",
 }
 _ONE_CALL = (
-    "one call was compared, since no argument comes back as a result, and nothing was"
-    " changed in place: a wrong factor of a gradient, which an optimizer's first step"
-    " may hide, as Adam's does, would not be seen. Return the new state."
+    "only one call was compared, because no argument comes back as a result and nothing"
+    " was changed in place. So a wrong factor of a gradient, which the first step of an"
+    " optimizer such as Adam may hide, would not be seen. Return the new state."
 )
 _SCALARS = (
-    "nothing but scalars was compared: parameters and gradients were not seen. Return"
-    " them, too."
+    "only scalars were compared, and no parameters or gradients. Return them, too."
 )
-_KEYS = "not compared: each device has a key of its own"
-_DIFFER = "devices return different values, whose {} is that of one device"
+_KEYS = "not compared, because each device has a key of its own"
+_DIFFER = "devices return different values, whose {} is the value of one device"
 _HOST = (np.mean, _DIFFER.format("mean")), (np.sum, _DIFFER.format("sum"))
 _UNREAD = (
-    "The program cannot be traced, so its lines were not read; where it computes in 16"
-    " bits, say rtol=0.06 (--rtol 0.06)."
+    "The program cannot be traced, so its lines were not read. If it computes in 16"
+    " bits, write rtol=0.06 (--rtol 0.06)."
 )
 _NO_ARGUMENTS = (
-    "The program has no arguments that are arrays, so what rounding changes was not"
-    " measured: where it trains for many steps, say rtol= (--rtol)."
+    "The program has no arguments that are arrays, so the effect of rounding was not"
+    " measured. If it trains for many steps, give rtol= (--rtol)."
 )
-DEVICES = "devices"  # the number that is said of places, and not by its name
+DEVICES = "devices"  # a number of places, not of a setting
 
 
 def check_rtol(rtol: float | None) -> None:
-    """Raise unless it is a tolerance, or None."""
+    """Raise unless ``rtol`` is a tolerance, or None."""
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
 
@@ -74,14 +74,14 @@ def compare_runs(
     rtol: float | None,
     of: str = DEVICES,
 ) -> AuditReport:
-    """The report of runs that give the same as the first; raise if one does not.
+    """The report of runs that agree with the first run; raise if one does not.
 
     Args:
-      runs: What the program gave for each number; the others are compared with the
-        first.
-      reads: What its traces say, of those numbers that were traced.
-      again: ``rounding -> runs``, the first one with arguments that are rounded so.
-      rtol: The tolerance; None is that of what is computed.
+      runs: The program's results for each number; all are compared with the first.
+      reads: The readings of its traces, for the numbers that were traced.
+      again: A function ``rounding -> runs`` that repeats the first run with rounded
+        arguments.
+      rtol: The tolerance; None takes it from the dtypes that are computed.
       of: The name of the number.
     """
     [(at_first, first), *others] = runs.items()
@@ -120,7 +120,7 @@ def compare_runs(
             raise SplitError(findings, reasons) from None
     if not reports:
         raise NotAudited(
-            "there is nothing to compare: no result has numbers that are finite, and"
+            "there is nothing to compare, because no result has finite numbers and"
             " nothing was changed in place. Return the new state from fn"
         )
     hows = sorted(differing, key=lambda how: how == _KEYS)
@@ -131,7 +131,7 @@ def compare_runs(
 
 
 def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
-    """What was not seen."""
+    """Notes on what was not seen."""
     values = [run.calls[0][name].numbers for name in report.compared]
     if all(x is not None and x.size == 1 for x in values):
         yield _SCALARS
@@ -147,17 +147,17 @@ def runs_nearby(
     anew: Callable[[], UserProgram],
     rounding: float,
 ) -> list[Seen]:
-    """Runs of arguments that are rounded once more, each way.
+    """Runs of the program with arguments that are rounded once more, up and down.
 
-    The program is made anew for each where it changes what it holds. Raise if the same
-    arguments gave something else.
+    If the program changes what it holds, it is made again for each run. Raise if a run
+    with the same arguments gives different results.
     """
     is_anew = first.is_changed or not program.is_plain
     if not is_anew:
         try:
             refuse_other_run(program.run(), first)
         except NotAudited:
-            is_anew = True  # it may hold what nobody sees, as a generator
+            is_anew = True  # it may hold hidden state, such as a generator
     if is_anew:
         refuse_other_run(anew().run(), first)
     by = rounding / 8 if rounding > 1e-4 else 2.0**-23
@@ -166,12 +166,12 @@ def runs_nearby(
 
 
 def refuse_other_run(again: Seen, first: Seen) -> None:
-    """Raise unless a run of the same arguments gave the same in its first call."""
+    """Raise unless a run on the same arguments gave the same in its first call."""
     refuse_random(_given_by(again, 0, first), _given_by(first, 0, first))
 
 
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
-    """What a call gave, of what the first run's gave."""
+    """The results of a call for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
     none = Value(None, is_state=False, is_key=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
@@ -184,13 +184,16 @@ def _pairs(
     rtol: float,
     differing: dict[str, dict[str, None]],
 ) -> dict[str, tuple[Any, Any]]:
-    """What a run and the first one gave, each in one shape, by name.
+    """The results of a run and of the first run, in equal shapes, by name.
 
-    What differs from device to device is added to ``differing``.
+    Results that differ from device to device are added to ``differing``.
     """
     others = sorted(got.keys() ^ want.keys())
     if names := [name for name in others if name.startswith("result")]:
-        raise ValueError(f"{named} results differ: {listed(names)}.")
+        raise ValueError(
+            f"{named} the program returns different results: {listed(names)}. Return"
+            " the same for each number."
+        )
     pairs: dict[str, tuple[Any, Any]] = dict.fromkeys(others, (None, None))
     for name in [name for name in want if name in got]:
         *pair, how = _as_compared(got[name], want[name], rtol)
@@ -201,10 +204,10 @@ def _pairs(
 
 
 def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
-    """Both in one shape, and what of the first was taken where devices differ.
+    """Both values in one shape, and how the first was reduced if devices differ.
 
-    Rows that `jax.pmap` has split are joined. A state is as many copies. Of what else
-    each device returns, the host may take the mean, or the sum.
+    Rows that `jax.pmap` has split are joined. A state is compared as copies. Of other
+    values that each device returns, the host may take the mean or the sum.
     """
     x = got.numbers
     y = want.numbers
@@ -236,7 +239,7 @@ def _reasons(
     of: str,
     has_arguments: bool,
 ) -> Iterator[str]:
-    """What the numbers say, and the lines that are the cause, or near it."""
+    """Reasons for the differences: factors, and lines that are the cause or near it."""
     texts = {1: _TIMES, -1: _OVER}
     if of != DEVICES:
         texts = {power: text.format(of=of) for power, text in _FACTORS.items()}
@@ -256,13 +259,10 @@ def _reasons(
 
 
 def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
-    """The lines whose factors are others for another number."""
+    """The lines whose factors depend on the number."""
     factors = [dict.fromkeys(x.factors) for x in reads]
     several = {x: None for some in factors for x in some}
     changing = [x for x in several if not all(x in some for some in factors)]
     lines = dict.fromkeys(f"{line} ({how})" for line, how, _ in changing)
     if lines:
-        yield (
-            f"What is multiplied or divided by depends on {of} at"
-            f" {'; '.join([*lines][:3])}."
-        )
+        yield (f"A factor or divisor depends on {of} at {'; '.join([*lines][:3])}.")

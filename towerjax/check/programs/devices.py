@@ -12,21 +12,21 @@ FORM_OF_MAKE = "make(devices)"
 
 
 _OF_A_LIST = (
-    "Make its mesh of the devices that it is given, each time anew,"
+    "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
 )
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """The different numbers of devices, of which 1 is the first; checked."""
+    """The different numbers of devices; raise unless the first is 1."""
     given = list(dict.fromkeys(check_wholes("devices", numbers)))
-    wrong = f"devices={numbers!r} must be 1 and other numbers"
+    wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = given[0] == 1 and len(given) > 1
     if at_most is None and not is_plain:
         raise ValueError(f"{wrong}.")
     if at_most is not None and not (is_plain and max(given) <= at_most):
         raise ValueError(
-            f"{wrong}, of at most {at_most} devices. On CPUs say"
+            f"{wrong}, and there are only {at_most} devices. On CPUs write"
             f' jax.config.update("jax_num_cpu_devices", {max(given)}) before JAX is'
             " used."
         )
@@ -34,7 +34,7 @@ def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[in
 
 
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
-    """The devices to give to ``make``, by their number; 1 is the first."""
+    """The list of devices to give to ``make``, for each number of devices."""
     given = check_numbers(numbers, len(jax.devices()))
     return {number: jax.devices()[:number] for number in given}
 
@@ -45,21 +45,21 @@ def refuse_others(
     named: str = "make({} devices)",
     remedy: str = _OF_A_LIST,
 ) -> None:
-    """Raise unless a program uses the devices that it was given, and all of them.
+    """Raise unless a program uses exactly the devices that it was given.
 
-    Those of another platform hold what is kept on the host. ``named`` and ``remedy``
-    are of the error.
+    Devices of another platform hold values that are kept on the host. ``named`` and
+    ``remedy`` are parts of the error.
     """
     used = frozenset(x for x in used if x.platform == given[0].platform)
     if used == {*given} or (len(given) == 1 and not used):
         return
-    told = "says nowhere on which devices it runs"
+    told = "does not say on which devices it runs"
     if used:
         names = ", ".join(sorted(map(canonical_device_name, used)))
         devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
         told = f"runs on {devices}, {names}, as its arguments, results and meshes say"
     raise ValueError(
-        f"{named.format(len(given))} {told}. {remedy}, and return an array that is on"
+        f"{named.format(len(given))} {told}. {remedy}, and return an array that lies on"
         " them."
     )
 
@@ -67,7 +67,7 @@ def refuse_others(
 def use_what_is_given(
     programs: Mapping[int, UserProgram], lists: Mapping[int, Sequence[Device]]
 ) -> bool:
-    """Whether programs say, without a run, that they use the devices of their lists."""
+    """Whether programs, without a run, are known to use the devices of their lists."""
     try:
         for number, program in programs.items():
             refuse_others(lists[number], program.devices_named())

@@ -1,7 +1,7 @@
-"""Prove of any JAX program that what it returns does not depend on its devices.
+"""Prove that the results of any JAX program do not depend on its number of devices.
 
-A program is traced for several numbers of devices, and each two traces are walked side
-by side: see `towerjax.proof.equal`. Nothing is compiled or run.
+The program is traced for several numbers of devices, and each two traces are walked
+side by side; see `towerjax.proof.equal`. Nothing is compiled or run.
 """
 
 import itertools
@@ -30,19 +30,20 @@ from towerjax.types.trees import key_data, named_leaves
 
 _SUMS = "psum", "psum_invariant"
 _SUM_OF_EQUALS = (
-    "what is the same on all devices is added up at {}. Leave the sum out, or say"
-    " jax.lax.pmean"
+    "a value that is the same on all devices is added up at {}. Leave the sum out, or"
+    " write jax.lax.pmean"
 )
 _DIVIDED_BY_OWN = (
-    "each device divides by what it has of its own, such as its number of rows, at {},"
-    " and the quotients are added up. Say jax.lax.pmean, or divide by that of all"
+    "each device divides by a number of its own, such as its number of rows, at {}, and"
+    " the quotients are added up. Write jax.lax.pmean, or divide by the number of all"
+    " devices"
 )
 _DIVIDED_BY_ALL = (
-    "a sum over devices is divided by their number at {}. Say jax.lax.psum in place of"
-    " jax.lax.pmean, or divide by a number that is one for any number of devices"
+    "a sum over devices is divided by their number at {}. Write jax.lax.psum in place"
+    " of jax.lax.pmean, or divide by a number that does not depend on the devices"
 )
 _BY_A_NUMBER = (
-    "a number that depends on the number of devices is used at {}. Write one that does"
+    "a number that depends on the number of devices is used at {}. Use one that does"
     " not"
 )
 _BY_JAX = (
@@ -50,20 +51,21 @@ _BY_JAX = (
     " jax.lax.pmean of the loss)"
 )
 _QUOTIENTS = (
-    "each device divides by a sum over its own rows at {}. Add both up by jax.lax.psum,"
-    " and divide then"
+    "each device divides by a sum over its own rows at {}. Add both up with"
+    " jax.lax.psum, and divide afterwards"
 )
 _A_DEVICE = "tower.id", "axis_index"
 
 
 class MadeProgram(NamedTuple):
-    """A program for some number of devices.
+    """A program that was made for some number of devices.
 
     Attributes:
       traced: Its trace.
       args: The arguments that it was traced with.
-      unseen: What it changes in place that the trace does not follow, by name.
-      splits_draws: What it draws by the number of shards.
+      unseen: The names of values that it changes in place and that the trace does not
+        follow.
+      splits_draws: Its random draws that depend on the number of shards.
     """
 
     traced: TracedProgram
@@ -76,10 +78,10 @@ def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
     """Whether each result is the same for all of these numbers of devices.
 
     Args:
-      programs: The program for each number of devices, of the same global arguments.
+      programs: The program for each number of devices, with the same global arguments.
 
     Returns:
-      An answer for each result that is a number, the worst of all pairs.
+      The proof's answer for each numeric result, the worst of all pairs.
     """
     found = list[Equality]()
     ordered = sorted(programs.items())
@@ -89,7 +91,7 @@ def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
 
 
 def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
-    """The answers for two numbers of devices."""
+    """The proof's answers for two numbers of devices."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
@@ -105,7 +107,7 @@ def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
 
 
 def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
-    """Raise where two programs do not take and give the same, or do more than that."""
+    """Raise if two programs differ in arguments or results, or have side effects."""
     results = [[name for name, _ in _named_results(x)] for x in (first, second)]
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
@@ -118,21 +120,21 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
             raise ProgramsDifferError("it takes a Ref, which it may write")
         if each.unseen:
             raise ProgramsDifferError(
-                f"it changes {listed(each.unseen)} in place, which the proof"
-                " does not follow"
+                f"it changes {listed(each.unseen)} in place, which the proof does not"
+                " follow"
             )
         numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
         if numbers:
             raise ProgramsDifferError(
-                f"{listed(numbers)} comes back as a result, and is a number of Python,"
-                " and only this value of it is seen: give an array"
+                f"{listed(numbers)} comes back as a result but is a Python number, of"
+                " which the trace has only one value. Pass an array"
             )
         for told in each.splits_draws:
             raise ProgramsDifferError(told)
 
 
 def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
-    """What a program returns, and changes in place, with names."""
+    """The values that a program returns or changes in place, with their names."""
     returned = named_leaves("result", program.traced.out, is_iterator)
     return [*returned, *program.traced.changed.items()]
 
@@ -149,7 +151,7 @@ def _is_python_number(x: Any) -> bool:
 
 
 def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str]]:
-    """What is said of each result, and why."""
+    """The proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
@@ -172,8 +174,8 @@ def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
-    """What an argument is around the maps: the same, or what each device has."""
-    told = f"{name} is another array for another number of devices"
+    """The kind of an argument: the same for all, or stacked for the devices."""
+    told = f"{name} is a different array for another number of devices"
     unknown = Known(Kind.UNKNOWN, why=told)
     try:
         walk.sizes.axes(first, second)
@@ -195,7 +197,7 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
         found = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
         if found.kind is Kind.UNKNOWN or not are_copies:
-            return Known(Kind.UNKNOWN, why=f"each device is given another {name}")
+            return Known(Kind.UNKNOWN, why=f"each device is given a different {name}")
         return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
@@ -204,14 +206,14 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
 
 
 def _any_value(found: Known) -> Known:
-    """An argument may have other values in another call, so none is known."""
+    """The kind without its value, because another call may have another value."""
     return copy() if found.kind is Kind.ZERO else copy(found.power)
 
 
 def _said_of_result(
     sizes: Sizes, value: Known, first: Any, second: Any
 ) -> tuple[str, str]:
-    """What is said of a result, and why."""
+    """The proof's result for one returned value, and why."""
     if value.kind is Kind.UNKNOWN:
         return "unknown", value.why
     own_rows, stacked = sizes.axes(first, second)
@@ -251,7 +253,7 @@ def _told_of_power(power: Any, cause: Cause | None) -> str:
 
 
 def _told_of_unknown(why: str, cause: Cause | None) -> str:
-    """Why a result is unknown, with the cause where it is a wrong number."""
+    """The reason why a result is unknown, with the cause if it is a wrong number."""
     if cause is None:
         return why
     if cause.value is not None:
@@ -265,7 +267,7 @@ def _line_of(cause: Cause) -> str:
 
 
 def _of_devices(why: str) -> str:
-    """A reason in the words of a program of devices."""
+    """The reason, worded for devices in place of towers."""
     text, at, line = why.rpartition(", at ")
     text, line = (text, line) if at else (line, "")
     text = text.replace(*_A_DEVICE)

@@ -1,4 +1,4 @@
-"""What a program changes in place: of its arguments, and of what its function holds."""
+"""What a program changes in place: its arguments, and what its function holds."""
 
 import functools
 import hashlib
@@ -16,15 +16,16 @@ from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.jaxprs.equation import is_library
 from towerjax.types.trees import is_deleted
 
-_WHOLE = type | types.ModuleType | str | bytes  # is not looked into
-_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # whose objects wrap a function, at most
+_WHOLE = type | types.ModuleType | str | bytes  # their contents are not searched
+_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # their objects wrap at most a function
 _FN = "fn"
 
 
 class Held:
-    """What a program holds before it runs, by name: arrays, numbers and Refs.
+    """The arrays, numbers and Refs that a program holds before it runs, by name.
 
-    What is traced has ``no_refs``: to read one would be of the program.
+    While tracing, ``no_refs`` leaves Refs out, because reading one would be part of the
+    program.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class Held:
                 yield name, x
 
     def changed(self) -> dict[str, Any]:
-        """The values that are others than before, by name."""
+        """The values that differ from before, by name."""
         now = dict(self._held())
         kept = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in kept}
 
     def gone(self) -> list[str]:
-        """The names of what is no longer there."""
+        """The names of values that are no longer there."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
     def was_given(self, name: str) -> bool:
-        """Whether a value was one that the trace of the program was given."""
+        """Whether a value is one that the trace of the program was given."""
         return isinstance(self._before.get(name, (None,))[0], Tracer)
 
     def _is_kept(self, name: str, x: Any) -> bool:
@@ -64,12 +65,12 @@ class Held:
 
 
 class Watched:
-    """A function that is traced, and what it changes in place.
+    """A function that is traced, and the values that it changes in place.
 
     Attributes:
       new: The new values of arrays that the trace was given, by name.
-      unseen: The names of what else it changes, whose old value is a constant of the
-        trace.
+      unseen: The names of other values that it changes, whose old value is a constant
+        of the trace.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -78,7 +79,7 @@ class Watched:
         self.unseen: list[str] = []
 
     def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
-        """What it returns, and the new values."""
+        """The function's result, and the new values."""
         held = Held(self._fn, args, no_refs=True)
         structure = jax.tree.structure(args)
         out = self._fn(*args)
@@ -91,7 +92,7 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """What tells whether a value was written; an array of JAX never is."""
+    """A fingerprint of a value that can be written; None for JAX's arrays."""
     if isinstance(x, jax.Array):
         return None
     x = _read_now(x)
@@ -120,12 +121,12 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 names.add(name)
                 yield name, x
         elif id(x) not in seen and not isinstance(x, _WHOLE):
-            seen[id(x)] = x  # which keeps it, and with it its id
+            seen[id(x)] = x  # keep the object, so that its id stays unique
             todo += [(name + key, part) for key, part in _held_in(name, x)][::-1]
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """What an object holds, with what its name adds to its own."""
+    """The values that an object holds, with the suffix of their names."""
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__), ("", x.__func__)]
     if isinstance(x, functools.partial):
@@ -135,7 +136,7 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         parts = [(f".{key}", _content_of(cell)) for key, cell in cells]
         return [*parts, ("", vars(x).get("__wrapped__"))]
-    if isinstance(x, dict):  # whose keys JAX may not sort
+    if isinstance(x, dict):  # JAX may not be able to sort its keys
         return [(f"[{key!r:.60}]", part) for key, part in x.items()]
     is_leaf = functools.partial(operator.is_not, x)
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
@@ -144,13 +145,13 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
     own = getattr(x, "__dict__", {})
     if type(x).__module__.partition(".")[0] in _ARRAYS_OWN:
         return [("", own.get("__wrapped__"))]
-    # What libraries keep in a function, as caches, may well depend on the devices.
+    # Values that libraries keep in a function, such as caches, may depend on devices.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
     return [] if is_kept else [(f".{key}", part) for key, part in own.items()]
 
 
 def _content_of(cell: types.CellType) -> Any:
-    """What a function closes over; None where that is not yet defined."""
+    """The value of a closure's cell; None if it is not yet defined."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -1,6 +1,6 @@
-"""Call a function in a process of its own, whose JAX has so many devices of the CPU.
+"""Call a function in a process of its own, whose JAX has a given number of CPU devices.
 
-What it returns comes by a file. What it prints is passed on, line by line.
+A file carries the result. Printed lines are passed on one by one.
 """
 
 import collections
@@ -25,8 +25,8 @@ from towerjax.jaxprs.equation import is_library
 from towerjax.mesh.devices import want_cpu_devices
 from towerjax.types.boundary import api_boundary
 
-_FORCED = r"--xla_force_host_platform_device_count=\S*"  # by flags, before JAX 0.5
-_LAST = 12  # lines of what a process printed that died
+_FORCED = r"--xla_force_host_platform_device_count=\S*"  # by a flag, before JAX 0.5
+_LAST = 12  # the number of printed lines of a dead process to show
 _MAIN = "__main__"
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
@@ -35,7 +35,7 @@ _BEGIN = (
 
 
 class NamedFunction(NamedTuple):
-    """Where another process finds a function."""
+    """The place where another process finds a function."""
 
     module: str
     name: str
@@ -55,7 +55,7 @@ class ProgramDied(RuntimeError):
 
 
 class ToldError(Exception):
-    """What is raised in a process, and is to be raised where it was started."""
+    """An error of a process, which is raised again where the process was started."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -63,7 +63,7 @@ class ToldError(Exception):
 
 
 def name_function(form: str, fn: Callable[..., Any]) -> NamedFunction:
-    """Where another process finds a function; raise if it cannot."""
+    """The place where another process finds a function; raise if it cannot."""
     plain = inspect.unwrap(fn)
     module = getattr(fn, "__module__", None) or ""
     name = getattr(fn, "__qualname__", "")
@@ -71,16 +71,15 @@ def name_function(form: str, fn: Callable[..., Any]) -> NamedFunction:
     file = code.co_filename if code else ""
     if not (module and re.fullmatch(r"\w+(\.\w+)*", name) and os.path.isfile(file)):
         raise ValueError(
-            f"{form} takes no argument, so it is called in processes of its own, which"
-            f" import it by its name, and this is {fn!r:.200}. Define it by def at the"
-            " top of a file. Or let it take a list of devices of this process,"
-            " make(devices)."
+            f"{form} takes no argument, so other processes must import it by its name,"
+            f" but this is {fn!r:.200}. Define it with def at the top level of a file."
+            " Or let it take a list of devices of this process, make(devices)."
         )
     return NamedFunction(module, name, os.path.abspath(file))
 
 
 def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
-    """Import a function, and have JAX make the devices, whatever its file asks for."""
+    """The imported function; JAX makes the devices, whatever its file asks for."""
     if _is_found(named):
         module = importlib.import_module(named.module)
     else:
@@ -144,18 +143,18 @@ def call_in_process(
     *args: Any,
     is_shown: bool = True,
 ) -> Any:
-    """What a function returns in a process of its own.
+    """The result of a function that is called in a process of its own.
 
     Args:
-      label: What is called, in words of errors; and before each line that it prints.
-      devices: How many devices of the CPU its JAX has.
-      run: A function at the top of a module of towerjax.
-      *args: What it is called with; they are pickled.
+      label: The name of the call in errors, and before each line that it prints.
+      devices: The number of CPU devices of its JAX.
+      run: A function at the top level of a module of towerjax.
+      *args: Its arguments, which are pickled.
       is_shown: Whether what it prints is shown.
 
     Raises:
-      ProgramDied: The process ended without a result; with its last line.
-      Exception: What the function raised as a `ToldError`.
+      ProgramDied: The process ended without a result. The error has its last lines.
+      Exception: The error that the function raised as a `ToldError`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -172,9 +171,9 @@ def call_in_process(
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """The variables of a process whose JAX has so many devices.
+    """The environment of a process whose JAX has this number of devices.
 
-    Sets have one order in all processes, so that a program is the same text.
+    Sets have one order in all processes, so that a program has the same text in each.
     """
     variables = dict(os.environ)
     flags = re.sub(_FORCED, "", variables.get("XLA_FLAGS", ""))
@@ -231,7 +230,7 @@ def _told_of_death(label: str, code: int, last: list[str]) -> str:
 
 @api_boundary
 def answer(folder: str) -> None:
-    """In the process: call what the folder names, and write what it gives."""
+    """Call the function that the folder names, and write its result there."""
     place = pathlib.Path(folder)
     run, args = pickle.loads((place / "call").read_bytes())
     try:

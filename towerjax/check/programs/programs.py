@@ -1,4 +1,4 @@
-"""Prove of any JAX program that what its maps call the same on all devices is so."""
+"""Prove that results which a program's maps call the same are so on all devices."""
 
 import dataclasses
 import itertools
@@ -39,14 +39,17 @@ from towerjax.types.trees import key_data, named_leaves
 _ARRAYS: Any = ARRAY_TYPES | jax.ShapeDtypeStruct
 
 _NO_MAP = (
-    "no shard_map and no pmap: under jax.jit, shardings are of one global program, and"
-    " XLA keeps its meaning on any number of devices."
+    "no shard_map and no pmap: under jax.jit there is one global program, whose meaning"
+    " XLA keeps on any number of devices."
 )
 _ASK_FOR_MANY = (
-    " Whether it is the same program on each, prove(make, devices=(1, 2, 4)) says."
+    " Use prove(make, devices=(1, 2, 4)) to prove that it is the same program on each"
+    " number."
 )
-NOT_THE_SAME = "Devices do not have what the program says that they have:"
-DEPENDS = "What the program returns depends on the number of devices:"
+NOT_THE_SAME = (
+    "Devices have different values where the program says that they are the same:"
+)
+DEPENDS = "Results of the program depend on the number of devices:"
 _OF_EQUALS = {
     "added up": "as many times as there are devices, at ",
     "averaged": "and stays what it is (with check_vma=True jax.grad adds up over"
@@ -56,18 +59,19 @@ _OF_EQUALS = {
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What `prove` found in a program.
+    """The findings of `prove` in a program.
 
     Attributes:
-      maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many of
-        its results it calls the same, all of which are, and how many it splits.
-      notes: Sums and means of what is the same on all devices, and copies of a state
-        that do not stay the same: which may be meant; draws by rbg, and ``ppermute``
-        over axes in another order than the mesh's: which are not portable.
-      unread: Code that no jaxpr shows, whose results may differ.
-      same: The number of results that were proved the same, over all maps and axes.
-      copies: How many leaves of such a state stay the same on all devices.
-      equal: Of a program for several numbers of devices, whether each result is the
+      maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many
+        results it declares the same (which is proved), and how many it splits.
+      notes: Things that may be mistakes: sums and means of values that are the same on
+        all devices, and copies of a state that do not stay the same. And things that
+        are not portable: draws by rbg, and ``ppermute`` over axes in another order than
+        the mesh's.
+      unread: Code that no jaxpr shows, so that its results may differ.
+      same: The number of results that are proved the same, over all maps and axes.
+      copies: The number of leaves of a state that stay the same on all devices.
+      equal: For a program for several numbers of devices, whether each result is the
         same as on one.
     """
 
@@ -80,7 +84,7 @@ class ProgramReport:
 
     @property
     def unproved(self) -> dict[str, str]:
-        """Why it is not proved of a result that it is the same as on one device."""
+        """The reason for each result that is not proved the same as on one device."""
         return {x.leaf: x.why for x in self.equal if x.says != "proved"}
 
     def __str__(self) -> str:
@@ -91,7 +95,7 @@ class ProgramReport:
         return "\n".join([*(self.maps or without), *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """The second answer: how many results, and which are not."""
+        """Lines on how many results are the same as on one device, and which not."""
         if self.equal:
             number = sum(x.says == "proved" for x in self.equal)
             yield f"the same as on one device: {number} of {len(self.equal)} results"
@@ -111,31 +115,31 @@ def prove(
     devices: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> ProgramReport:
-    """Prove that what a program's maps over devices call the same is the same.
+    """Prove that results which a program's maps call the same are the same on devices.
 
-    The program is traced and not run. Of each `jax.shard_map` and `jax.pmap` in it, at
-    any depth, each manual axis of more than one device is analysed, as a step's towers
-    are, whatever ``check_vma`` says. Of a state that `jax.pmap` is given as one copy a
-    device, and returns so, it notes what does not stay a copy.
+    The program is traced and not run. Each `jax.shard_map` and `jax.pmap` in it is
+    analysed, at any depth, along each manual axis of more than one device, whatever
+    ``check_vma`` says. If `jax.pmap` is given a state as one copy per device, and
+    returns it so, the report notes leaves that do not stay copies.
 
-    With ``devices`` it is also proved of each result that it is the same as on one
-    device, for all values of the arguments, up to rounding. What is not proved is in
-    the report's ``unproved``; `same_on_devices` compares its numbers.
+    With ``devices`` each result is also proved to be the same as on one device, for all
+    values of the arguments, up to rounding. The report's ``unproved`` has the results
+    that are not proved; `same_on_devices` compares their numbers.
 
     Args:
-      fn: Any JAX function, jitted or not; with ``devices``, `same_on_devices`'s
-        ``make(devices)``, which returns ``(fn, args)``.
-      *args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
-      devices: Numbers of devices, of which the first is 1.
-      **kwargs: Arguments by name.
+      fn: Any JAX function, jitted or not. With ``devices``, a function
+        ``make(devices)`` that returns ``(fn, args)``, as for `same_on_devices`.
+      *args: The function's arguments; arrays may be `jax.ShapeDtypeStruct`.
+      devices: The numbers of devices; the first must be 1.
+      **kwargs: The function's arguments by name.
 
     Returns:
-      A `ProgramReport`; of a program without any map it says so.
+      A `ProgramReport`; it says so if the program has no map.
 
     Raises:
-      ReplicationError: What ``out_specs`` call the same differs from device to device,
-        or only some devices reach a collective; or a result is as many times what it is
-        on one device as there are devices, or another power of their number; with all
+      ReplicationError: A result that ``out_specs`` call the same differs from device to
+        device; only some devices reach a collective; or a result differs from that on
+        one device by the number of devices or a power of it. The error has all
         findings.
 
     Example:
@@ -151,8 +155,8 @@ def prove(
         return proved(trace_program(fn, args, kwargs), args)
     if args or kwargs:
         raise ValueError(
-            "prove(make, devices=...) takes no other arguments: make(devices) returns"
-            " the function and its arguments."
+            "prove(make, devices=...) takes no other arguments. Let make(devices)"
+            " return the function and its arguments."
         )
     check_function("make", fn, FORM_OF_MAKE)
     lists = lists_of_devices(devices)
@@ -168,10 +172,11 @@ def prove(
 def proved_on(
     programs: Mapping[int, UserProgram],
 ) -> tuple[ProgramReport | None, str]:
-    """What `prove` says of a program for several numbers of devices.
+    """The report of `prove` for a program on several numbers of devices.
 
     Returns:
-      A report in which nothing is refuted yet, or None and why nothing is proved.
+      A report, from which refuted results are not yet raised; or None, and why nothing
+      is proved.
     """
     made = dict[int, MadeProgram]()
     for number, program in programs.items():
@@ -185,7 +190,7 @@ def proved_on(
 
 
 def refuted_in(report: ProgramReport) -> str:
-    """The error of results that are refuted; "" where there are none."""
+    """The error text for refuted results; "" if there are none."""
     told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
     return "\n".join([DEPENDS, *told]) if told else ""
 
@@ -193,9 +198,9 @@ def refuted_in(report: ProgramReport) -> str:
 def proved(
     traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
 ) -> ProgramReport:
-    """What `prove` says of a program that was traced with these arguments.
+    """The report of `prove` on a program that was traced with these arguments.
 
-    Where ``equal`` says it of each result, a sum of what is the same is no note.
+    If ``equal`` has an answer for each result, a sum of equal values is not noted.
     """
     jaxpr = traced.jaxpr
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
@@ -209,7 +214,7 @@ def proved(
             for how, so in _OF_EQUALS.items():
                 at = "" if equal else of_equals(in_axis, how)
                 if at and (x.typed or how != "averaged"):
-                    what = f"what is the same on all is {how} {so}{at}"
+                    what = f"a value that is the same on all is {how} {so}{at}"
                     notes.append(f"{_at(x)}: {what}")
     if told:
         raise ReplicationError("\n".join([NOT_THE_SAME, *told]))
@@ -231,11 +236,11 @@ def proved(
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """What gives other numbers on other devices, or in another version of JAX."""
+    """Notes on code that gives other numbers on other devices or versions of JAX."""
     for at in _split_draws(jaxpr):
         yield (
-            f"{at}: on TPUs by the number of shards, and under vmap by that of keys."
-            " Use jax.random.key(seed, impl='threefry2x32')."
+            f"{at}: the numbers depend on TPUs on the number of shards, and under vmap"
+            " on that of keys. Use jax.random.key(seed, impl='threefry2x32')."
         )
     for site in all_sites(jaxpr):
         eqn, outer = site
@@ -247,13 +252,13 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
             if sorted(given, key=names.index) != [*given]:
                 yield (
                     f"ppermute at {at} is over {given}, in another order than the"
-                    f" mesh's {names}: JAX 0.10 counts devices in the mesh's order,"
-                    " whatever is written, and JAX 0.12 refuses it. Write the mesh's."
+                    f" mesh's {names}. JAX 0.10 counts devices in the mesh's order in"
+                    " any case, and JAX 0.12 refuses it. Write the mesh's order."
                 )
 
 
 def _split_draws(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """Where rbg draws what depends on the number of shards, or of keys."""
+    """The lines at which rbg's draws depend on the number of shards, or of keys."""
     for site in all_sites(jaxpr):
         if _draws_by_rbg(site[0], is_manual=_is_manual(_maps_around(site[1]))):
             at = user_line(site) or "a line of a library"
@@ -265,7 +270,7 @@ def _maps_around(outer: Site | None) -> list[JaxprEqn]:
 
 
 def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
-    """Whether rbg draws what the compiler may split, or of several keys at once."""
+    """Whether rbg draws numbers that the compiler may split, or from several keys."""
     if eqn.primitive.name == "rng_bit_generator":  # of a raw key
         return not is_manual
     keys: Any = eqn.invars[0].aval if eqn.invars else None
@@ -278,7 +283,7 @@ def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
 
 
 def _is_manual(maps: Sequence[JaxprEqn]) -> bool:
-    """Whether maps leave the compiler no axis over which it could split a draw."""
+    """Whether the maps leave the compiler no axis over which to split a draw."""
     axes = {axis for x in maps for axis in manual_axes(x)}
     return bool(maps) and all(
         axis in axes or size == 1 for axis, size in maps[0].params["mesh"].shape.items()
@@ -291,10 +296,10 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """What becomes of one copy a device of a state, by the names of its leaves.
+    """What becomes of a state that each device has a copy of, by leaf name.
 
-    A leaf of which devices are given different ones, as of keys, is no copy; a setting
-    may be one.
+    A leaf that differs from device to device, such as keys, is not a copy. A setting,
+    such as a learning rate, may be one.
     """
     jaxpr = traced.jaxpr
     at_result = state_places(args, traced.out)
@@ -346,7 +351,7 @@ def _is_list(out: Any) -> bool:
 
 
 def _is_setting(x: Any) -> bool:
-    """Whether it is a scalar or a key for each device, such as a learning rate."""
+    """Whether an array has a scalar or a key per device, such as a learning rate."""
     is_given = not isinstance(x, jax.ShapeDtypeStruct)
     return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 

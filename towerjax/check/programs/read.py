@@ -1,4 +1,4 @@
-"""What the trace of a program says, in plain values that another process can send."""
+"""The findings in a program's trace, as plain values that another process can send."""
 
 import hashlib
 import re
@@ -21,12 +21,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Reading(NamedTuple):
-    """What a trace says.
+    """The findings in a trace.
 
     Attributes:
-      why: Why there is none; "" if there is one.
-      rounding: The tolerance for what it computes.
-      devices: Those of its meshes.
+      why: The reason why there is no trace; "" if there is one.
+      rounding: The tolerance for the dtypes that it computes.
+      devices: The devices of its meshes.
       communicates: The lines at which devices communicate, and how.
       factors: ``(line, primitive, number)`` of each product and quotient by a number.
     """
@@ -39,7 +39,7 @@ class Reading(NamedTuple):
 
 
 def read_program(program: UserProgram) -> Reading:
-    """What the trace of a program says."""
+    """The findings in the trace of a program."""
     traced, why = program.trace()
     if traced is None:
         return Reading(why)
@@ -72,7 +72,7 @@ def _factors(jaxpr: ClosedJaxpr) -> tuple[tuple[str, str, complex], ...]:
 
 
 def _factor(eqn: JaxprEqn) -> complex | None:
-    """The number by which an equation multiplies or divides; None: by no constant."""
+    """The constant by which an equation multiplies or divides; None if it has none."""
     values: list[Any] = [x.val for x in eqn.invars if isinstance(x, Literal)]
     return next((complex(x) for x in values), None)
 

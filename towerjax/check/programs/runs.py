@@ -1,4 +1,4 @@
-"""Run a program that somebody has made: what it gives, call by call, and where."""
+"""Run a program that somebody has made: its results, call by call, and its devices."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,26 +24,26 @@ from towerjax.types import PyTree
 from towerjax.types.refusals import types_of
 from towerjax.types.trees import is_deleted, is_key, key_data, named_leaves
 
-CALLS = 3  # of a program that returns its state, or changes it in place
+CALLS = 3  # for a program that returns its state, or changes it in place
 _KEY_WORDS = 2, 4  # of a raw key
 
 
 class Value(NamedTuple):
-    """A leaf of what a call gave."""
+    """One leaf of a call's results."""
 
-    numbers: np.ndarray | None  # None: it has none
-    is_state: bool  # an argument comes back so, or it is changed in place
+    numbers: np.ndarray | None  # None if it has none
+    is_state: bool  # it replaces an argument, or is changed in place
     is_key: bool
 
 
 class Seen(NamedTuple):
-    """What the calls of a program gave, and what it used."""
+    """The results of a program's calls, and the devices and dtypes that it used."""
 
     calls: tuple[dict[str, Value], ...]
     devices: frozenset[Device]  # of arguments and results
     dtypes: frozenset[str]  # of arguments and results
-    is_changed: bool  # something, in place
-    has_arguments: bool  # that are arrays
+    is_changed: bool  # whether it changes something in place
+    has_arguments: bool  # whether any argument is an array
 
 
 class _Call(NamedTuple):
@@ -55,9 +55,9 @@ class _Call(NamedTuple):
 
 
 class UserProgram:
-    """What a user's ``make`` returned: a function and its arguments.
+    """The function and its arguments that a user's ``make`` returned.
 
-    It is run first and then traced, after which what it holds may be tracers.
+    It is run first and traced afterwards, because after a trace it may hold tracers.
     """
 
     def __init__(self, form: str, made: Any) -> None:
@@ -67,8 +67,8 @@ class UserProgram:
                 self.args = tuple(args)
             case _:
                 raise ValueError(
-                    f"{form} must return (fn, args), a function and the tuple of its"
-                    f" arguments, and returned {types_of(made)}."
+                    f"{form} returned {types_of(made)}, but must return (fn, args), a"
+                    " function and the tuple of its arguments."
                 )
         leaves, self._treedef = flatten(self.args)
         arrays = [id(x) for x in leaves if isinstance(x, ARRAY_TYPES)]
@@ -76,9 +76,9 @@ class UserProgram:
         self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]
         self._given = self._treedef.unflatten(self._leaves)
         self._is_new = True
-        self.traced_args = self.args  # with which it was traced
+        self.traced_args = self.args  # the arguments that it was traced with
         self._trace: tuple[TracedProgram | None, str] | None = None
-        self.unseen: tuple[str, ...] = ()  # what it changes that no trace follows
+        self.unseen: tuple[str, ...] = ()  # changes that no trace follows
 
     @property
     def is_plain(self) -> bool:
@@ -88,9 +88,9 @@ class UserProgram:
         )
 
     def run(self, by: float = 0.0) -> Seen:
-        """Call it; of arguments that are rounded, where ``by`` says.
+        """The results of its calls; with ``by`` the arguments are rounded.
 
-        The first run is of the arguments themselves, which may hold one another.
+        The first run uses the arguments themselves, which may share arrays.
         """
         args = self.args if self._is_new and not by else self._copies(by)
         self._is_new = False
@@ -115,7 +115,7 @@ class UserProgram:
         for _ in range(CALLS):
             try:
                 out = self.fn(*args)
-            except StopIteration:  # of an iterator that holds the rows of one call
+            except StopIteration:  # an iterator may hold the rows of one call
                 if not calls:
                     raise
                 break
@@ -129,13 +129,13 @@ class UserProgram:
         return calls
 
     def release(self) -> None:
-        """Let go of what its arguments hold on devices: it is not run again."""
+        """Release the arguments' memory on devices; the program is not run again."""
         self.args = self.traced_args = ()
         self._leaves = [_let_go(x) for x in self._leaves]
         self._given = self._treedef.unflatten(self._leaves)
 
     def trace(self) -> tuple[TracedProgram | None, str]:
-        """The traced program, or why it cannot be traced."""
+        """The traced program, or None and why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
         if self._trace is None:
@@ -153,10 +153,10 @@ class UserProgram:
         return self._trace
 
     def _traced_with(self, args: tuple[Any, ...]) -> tuple[TracedProgram | None, str]:
-        """The trace with these arguments, and what it changes in place."""
+        """The trace with these arguments, with the values that it changes in place."""
         watched = Watched(self.fn)
         traced, why = trace_or_say_why(watched, args)
-        # Where arguments hold one another, those of a trace are copies apart.
+        # If arguments share arrays, a trace has separate copies of them.
         new = watched.new if self._is_shared else ()
         if traced is None:
             return None, why
@@ -168,10 +168,10 @@ class UserProgram:
     def _with_numbers_as_arrays(
         self, traced: TracedProgram | None, kinds: Any
     ) -> tuple[Any, ...] | None:
-        """The arguments with Python's numbers as arrays; None: there are none.
+        """The arguments with Python numbers as arrays; None if there are none.
 
-        Those of a state are others in the next call, so they are no constants; of other
-        arguments those of these kinds.
+        Numbers of a state change in the next call, so they are never constants. Of
+        other arguments only numbers of these kinds become arrays.
         """
         places = {} if traced is None else state_places(self.args, traced.out)
         copies = self._copies()
@@ -187,12 +187,12 @@ class UserProgram:
         return None if is_same else tuple(args)
 
     def devices_named(self) -> frozenset[Device]:
-        """The devices that its arguments lie on, and those that its trace names."""
+        """The devices of its arguments, and those that its trace names."""
         laid = [x for x in self._leaves if isinstance(x, jax.Array) and x.committed]
         return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
     def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
-        """The arguments as they were, arrays and containers anew."""
+        """Copies of the arguments as they were, with new arrays and containers."""
         leaves = [
             _near(x, by) if isinstance(x, ARRAY_TYPES) else x for x in self._leaves
         ]
@@ -201,9 +201,9 @@ class UserProgram:
     def _after(
         self, args: Sequence[Any], out: PyTree, places: dict[int, int | None]
     ) -> list[Any]:
-        """The arguments of the next call: a state that was returned, the others again.
+        """The arguments of the next call: the returned state, and the others again.
 
-        What was donated is a copy.
+        Arguments that were donated are replaced by copies.
         """
         copies = self._copies()
         again = list[Any]()
@@ -219,13 +219,13 @@ class UserProgram:
 
 
 def _as_array(x: Any, kinds: Any) -> Any:
-    """A number of Python as an array, which JAX takes as the number's own type."""
+    """A Python number as an array of the type that JAX gives it."""
     is_python = isinstance(x, kinds) and not isinstance(x, ARRAY_TYPES)
     return jnp.asarray(x) if is_python else x
 
 
 def _let_go(x: Any) -> Any:
-    """The shape of an array, in its place."""
+    """The shape of an array, in its place; other values stay."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed
@@ -234,14 +234,14 @@ def _let_go(x: Any) -> Any:
 
 
 def _near(x: Any, by: float) -> Any:
-    """A copy, rounded by this part of it and placed as it was."""
+    """A copy of an array, rounded by a relative amount and placed as it was."""
     changed = rounded(x, by, only_broken=True) if by else x
     is_placed = isinstance(x, jax.Array) and changed is not x
     return jax.device_put(changed, x.sharding) if is_placed else x.copy()
 
 
 def _given_as(old: Any, new: Any) -> Any:
-    """A new value of a state, placed as the old one was given."""
+    """A new value of a state, placed as the old value was."""
     if not isinstance(old, NUMBER_TYPES):
         return old
     if isinstance(old, jax.Array) and old.committed:
@@ -258,7 +258,7 @@ def _given_as(old: Any, new: Any) -> Any:
 def _values(
     out: PyTree, places: dict[int, int | None], changed: dict[str, Any]
 ) -> dict[str, Value]:
-    """The leaves of what a call returned, and of what it changed in place."""
+    """The leaves that a call returned or changed in place, by name."""
     states = ["result" if at is None else f"result[{at}]" for at in places.values()]
     named = {name: (x, False) for name, x in named_leaves("result", out, is_iterator)}
     for name in named:
@@ -287,5 +287,5 @@ def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:
 
 
 def meshes_of_trace(traced: TracedProgram | None) -> frozenset[Device]:
-    """The devices of the meshes in a program; none of one that cannot be traced."""
+    """The devices of the meshes in a program; none if it cannot be traced."""
     return frozenset(devices_in(traced.jaxpr)) if traced else frozenset()

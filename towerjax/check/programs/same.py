@@ -1,4 +1,4 @@
-"""Compare what a program gives for several values of what must not matter."""
+"""Compare a program's results for several values of a number that must not matter."""
 
 import functools
 import inspect
@@ -48,40 +48,41 @@ def same_on_devices(
     *,
     rtol: float | None = None,
 ) -> AuditReport:
-    """Raise if what a program gives depends on the number of devices.
+    """Raise if a program's results depend on the number of devices.
 
-    The program is made and run as it is, once for each number. Its results are compared
-    leaf by leaf with those on one device, as an audit compares: whole where they are
-    split over devices, each copy where `jax.pmap` returns one of each device. What it
-    changes in place is compared, too: of its arguments, and of what the function holds.
+    The program is made and run once for each number. Its results are compared leaf by
+    leaf with those on one device. Results that are split over devices are compared as
+    whole arrays; if `jax.pmap` returns a copy per device, each copy is compared. Values
+    that the program changes in place, in its arguments or in its function, are
+    compared, too. If a result is an argument's new state, or something is changed in
+    place, the program is called three times.
 
-    Where a result is an argument's new state, or something is changed in place, it is
-    called three times.
-
-    A ``make`` without arguments is called in a process of its own for each number,
-    whose JAX has that many devices of the CPU: ``jax.devices()``, ``jax.set_mesh`` and
-    a trainer's own ``main`` work as they are. What it prints goes to stderr.
+    A ``make`` without arguments is called in a new process for each number, whose JAX
+    has that many CPU devices. So ``jax.devices()``, ``jax.set_mesh`` and a trainer's
+    own ``main`` work unchanged. What it prints goes to stderr.
 
     Args:
-      make: ``devices -> (fn, args)``, where ``devices`` is a list of ``jax.Device``, of
-        which the program uses all, and no other: ``jax.sharding.Mesh(devices, "i")``.
-        Arguments are the same global ones each time. ``fn`` may be of ``jit``,
-        ``shard_map``, ``pmap`` or Python, and it may donate. Or ``make()``, at the top
-        of a file, which returns ``(fn, args)``, or what is to be compared, such as the
-        state after a training.
-      devices: The numbers of devices; the first is 1.
+      make: A function ``devices -> (fn, args)`` of a list of ``jax.Device``. The
+        program must use exactly these devices, as in ``jax.sharding.Mesh(devices,
+        "i")``. The global arguments are the same each time. ``fn`` may use ``jit``,
+        ``shard_map``, ``pmap`` or plain Python, and may donate. Or a function
+        ``make()`` at the top level of a file, which returns ``(fn, args)`` or the
+        values to compare, such as the state after training.
+      devices: The numbers of devices; the first must be 1.
       rtol: As for `assert_replicates`.
 
     Returns:
-      An `AuditReport`. Its notes say what could not be seen, and which results differ
-      from device to device, with the mean or the sum of one device.
+      An `AuditReport`. Its notes name what could not be seen, and results that differ
+      from device to device but have the mean or the sum of one device.
 
     Raises:
-      SplitError: A leaf depends on it: with both numbers, their factor where it is the
-        number of devices or one over it, and the lines that communicate.
-      ValueError: There are not so many devices, or the program uses others; it gives
+      SplitError: A leaf depends on the number of devices. The error has both values,
+        their factor if it is the number of devices or its inverse, and the lines that
+        communicate.
+      ValueError: There are too few devices; or the program uses other devices, gives
         nothing to compare, or is not deterministic.
-      ProgramDied: A process of ``make()`` ended without a result; with its last line.
+      ProgramDied: A process of ``make()`` ended without a result. The error has its
+        last lines.
 
     Example:
       >>> import jax, numpy as np
@@ -116,25 +117,25 @@ def same_for(
     rtol: float | None = None,
     **numbers: Sequence[int],
 ) -> AuditReport:
-    """Raise if what a program gives depends on a number that must not matter.
+    """Raise if a program's results depend on a number that must not matter.
 
-    Such as the number of micro-batches, of workers, or of steps in one call. The
-    program is made and run once for each, and compared with the first, as
-    `same_on_devices` does it for devices.
+    Examples are the number of micro-batches, of workers, or of steps in one call. The
+    program is made and run once for each value and compared with the first, as
+    `same_on_devices` does for devices.
 
     Args:
-      make: ``number -> (fn, args)``, of the same arguments each time.
+      make: A function ``number -> (fn, args)``, with the same arguments each time.
       rtol: As for `assert_replicates`.
-      **numbers: The number's name and two or more values of it, whole and >= 1, such as
-        ``micro_batches=(1, 2, 4)``. ``devices=`` is `same_on_devices`.
+      **numbers: The name of the number with two or more values, whole and >= 1, such as
+        ``micro_batches=(1, 2, 4)``. With ``devices=`` it is `same_on_devices`.
 
     Returns:
       An `AuditReport`.
 
     Raises:
-      SplitError: A leaf depends on it: with both values, their factor where it is the
-        number or one over it, and the lines that use the number.
-      ValueError: There is not one number, or not two values of it; the program gives
+      SplitError: A leaf depends on the number. The error has both values, their factor
+        if it is the number or its inverse, and the lines that use the number.
+      ValueError: There is not exactly one number with two values; or the program gives
         nothing to compare, or is not deterministic.
 
     Example:
@@ -149,9 +150,9 @@ def same_for(
     """
     if len(numbers) != 1:
         raise ValueError(
-            "same_for takes one number by its name, and got"
-            f" {listed([*numbers]) or 'none'}. Write"
-            " same_for(make, micro_batches=(1, 2, 4))."
+            "same_for needs one number by its name, but got"
+            f" {listed([*numbers]) or 'none'}. Write same_for(make, micro_batches=(1,"
+            " 2, 4))."
         )
     [(of, values)] = numbers.items()
     if of == DEVICES:
@@ -173,9 +174,9 @@ def _compare_made(
     rtol: float | None,
     refuse: Callable[[int, frozenset[Device]], None] | None = None,
 ) -> AuditReport:
-    """Make, run and trace a program for each number, and compare.
+    """Make, run and trace a program for each number, and compare the results.
 
-    ``refuse(number, devices)`` raises where a program used others.
+    ``refuse(number, devices)`` raises if a program used other devices.
     """
     check_rtol(rtol)
     first, *others = numbers
@@ -186,7 +187,7 @@ def _compare_made(
         runs[number] = program.run()
         if number != first and of == DEVICES:
             program.release()
-    # What a trace leaves behind would disturb a run.
+    # Tracing comes after all runs, which it could disturb.
     traced = others if of == DEVICES else (first, *others)
     reads = {number: read_program(programs[number]) for number in traced}
     if refuse is not None:
@@ -211,7 +212,7 @@ def takes_nothing(make: Any) -> bool:
 
 
 def run_in_processes(named: NamedFunction, numbers: Sequence[int]) -> dict[int, Ran]:
-    """What a program gave in a process for each number of devices."""
+    """The results of a program in a new process for each number of devices."""
     return {
         number: call_in_process(_label(number), number, run_program, named, number)
         for number in numbers
@@ -221,7 +222,7 @@ def run_in_processes(named: NamedFunction, numbers: Sequence[int]) -> dict[int, 
 def prove_in_process(
     named: NamedFunction, ran: Mapping[int, Ran]
 ) -> tuple[ProgramReport | None, str]:
-    """What is proved of a program that ran, or None and why nothing is.
+    """The report of `prove` for a program that ran; or None, and why there is none.
 
     Raises:
       ReplicationError: As `prove`.

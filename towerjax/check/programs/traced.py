@@ -1,4 +1,4 @@
-"""Trace any JAX program: its jaxpr, its results, its devices, the state it returns."""
+"""Trace any JAX program: its jaxpr, results, devices, and the state it returns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,13 +21,13 @@ _NUMBERS: Any = NUMBER_TYPES | jax.ShapeDtypeStruct
 
 
 class TracedProgram(NamedTuple):
-    """A program that was traced.
+    """A traced program.
 
     Attributes:
-      jaxpr: Its jaxpr.
-      out: What it returns, as shapes.
-      changed: What it changes in place of its arguments, by name, as shapes: results of
-        the jaxpr after those that it returns.
+      jaxpr: The program's jaxpr.
+      out: The program's results, as shapes.
+      changed: The shapes of arguments that it changes in place, by name. In the jaxpr
+        they are results after those that it returns.
     """
 
     jaxpr: ClosedJaxpr
@@ -36,7 +36,7 @@ class TracedProgram(NamedTuple):
 
 
 def is_iterator(x: Any) -> bool:
-    """Whether JAX is to be told that it is a leaf."""
+    """Whether ``x`` is an iterator, which JAX must treat as a leaf."""
     return isinstance(x, Iterator)
 
 
@@ -46,7 +46,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
-    """The arrays among arguments, or their shapes, which a traced program is given."""
+    """The arrays, or shapes, among the arguments, which a traced program is given."""
     leaves = named_leaves("args", tuple(args), is_iterator)
     return {name: x for name, x in leaves if isinstance(x, _SHAPED)}
 
@@ -54,10 +54,10 @@ def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
 def trace_program(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
 ) -> TracedProgram:
-    """Trace a program.
+    """The trace of a program with these arguments.
 
-    Leaves of arguments that are no arrays are constants, as of static arguments. A
-    result that is no number is returned as it is, and is 0 in the jaxpr.
+    Leaves of arguments that are not arrays are constants, as static arguments are. A
+    result that is not a number is returned unchanged, and is 0 in the jaxpr.
     """
     leaves, treedef = flatten((tuple(args), kwargs))
     at = [i for i, x in enumerate(leaves) if isinstance(x, _SHAPED)]
@@ -83,7 +83,7 @@ def trace_program(
 def trace_or_say_why(
     fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[TracedProgram | None, str]:
-    """Trace a program that has run; or why it cannot be, whatever it raises then."""
+    """The trace of a program that has run; or None, and why it cannot be traced."""
     try:
         return trace_program(fn, args, {}), ""
     except Exception as error:
@@ -103,10 +103,10 @@ def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
 
 
 def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
-    """Which arguments are a state that is returned, and as which result.
+    """The arguments that are a returned state, and the places of their results.
 
-    A state is an argument whose tree, shapes and dtypes a result has; None: as all of
-    them. A lone array comes back at its own place.
+    An argument is a state if a result has its tree, shapes and dtypes. The place is
+    None if the state is the whole result. A lone array must come back at its own place.
     """
     is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
     kinds = [_kind([x]) for x in ([out] if is_one else out)]

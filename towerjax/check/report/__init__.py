@@ -1,1 +1,1 @@
-"""What the compiler made of a step."""
+"""Reports on a step's compiled program."""

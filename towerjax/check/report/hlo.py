@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """How many bytes; a ``pred`` has one, a ``token`` none."""
+        """The size in bytes; a ``pred`` has one byte per element, a ``token`` none."""
         bits = re.match(r"[a-z]+?(\d+)", self.dtype)
         width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
         return -(-math.prod(self.dims) * width // 8)
@@ -45,13 +45,13 @@ class Operation:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # the results': several for a tuple
+    shapes: tuple[Shape, ...]  # of the results; several for a tuple
     operands: tuple[str, ...]  # names; a parameter's number, or a constant's value
     inputs: tuple[Shape, ...]  # the operands' shapes, tuples spread
     attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
-        """Computation that the operation runs or reduces by -> attribute."""
+        """The computations that the operation runs, with their attributes."""
         if self.opcode.endswith(("-done", "-update")):
             return {}  # the -start operation named them
         return {
@@ -62,14 +62,14 @@ class Operation:
 
     @property
     def trips(self) -> int | None:
-        """The trips of a ``while``, if the compiler knows them."""
+        """The number of trips of a ``while``, if the compiler knows it."""
         count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(count[1]) if count else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program's text, taken apart."""
+    """A compiled program's text, parsed."""
 
     header: str  # its first line
     computations: dict[str, dict[str, Operation]]  # operations in order
@@ -86,7 +86,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """A compiled program's text, taken apart."""
+    """The parsed text of a compiled program."""
     header, *lines = text.splitlines()
     computations: dict[str, dict[str, Operation]] = {}
     within = ""
@@ -115,7 +115,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
-    """The tables at the head of the text, joined; empty where there are none."""
+    """The tables at the head of the text, joined; empty if there are none."""
 
     def table(name: str, row: str) -> list[Any]:
         block = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
@@ -137,17 +137,17 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """One collective that the compiler left, as one device sees it in one call."""
+    """One collective of the compiled program, as one device sees it in one call."""
 
     opcode: str  # such as "all-reduce"
-    bytes: int  # of its operands, each time
-    sent: int  # each time, if it travels round a ring: ring_bytes
-    dtypes: tuple[str, ...]  # of the operands, each once
+    bytes: int  # of its operands, per execution
+    sent: int  # per execution, if it runs as a ring; see ring_bytes
+    dtypes: tuple[str, ...]  # of the operands, without repetition
     num_devices: int  # in a group
-    trips: int  # how often in a call; 1 in a loop of unknown trips
+    trips: int  # executions per call; 1 in a loop of unknown trips
     trips_known: bool
     start: int  # its place in the schedule: working operations before it
-    end: int  # start, plus the working operations that run while it is under way
+    end: int  # start, plus the working operations that run at the same time
     length: int  # working operations in its computation
     beside: int  # bytes read and written between start and end: what hides it
     line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
@@ -164,7 +164,7 @@ class CompiledCollective:
 
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
-    """Bytes that each of ``n`` devices sends if a collective runs as a ring.
+    """The bytes that each of ``n`` devices sends if a collective runs as a ring.
 
     ``2 b (n - 1) / n`` for an all-reduce of ``b`` bytes, ``b (n - 1) / n`` for a
     reduce-scatter or all-to-all, ``b (n - 1)`` for an all-gather, else ``b``.
@@ -184,7 +184,7 @@ def collectives_of(
     known: bool = True,
     when: tuple[Any, ...] | None = None,
 ) -> Iterator[CompiledCollective]:
-    """Every collective of the program, in the order of its text from the entry on."""
+    """The collectives of the program, in the order of its text from the entry on."""
     there = list(module.computations[computation or module.entry].values())
     for op in there:
         opcode = op.opcode.removesuffix("-start")
@@ -224,7 +224,7 @@ def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
 
 
 def _group_size(module: Module, op: Operation) -> int:
-    """The devices of a group: HLO writes a list of groups, a grid, or mesh axes."""
+    """The number of devices of a group, written as lists, a grid, or mesh axes."""
     text = op.attributes
     if groups := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
         return len(groups[1].split(","))
@@ -239,7 +239,7 @@ def _group_size(module: Module, op: Operation) -> int:
 
 
 def _source_line(module: Module, op: Operation) -> str:
-    """The innermost line of user code below the step, else the innermost of all."""
+    """The innermost line of user code below the step, or else the innermost line."""
     stack = list(module.stack(op))
     for file, line, function in stack:
         if file == _WHERE_STEPS_ARE_MADE:

@@ -40,7 +40,7 @@ _IN_STATE = re.compile(r"(?:state|kept)(?:\['|\.)(\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over calls, each awaited before the next."""
+    """Medians over calls, each of which is awaited before the next."""
 
     calls: int
     dispatch_s: float  # until the call returns: the host's time
@@ -50,7 +50,7 @@ class Timing:
 def time_calls(
     call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
 ) -> Timing:
-    """Time ``calls`` calls, after one that does not count."""
+    """The times of ``calls`` calls, after one call that does not count."""
     dispatched = []
     done = []
     for _ in range(calls + 1):
@@ -64,7 +64,7 @@ def time_calls(
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that one device holds while the program runs, by the compiler's plan."""
+    """The bytes that one device holds while the program runs, as the compiler plans."""
 
     by_kind: dict[str, int]  # "parameters", "batch", ..., "temporaries"; together all
     arguments: int  # that the program reads
@@ -80,16 +80,17 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport(Shown):
-    """What a compiled step does, on each device, in one call; printed, two tables.
+    """A report on one call of a compiled step on each device; it prints as two tables.
 
     Attributes:
-      collectives: What is sent, how often, by which line, and what runs beside it.
-      flops: By XLA's ``cost_analysis``, in which a loop counts once; None where its
+      collectives: The collectives: their bytes, how often they run, their lines, and
+        what runs beside.
+      flops: The FLOPs by XLA's ``cost_analysis``, which counts a loop once; None if the
         compiler does not say.
-      unproved: Why a merged leaf is not proved equal to one tower, by its name.
-      counted: The arithmetic of one call on all devices together, loops by their trips,
-        counted in the program before it is compiled.
-      peak_flops: FLOP/s that these devices can do together; None if not known.
+      unproved: The reason for each merged leaf that is not proved equal to one tower.
+      counted: The arithmetic of one call on all devices together, counted in the
+        program before it is compiled, with all trips of loops.
+      peak_flops: The peak FLOP/s of these devices together; None if not known.
     """
 
     towers: int
@@ -107,23 +108,23 @@ class StepReport(Shown):
 
     @property
     def flops_per_second(self) -> float | None:
-        """The model's FLOP/s, of all devices together; None if nothing was timed."""
+        """The model's FLOP/s on all devices together; None if nothing was timed."""
         return self.timing and self.counted.products / self.timing.step_s
 
     @property
     def mfu(self) -> float | None:
-        """Which part of the peak that is (model FLOPs utilization); None if unknown."""
+        """The share of the peak FLOP/s (model FLOPs utilization); None if unknown."""
         rate = self.flops_per_second
         peak = self.peak_flops
         return None if rate is None or peak is None else rate / peak
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that each device sends in one call, if collectives run as rings."""
+        """The bytes that each device sends in one call, if collectives run as rings."""
         return sum(x.sent * x.trips for x in self.collectives)
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown."""
+        """The two tables that are shown."""
         memory = self.memory
         timing = self.timing
         rows = {kind: in_bytes(size) for kind, size in memory.by_kind.items()}
@@ -160,12 +161,13 @@ class StepReport(Shown):
 def report_of(
     fn: Callable[..., PyTree], args: Sequence[PyTree], strategy: Mirrored | OneDevice
 ) -> StepReport:
-    """What the compiler makes of a function of your own on a strategy's devices.
+    """The report on your own jitted function, compiled for a strategy's devices.
 
     Args:
       fn: A function under ``jax.jit``, on devices of ``strategy.placement.mesh``.
-      args: Its arguments, arrays or ``jax.ShapeDtypeStruct``.
-      strategy: Names the devices, which may be absent: nothing runs.
+      args: The function's arguments, arrays or ``jax.ShapeDtypeStruct``.
+      strategy: The strategy, which names the devices. They may be absent, because
+        nothing runs.
 
     Returns:
       A `StepReport`.
@@ -180,7 +182,10 @@ def report_of(
     """
     check_roles("report_of", strategy=strategy)
     if not hasattr(fn, "trace"):
-        raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
+        raise ValueError(
+            f"report_of needs a function under jax.jit, but got {fn!r}. Write"
+            " jax.jit(fn)."
+        )
     start = time.perf_counter()
     placement = strategy.placement
     names = [*inspect.signature(fn).parameters]
@@ -196,7 +201,7 @@ def report_of(
 def report_on(
     program: Program, placement: Placement, unproved: Mapping[str, str] | None
 ) -> StepReport:
-    """The report on a step's program, of which some leaves are not proved."""
+    """The report on a step's program, with the leaves that are not proved."""
     names = [*program.plan.ins, "step_flag"]
     report = _make_report(program.call, names, placement, program.seconds)
     return dataclasses.replace(report, unproved=unproved, counted=program.flops)
@@ -205,7 +210,7 @@ def report_on(
 def time_program(
     program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
 ) -> Timing:
-    """The times of a program's calls, of a state of its own and other arguments."""
+    """The times of a program's calls, with its own copy of a state."""
     first, kept = split_state(state)
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
@@ -218,7 +223,7 @@ def time_program(
 def _make_report(
     compiled: Compiled, roots: Sequence[str], placement: Placement, compile_s: float
 ) -> StepReport:
-    """The report on a compiled program, whose arguments are called ``roots``."""
+    """The report on a compiled program whose arguments have these names."""
     absent = placement.absent
     module = parse(compiled.as_text() or "")
     entry = module.computations[module.entry].values()
@@ -254,7 +259,7 @@ def _memory_of(placement: Placement) -> int | None:
 
 
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
-    """Bytes of a device's part of each argument that is read, by kind."""
+    """The bytes per device of the arguments that are read, by kind."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     shardings = jax.tree.leaves(compiled.input_shardings)
     held = {}

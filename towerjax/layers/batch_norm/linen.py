@@ -12,16 +12,17 @@ from towerjax.towers.tower import Tower
 class TowerBatchNorm(linen.BatchNorm):
     """``flax.linen.BatchNorm`` over the examples of all towers.
 
-    Flax's layer, given the moments of the whole batch: padding rows do not count, and
-    the numbers do not depend on how many towers share the batch. See
+    It is Flax's layer with the moments of the whole batch: padding rows do not count,
+    and the numbers do not depend on how many towers share the batch. See
     `towerjax.layers.batch_norm.moments.moments_of` for the formula. In training
     ``batch_stats`` must be mutable.
 
     Attributes:
-      statistics: ``"synchronised"`` takes moments of the rows of all towers,
-        ``"local"`` of this tower's, which sends nothing, ``"frozen"`` the running ones,
-        which do not change. All others are those of ``linen.BatchNorm``, without
-        ``axis_name`` and ``axis_index_groups``; the variance is always of two passes.
+      statistics: ``"synchronised"`` takes the moments of the rows of all towers.
+        ``"local"`` takes those of this tower's rows, and sends nothing. ``"frozen"``
+        takes the running ones, which do not change. All other attributes are those of
+        ``linen.BatchNorm``, without ``axis_name`` and ``axis_index_groups``; the
+        variance always takes two passes.
 
     Raises:
       TypeError: An attribute that is not supported is set.
@@ -55,8 +56,8 @@ class TowerBatchNorm(linen.BatchNorm):
 
         Args:
           x: ``[b, ...]``, this tower's rows.
-          tower: The ``Tower``; None where there is one tower, whose rows all count.
-            Required, because without it each tower would normalise its own rows.
+          tower: The ``Tower``, or None if there is one tower, whose rows all count. It
+            is required, because without it each tower would normalise its own rows.
           use_running_average: As the attribute.
           mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
             many dims as ``x``; multiplied by ``tower.weight``.
@@ -65,8 +66,8 @@ class TowerBatchNorm(linen.BatchNorm):
           Like ``x``.
 
         Raises:
-          ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis or
-            another number of rows than the tower; the mask does not fit.
+          ValueError: ``tower`` is not a `Tower`; ``x`` is not real, lacks the axis, or
+            has another number of rows than the tower; or the mask does not fit.
         """
         x, axes = moments.check_call(self, x, tower)
         if self.statistics == "frozen" and self.use_running_average is None:

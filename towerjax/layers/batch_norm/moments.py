@@ -1,4 +1,4 @@
-"""The weighted moments of a batch over all towers, and the running ones after it."""
+"""Weighted moments of a batch over all towers, and the updated running ones."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def check_options(layer: Any) -> None:
     """Raise unless a batch norm over towers has the layer's options."""
     for name in _NOT_TAKEN:
         if getattr(layer, name, None) not in (None, True):
-            raise TypeError(f"TowerBatchNorm takes no {name}.")
+            raise TypeError(f"TowerBatchNorm does not support {name}.")
     check_choice("statistics", layer.statistics, get_args(Statistics))
     check_number("momentum", layer.momentum, "a number from 0 to 1", 1.0)
     check_number("epsilon", layer.epsilon, "a number >= 0")
@@ -46,14 +46,15 @@ def check_call(
     """The input as an array, and its feature dims; raises unless the call fits."""
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
-            f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with that of"
-            " the tower function, or norm(x, None) of one tower whose rows all count."
+            f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with the"
+            " tower of the tower function, or norm(x, None) for one tower whose rows"
+            " all count."
         )
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
         raise ValueError(
-            f"Batch norm got x of dtype {x.dtype}; it takes real numbers. Normalise"
-            " real and imaginary parts by themselves."
+            f"Batch norm got x of dtype {x.dtype}; but needs real numbers. Normalise"
+            " real and imaginary parts separately."
         )
     try:
         axes = sorted(normalize_axis_tuple(layer.axis, x.ndim))
@@ -62,7 +63,7 @@ def check_call(
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"axis={layer.axis!r} is not a dim of an input of {x.ndim} dims, or names"
-            " one twice. It names the features of the input, such as -1."
+            " one twice. Name the dims of features of the input, such as -1."
         ) from error
     return x, tuple(axes)
 
@@ -128,8 +129,8 @@ def _weights(
     if 0 in axes or x.shape[:1] != rows.shape:
         raise ValueError(
             f"Batch norm got x of shape {x.shape}, whose feature dims are {axes}, in a"
-            f" tower of {rows.shape[0]} rows. Dim 0 of x must run over the tower's rows"
-            "; for anything else pass tower=None and mask=..., which has one tower."
+            f" tower of {rows.shape[0]} rows, but dim 0 of x must run over the tower's"
+            " rows. For anything else pass tower=None and mask=..., as for one tower."
         )
     rows = rows.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - 1))
     return rows if weight is None else rows * weight
@@ -146,9 +147,9 @@ def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
     )
     if not fits:
         raise ValueError(
-            f"Batch norm got a mask of shape {shape} for x of shape {x.shape}. A mask"
-            f" has the leading dims of x, here {x.shape[:1]} for one weight a row, or"
-            f" as many dims as x, each of its size or 1."
+            f"Batch norm got a mask of shape {shape} for x of shape {x.shape}. Give it"
+            f" the leading dims of x, here {x.shape[:1]} for one weight per row, or as"
+            " many dims as x, each of its size or 1."
         )
     mask = jnp.asarray(mask, x.dtype)
     return mask.reshape(shape + (1,) * (x.ndim - len(shape)))

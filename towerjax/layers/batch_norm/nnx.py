@@ -13,18 +13,18 @@ from towerjax.towers.tower import Tower
 class TowerBatchNorm(nnx.BatchNorm):
     """``flax.nnx.BatchNorm`` over the examples of all towers.
 
-    Flax's layer, given the moments of the whole batch: padding rows do not count, and
-    the numbers do not depend on how many towers share the batch. See
+    It is Flax's layer with the moments of the whole batch: padding rows do not count,
+    and the numbers do not depend on how many towers share the batch. See
     `towerjax.layers.batch_norm.moments.moments_of` for the formula.
 
     Args:
       num_features: The number of features.
-      rngs: Keys; ``params`` initialises scale and bias.
-      statistics: ``"synchronised"`` takes moments of the rows of all towers,
-        ``"local"`` of this tower's, which sends nothing, ``"frozen"`` the running ones,
-        which do not change.
+      rngs: The keys; ``params`` initialises scale and bias.
+      statistics: ``"synchronised"`` takes the moments of the rows of all towers.
+        ``"local"`` takes those of this tower's rows, and sends nothing. ``"frozen"``
+        takes the running ones, which do not change.
       **options: Those of ``nnx.BatchNorm``, without ``axis_name`` and
-        ``axis_index_groups``; the variance is always of two passes.
+        ``axis_index_groups``; the variance always takes two passes.
 
     Raises:
       TypeError: An argument is not supported.
@@ -71,8 +71,8 @@ class TowerBatchNorm(nnx.BatchNorm):
         frozen = self.statistics == "frozen" or first_from(
             use_running_average,
             self.use_running_average,
-            error_msg="TowerBatchNorm got use_running_average=None, at the layer and at"
-            " the call. Pass True or False to one of them.",
+            error_msg="TowerBatchNorm got use_running_average=None both in the layer"
+            " and in the call. Pass True or False to one of them.",
         )
         if frozen:
             return super().__call__(x, True)

@@ -1,4 +1,4 @@
-"""Update only the rows that have a gradient, by an optimizer that sees only these."""
+"""Update only the rows that have a gradient, with an optimizer that sees only these."""
 
 import functools
 from collections.abc import Mapping
@@ -33,17 +33,17 @@ def update_with_rows(
 ) -> tuple[PyTree, PyTree]:
     """``optimizer.update`` for gradients that hold ``IndexedRows``.
 
-    Rows of the same index are added up. Then the optimizer sees a dense gradient, of
-    which all other rows are 0; or, if ``lazy``, those rows alone, with the same rows of
-    the parameter and of each part of the state that has the parameter's shape, and the
-    rows' new state is scattered back, in place where the state is donated: nothing else
-    of size ``N`` is read or written.
+    Rows of the same index are added. If not ``lazy``, the optimizer then sees a dense
+    gradient, whose other rows are 0. If ``lazy``, it sees only these rows, with the
+    same rows of the parameter and of each part of the state that has the parameter's
+    shape. The new rows of the state are scattered back, in place if the state is
+    donated; nothing else of size ``N`` is read or written.
 
-    ``lazy`` is the same as dense where a row of zero gradient stays as it is: ``sgd``,
-    ``adagrad``, either after ``clip_by_global_norm``. With momentum, moments or weight
-    decay the dense update also moves rows that were not looked up; the lazy one does
-    not, and counters count every step. A norm or mean over one leaf is then of the
-    rows looked up.
+    The results of ``lazy`` are those of the dense update if a row with gradient zero
+    does not change: for ``sgd`` and ``adagrad``, also after ``clip_by_global_norm``.
+    With momentum, moments or weight decay the dense update also moves rows that were
+    not looked up; the lazy one does not, and counters count every step. A norm or mean
+    over one leaf is then over the rows looked up.
 
     Args:
       optimizer: Any optax transformation; if ``lazy`` its state has, for each of these
@@ -62,7 +62,7 @@ def update_with_rows(
     Raises:
       ValueError: Rows do not fit a parameter; or ``lazy``, and the state does not fit
         the optimizer, or has other shapes, such as the factors of ``adafactor``. The
-        message names the leaf.
+        error names the leaf.
 
     Example:
       >>> params = {"table": np.ones((4, 1), np.float32)}
@@ -170,7 +170,7 @@ def _owners(
     if got != expected:
         differing = sorted({*map(str, got)} ^ {*map(str, expected)})
         raise ValueError(
-            "opt_state is not what optimizer.init(params) gives:"
+            "opt_state is not the result of optimizer.init(params):"
             f" {', '.join(differing[:4]) or 'the order of leaves'} differ."
         )
     owners: list[int | None] = [None] * len(expected)
@@ -184,9 +184,9 @@ def _owners(
                 continue
             if old != (rows, *row):
                 raise ValueError(
-                    f"{table_name} is of rows, but the optimizer keeps {name} for it,"
-                    f" whose shape is not the parameter's, {(rows, *row)}. Say"
-                    " lazy=False, which updates all rows."
+                    f"{table_name} has a gradient of rows, but the optimizer keeps"
+                    f" {name} for it, whose shape is not that of the parameter,"
+                    f" {(rows, *row)}. Write lazy=False, which updates all rows."
                 )
             owners[i] = table
     return owners

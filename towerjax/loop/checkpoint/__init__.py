@@ -1,1 +1,1 @@
-"""Checkpoints of a training; each is complete or does not exist."""
+"""Checkpoints of a run; each one is complete or does not exist."""

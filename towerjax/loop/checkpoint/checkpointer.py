@@ -1,4 +1,4 @@
-"""Save a run between steps, by Orbax, and resume it: `Checkpointer`."""
+"""`Checkpointer`: save a run between steps with Orbax, and resume it."""
 
 import concurrent.futures
 import contextlib
@@ -45,29 +45,30 @@ Resume = Literal["cursor", "count", "anew"]
 @api_boundaries
 @dataclasses.dataclass(frozen=True)
 class Checkpointer:
-    """Saves a training into a folder, and resumes it from there.
+    """Saves a run into a folder, and resumes it from there.
 
-    ``run(..., checkpointer=...)`` starts from the newest checkpoint of the folder if
-    that is after the state that was passed. It saves during the run, at its end, at
-    SIGTERM and at Ctrl-C. A resumed run has the bits of one that was never stopped. A
-    checkpoint fits any number of towers and devices. See
+    ``run(..., checkpointer=...)`` starts from the newest checkpoint of the folder, if
+    it is later than the given state. It saves during the run, at its end, at SIGTERM
+    and at Ctrl-C. A resumed run has the bits of a run that was never stopped. A
+    checkpoint can be restored on any number of towers and devices. See
     <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
 
     Attributes:
-      directory: A folder for this training alone, local or such as
-        ``"gs://bucket/run"``; made. All of several processes must see the same folder.
-      every: Save after each step whose number is a multiple; None saves at the end and
-        when the run is stopped.
-      keep: How many of the newest checkpoints are kept.
-      best: The name of a scalar metric of the evaluation: each evaluation that is
-        better than all before it is saved, and the best one is kept besides.
-      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN never is.
-      batches: How a resumed run finds its position in the batches. ``"cursor"``: by
-        ``get_state`` and ``set_state`` of the batches, such as those of `batches` and
-        Grain; a list is skipped by count. ``"count"``: it takes and drops as many
+      directory: A folder for this run alone, local or like ``"gs://bucket/run"``. It is
+        created. All processes of a job must see the same folder.
+      every: Save after each step whose number is a multiple of this. None saves only at
+        the end and when the run is stopped.
+      keep: How many of the newest checkpoints to keep.
+      best: The name of a scalar metric of the evaluation. A checkpoint is saved after
+        each evaluation that is better than all before it, and the best one is always
+        kept.
+      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN is never better.
+      batches: How a resumed run finds its position in the batches. ``"cursor"`` uses
+        ``get_state`` and ``set_state`` of the batches, which those of `batches` and
+        Grain have; a list is skipped by count. ``"count"`` takes and drops as many
         batches as were used, which is right if their order is the same again.
-        ``"anew"``: it starts with the first batch.
-      exit_code: Of the ``SystemExit`` that ends a run at SIGTERM, once it is saved.
+        ``"anew"`` starts with the first batch.
+      exit_code: The code of ``SystemExit`` that ends a run at SIGTERM, after saving.
 
     Example:
       >>> import numpy as np, optax, tempfile, towerjax as tj
@@ -96,7 +97,7 @@ class Checkpointer:
     def __post_init__(self) -> None:
         path = checked_path("Checkpointer.directory", self.directory, "a folder")
         if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
-            what = "a folder on this machine or gs://, to which alone Orbax writes"
+            what = "a folder on this machine or gs://...; Orbax writes to no other"
             refuse_option("Checkpointer.directory", self.directory, what)
         check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
@@ -114,26 +115,26 @@ class Checkpointer:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints, ascending; read from the folder each time."""
+        """The checkpoints' step numbers, ascending; read from the folder each time."""
         return folder.saved_steps(self.path)
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint by the metric ``best``, or None."""
+        """The step number of the best checkpoint by the metric ``best``, or None."""
         costs = _costs(self)
         return min(costs, key=costs.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
-        """The record of a checkpoint.
+        """The record of a checkpoint, which describes its contents.
 
         Args:
-          number: The step after which it was saved.
+          number: The number of the step after which it was saved.
 
         Returns:
           The `CheckpointRecord`.
 
         Raises:
-          CheckpointError: There is none, or it cannot be read.
+          CheckpointError: There is no such checkpoint, or it cannot be read.
         """
         try:
             return CheckpointRecord.read(self._folder(number))
@@ -144,26 +145,26 @@ class Checkpointer:
     def restore(
         self, step: Step, state: TrainState, *, number: int | None = None
     ) -> TrainState:
-        """The state of a checkpoint, on this step's towers and devices.
+        """The state of a checkpoint, placed for this step's towers and devices.
 
-        All of several processes call it.
+        With several processes, all of them must call it.
 
         Args:
           step: The train step.
-          state: A state of the same model, such as ``step.init(params)``, whose
-            shardings the result has. It is not donated.
-          number: The step after which it was saved; None is the newest.
+          state: A state of the same model, such as ``step.init(params)``. The result
+            has its shardings. It is not donated.
+          number: The number of the step after which it was saved; None is the newest.
 
         Returns:
           The state.
 
         Raises:
-          CheckpointError: There is none; a file is missing, truncated or changed; or
-            it is of another model. Names files and leaves.
-          ValueError: ``state`` is no ``TrainState`` of this step.
+          CheckpointError: There is no such checkpoint; a file is missing, truncated or
+            changed; or it belongs to another model. Names the files and leaves.
+          ValueError: ``state`` is not a ``TrainState`` of this step.
 
-        A run that trains beside may delete a checkpoint while it is read. Then the
-        newest is read if ``number`` is None.
+        Another run that is training may delete a checkpoint while it is read. If
+        ``number`` is None, the newest one is then read instead.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
         state = step.start(state)
@@ -191,7 +192,7 @@ class Checkpointer:
             at = where / folder.ARRAYS
             return record.restore_leaves(at, leaves, state, placement)
         except CheckpointError:
-            # Several processes would not all have to read it again.
+            # With several processes, not all of them would have to read it again.
             if placement.num_processes == 1 and self._is_passed(chosen, number):
                 return self.restore(step, state, number=number)
             raise
@@ -204,14 +205,14 @@ class Checkpointer:
     def _folder(self, number: int) -> epath.Path:
         if not is_whole(number) or number not in self.steps:
             raise CheckpointError(
-                f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
-                f" {list(self.steps)}."
+                f"There is no checkpoint of step {number} in {str(self.path)!r}. It has"
+                f" checkpoints of the steps {list(self.steps)}."
             )
         return self.path / str(number)
 
 
 def _costs(options: Checkpointer) -> dict[int, float]:
-    """Of each checkpoint with the metric ``best`` its step, and the less the better."""
+    """The cost of each checkpoint that has the metric ``best``, by its step number."""
     if options.best is None:
         return {}
     values = {}
@@ -219,14 +220,14 @@ def _costs(options: Checkpointer) -> dict[int, float]:
         try:
             values[number] = options.record(number).evaluation.get(options.best)
         except CheckpointError:
-            if number in options.steps:  # not deleted by a run that trains beside
+            if number in options.steps:  # not deleted by another run
                 raise
     sign = sign_of(options.mode)
     return {number: sign * x for number, x in values.items() if x is not None}
 
 
 class Saving:
-    """Saves and resumes one run; ``stack`` closes its files and lock."""
+    """The saving and resuming of one run; ``stack`` closes its files and lock."""
 
     def __init__(
         self,
@@ -252,21 +253,21 @@ class Saving:
 
         call_on_first_process(lock)
         require_same(
-            "Who has locked the folder of the checkpoints",
+            "The process that has locked the folder of the checkpoints",
             folder.owner(options.path),
-            f"Here it is in {self.directory!r}. Name one that all processes see.",
+            f"Here it is {self.directory!r}. Name a folder that all processes see.",
         )
         stack.enter_context(quiet_orbax())
         self._files = open_manager(options.path, self._seal, self)
         stack.callback(self._close)
-        # Python takes a thread for ended whose `join` was interrupted by Ctrl-C.
+        # An executor: Python takes a thread for ended if Ctrl-C interrupts its `join`.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         stack.callback(self._thread.shutdown)  # called first: no write comes after it
         self._written: concurrent.futures.Future[None] | None = None
-        # What was saved last, or is being written; first nothing, of no step.
+        # The checkpoint that was saved last, or is being written; at first none.
         self._last = CheckpointRecord(-1, "", 0, (), ())
         self.is_resumed = False
-        self.differs: list[str] = []  # where it goes on from other circumstances
+        self.differs: list[str] = []  # what has changed since the checkpoint
         self._from: CheckpointRecord | None = None  # what a resumed run goes on from
         self._programs = ProgramsOfRun(step)
         costs = call_on_first_process(lambda: [*_costs(options).items()])
@@ -281,17 +282,17 @@ class Saving:
     def _refuse_what_cannot_be_saved(self) -> None:
         if jax.process_count() > 1 and not self._several:
             raise CheckpointError(
-                "A Checkpointer saves what all processes of a job train together, but"
-                " the towers here are one process's own. Write"
-                " their parameters, a plain tree, with safetensors."
+                "A Checkpointer needs a run that all processes of a job share, but"
+                " these towers belong to one process alone. Save their parameters, a"
+                " plain tree, with safetensors."
             )
         is_known = self._source.has_cursor or self._source.is_reproducible
         if self.options.batches == "cursor" and not is_known:
             raise CheckpointError(
-                "Checkpointer(batches='cursor') saves the position of the batches, but"
-                " these have no get_state and set_state. Say batches='count' if they"
-                " come in the same order each time, or 'anew'; or pass"
-                " tj.batches(...) itself or a list."
+                "Checkpointer(batches='cursor') saves the position in the batches, but"
+                " these have no get_state and set_state. Write batches='count' if they"
+                " come in the same order each time, or 'anew'; or pass tj.batches(...)"
+                " itself or a list."
             )
         record.encode_cursor(self._source.last.cursor)
 
@@ -319,9 +320,10 @@ class Saving:
         self._from = saved
 
     def compare_programs(self) -> str:
-        """In words, once: how the step differs from the one that saved the checkpoint.
+        """How the step's programs differ from those that saved the checkpoint, as text.
 
-        Only where nothing else was, on which a program depends, too.
+        It is "" from the second call on, and if something else differs on which
+        programs depend.
         """
         saved = self._from
         self._from = None
@@ -337,15 +339,15 @@ class Saving:
         uses_cursor = self.options.batches == "cursor" and self._source.has_cursor
         if uses_cursor and cursor is None:
             raise CheckpointError(
-                "These batches have get_state and set_state, which those of the"
-                f" checkpoint of step {saved.step} had not. Pass those, or say"
-                f" batches='count', to skip the first {used}."
+                "These batches have get_state and set_state, but the batches of the"
+                f" checkpoint of step {saved.step} did not. Pass batches like those, or"
+                f" write batches='count' to skip the first {used} batches."
             )
         cursor = record.decode_cursor(cursor) if uses_cursor else None
         self._source.go_to(Position(used, cursor))
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
-        """Whether an evaluation is better than all before it, and to be saved."""
+        """Whether an evaluation is better than all before it and must be saved."""
         best = self.options.best
         mode = self.options.mode
         if best is None:
@@ -360,10 +362,11 @@ class Saving:
     def save(
         self, point: Point, evaluation: Mapping[str, Any] = types.MappingProxyType({})
     ) -> None:
-        """Begin to save, unless this step and its evaluation, if any, are saved.
+        """Begin to save, unless this step and its evaluation are already saved.
 
-        Raise where devices' copies of the state differ, or parameters are not finite:
-        that is none to go on from. Once this returns a step may donate its buffers.
+        It raises if devices' copies of the state differ, or if parameters are not
+        finite, because no run can go on from them. Once this returns, a step may donate
+        the buffers.
         """
         state = point.state
         number = point.number
@@ -376,10 +379,10 @@ class Saving:
             steps = self.options.steps
             good = f"the last good one is of step {steps[-1]}" if steps else "none is"
             raise CheckpointError(
-                f"Parameters are not finite after step {number}: {listed(names)}. No"
-                f" checkpoint of them is written; {good} in {self.directory!r}. What"
-                " lets them pass is on_nonfinite='ignore', guard='loss', or an update"
-                " that overflows: lower the learning rate, or clip gradients."
+                f"Parameters are not finite after step {number}: {listed(names)}. They"
+                f" are not saved; {good} in {self.directory!r}. Possible causes are"
+                " on_nonfinite='ignore', guard='loss', or an update that overflows."
+                " Lower the learning rate, or clip gradients."
             )
         self.wait()
         call_on_first_process(self._check_lock)
@@ -410,13 +413,13 @@ class Saving:
                 self._replace_record(self.options.path / str(number))
 
     def _finish(self) -> None:
-        """Wait until the checkpoint is committed, and delete those that it replaces."""
+        """Wait until the checkpoint is committed, and delete those it replaces."""
         self._files.wait_until_finished()
         if jax.process_index() == 0:
             folder.empty_deleted(self.options.path)
 
     def _seal(self) -> None:
-        """In Orbax's thread of the first process, before it commits a checkpoint."""
+        """Write the table of a checkpoint in Orbax's thread, before its commit."""
         (where,) = folder.unfinished(self.options.path)
         folder.seal(where, as_json(dataclasses.asdict(self._last)))
 
@@ -434,7 +437,7 @@ class Saving:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
-        """Which checkpoints stay: Orbax asks as it saves another."""
+        """Which checkpoints to keep; Orbax calls this when it saves another one."""
         kept = self._kept([x.step for x in checkpoints])
         return [x.step in kept for x in checkpoints]
 
@@ -456,7 +459,7 @@ class Saving:
                         path.rmtree()
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
-                f" {self.directory!r}; those before it are whole."
+                f" {self.directory!r}; earlier checkpoints are complete."
                 f" {error!s:.400}"  # TensorStore's has its whole configuration
             ) from error
 
@@ -468,9 +471,9 @@ class Saving:
             self._written = None
 
     def check_preempted(self, number: int) -> None:
-        """Raise on all of several processes if one of them was sent SIGTERM.
+        """Raise on all processes of several if one of them got SIGTERM.
 
-        Also report a step to the launcher.
+        It also reports a step to the launcher.
         """
         heartbeat.notify_launcher(heartbeat.STEP)
         if self._several and is_preempted(number):

@@ -1,7 +1,7 @@
-"""The folder of a run: who uses it, and which complete checkpoints it has.
+"""The folder of a run: its lock, its complete checkpoints, and their checksums.
 
-Orbax writes, commits and deletes checkpoints. It reads a flipped bit of a large array
-as another number, so a table in each has the checksums of its files.
+Orbax writes, commits and deletes checkpoints. It does not notice a flipped bit of a
+large array, so a table in each checkpoint has the checksums of its files.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from towerjax.types.refusals import listed
 
 FORMAT = 1
 TABLE = "towerjax.json"
-ARRAYS = "default"  # what Orbax's CheckpointManager calls the one item of a step
-DELETED = ".deleted"  # where a checkpoint is moved, as a whole, before it is deleted
-_COMMITTED = "commit_success.txt"  # the last file, where no folder can be renamed
-# Orbax changes the second after the table is written, and restoring needs neither.
+ARRAYS = "default"  # the name of a step's one item in Orbax's CheckpointManager
+DELETED = ".deleted"  # to which a checkpoint is moved before it is deleted
+_COMMITTED = "commit_success.txt"  # the last file, in stores that cannot rename
+# Orbax changes the second file after the table is written; restoring needs neither.
 _NOT_READ = _COMMITTED, "_CHECKPOINT_METADATA"
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
@@ -38,23 +38,23 @@ _TO_WRITE = "Name a folder that this process may write to"
 _REMEDIES = {
     "written to": _TO_WRITE,
     "deleted from": _TO_WRITE,
-    "read from": "They need not be damaged: try again, or let this process read them",
-    "restored from": "The files are those that were written",
+    "read from": "The files may be undamaged: try again, or let this process read them",
+    "restored from": "The files themselves are unchanged",
 }
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or its folder cannot be used; says which file or leaf, and why."""
+    """A checkpoint or its folder cannot be used; names the file or leaf, and why."""
 
 
 @contextlib.contextmanager
 def explained(done: str, path: epath.Path) -> Iterator[None]:
-    """Raise a `CheckpointError`: that checkpoints cannot be ``done``, and why."""
+    """A context that raises a `CheckpointError` if checkpoints cannot be ``done``."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # of many kinds, where it is no local folder
+    except Exception as error:  # of many types, unless the folder is local
         code = getattr(error, "errno", None) or 0
         name = errno.errorcode.get(code, type(error).__name__)
         why = f"{error!s:.400}"
@@ -67,7 +67,7 @@ def explained(done: str, path: epath.Path) -> Iterator[None]:
 
 
 def saved_steps(directory: epath.Path) -> tuple[int, ...]:
-    """The steps of the committed checkpoints, ascending."""
+    """The step numbers of the committed checkpoints, ascending."""
     with explained("read from", directory):
         try:
             paths = _those(directory, _NUMBER)
@@ -77,14 +77,15 @@ def saved_steps(directory: epath.Path) -> tuple[int, ...]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Folders of checkpoints that are being written, or were when a run was killed."""
+    """The folders of checkpoints that are being written, or that a kill left."""
     if is_on_disk(directory):
         return _those(directory, _UNFINISHED)
     return [path for path in _those(directory, _NUMBER) if not _is_committed(path)]
 
 
 def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
-    # fsspec keeps listings of a store, to which others write, and Orbax by TensorStore.
+    # fsspec caches listings of a store, to which others, and Orbax by TensorStore,
+    # write.
     backend: Any = getattr(directory, "_backend", None)
     if hasattr(backend, "fs"):
         backend.fs(directory).invalidate_cache()
@@ -106,10 +107,11 @@ def empty_deleted(directory: epath.Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]:
-    """Make the directory; lock it against others until the block or process ends.
+    """Create the directory, and lock it until the block or the process ends.
 
-    What a killed process left is deleted. ``needed`` bytes must be free. Object stores
-    have neither locks nor an end. Yields a function that raises if the lock is lost.
+    Anything that a killed process left is deleted. ``needed`` bytes must be free.
+    Object stores have no locks and no limit of size. The context yields a function that
+    raises if the lock is lost.
     """
     free = math.inf
     name = uuid.uuid4().hex
@@ -140,18 +142,19 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
             free = shutil.disk_usage(directory).free if is_local else free
         if free < needed:
             raise CheckpointError(
-                f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
-                f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room."
+                f"A checkpoint needs up to {needed / 1e6:.1f} MB, but only"
+                f" {free / 1e6:.1f} MB are free in {str(directory)!r}. Make room, or"
+                " name another folder."
             )
 
         def check() -> None:
             is_ours = is_local and _is_at(file, directory / ".lock")
             if not is_ours and (is_local or owner(directory) != name):
                 raise CheckpointError(
-                    f"{str(directory / '.lock')!r}, by which this run has locked its"
-                    " folder, was deleted or replaced, so another run may write here,"
-                    " too. Nothing more is written. End the other one and start this"
-                    " one again, or name another folder."
+                    f"{str(directory / '.lock')!r}, the lock of this run's folder, was"
+                    " deleted or replaced, so another run may write here, too. Nothing"
+                    " more is written. End the other run and start this one again, or"
+                    " name another folder."
                 )
 
         yield check
@@ -170,13 +173,13 @@ def _raise(error: OSError) -> None:
 
 
 def _lock_locally(path: epath.Path, name: str) -> int:
-    """Lock a file, and write a name into it: the open file."""
+    """The open file that locks a folder, with a name written into it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise CheckpointError(
-            f"{str(path)!r}, by which a run locks its folder, is no plain file but a"
-            " link, a pipe or a folder. Delete it, or name another folder."
+            f"{str(path)!r}, which must be the lock file of a run, is a link, a pipe or"
+            " a folder. Delete it, or name another folder."
         )
-    # Without a buffer, which a full disk would refuse again when it is closed.
+    # Unbuffered: a full disk would refuse a buffer again when the file is closed.
     file = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666
     )
@@ -189,14 +192,14 @@ def _lock_locally(path: epath.Path, name: str) -> int:
         if not isinstance(error, BlockingIOError):
             raise
         raise CheckpointError(
-            f"Another run writes its checkpoints to {str(path.parent)!r}. Wait for its"
-            " end, or name another folder."
+            f"Another run is writing its checkpoints to {str(path.parent)!r}. Wait"
+            " until it ends, or name another folder."
         ) from None
     return file
 
 
 def owner(directory: epath.Path) -> str:
-    """Who holds the `lock`, as this process sees it."""
+    """The name of the `lock`'s owner, as this process sees it."""
     with explained("read from", path := directory / ".lock"):
         return path.read_text() if path.exists() else "nobody"
 
@@ -206,7 +209,7 @@ def owner(directory: epath.Path) -> str:
 
 def seal(folder: epath.Path, record: dict[str, Any]) -> None:
     """Write the table of a checkpoint, as its last file."""
-    # With it a manager refuses to restore on any but the same devices.
+    # With this file, a manager refuses to restore on other devices.
     (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
     names = [x for x in _below(folder) if x.split("/")[-1] not in _NOT_READ]
     files = {name: _checksum(folder / name) for name in names}
@@ -214,7 +217,7 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
 
 
 def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
-    """Write a table, or replace it in one operation."""
+    """Write a table, or replace it atomically."""
     text = json.dumps({**table, "crc32": _of_table(table)}, indent=1, allow_nan=False)
     being_made = folder / f"{TABLE}.tmp" if is_on_disk(folder) else folder / TABLE
     being_made.write_text(text)
@@ -234,8 +237,9 @@ def read_table(folder: epath.Path) -> dict[str, Any]:
                 kept = table.pop("crc32", None)
     if table.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
-            f"The checkpoint {str(folder)!r} has format {table['format']!r:.200}, and"
-            f" this towerjax reads format {FORMAT}. Use the towerjax that wrote it."
+            f"The checkpoint {str(folder)!r} has format {table['format']!r:.200}, but"
+            f" this towerjax reads format {FORMAT}. Use the version of towerjax that"
+            " wrote it."
         )
     if kept != _of_table(table):
         raise _damaged(folder, f"{TABLE} is missing, cut or changed")
@@ -243,9 +247,9 @@ def read_table(folder: epath.Path) -> dict[str, Any]:
 
 
 def check_files(folder: epath.Path) -> None:
-    """Raise unless a checkpoint holds the files of its table.
+    """Raise unless a checkpoint holds exactly the files of its table.
 
-    This finds damage, not forgery: who can write the files can write the table.
+    This finds damage, not forgery: whoever can write the files can write the table.
     """
     known = read_table(folder)["files"]
     with explained("read from", folder):
@@ -256,7 +260,7 @@ def check_files(folder: epath.Path) -> None:
         with explained("read from", folder):
             actual = _checksum(folder / name) if is_there else None
         if actual is None:
-            problems.append(f"{name} is missing, or no file")
+            problems.append(f"{name} is missing, or not a file")
         elif actual[0] != size:
             problems.append(f"{name} has {actual[0]} bytes instead of {size}")
         elif actual[1] != crc:
@@ -267,25 +271,26 @@ def check_files(folder: epath.Path) -> None:
 
 def _damaged(folder: epath.Path, how: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} is not what was written: {how}. Restore these"
-        " files; or delete the whole folder to go on from the checkpoint before."
+        f"The checkpoint {str(folder)!r} was changed after it was written: {how}."
+        " Restore these files; or delete the whole folder, and the run goes on from the"
+        " checkpoint before."
     )
 
 
 def _is_file(path: epath.Path) -> bool:
-    """Whether there is a file; to open a pipe would wait for who writes into it."""
+    """Whether there is a file; opening a pipe would wait for its writer."""
     return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
 def _no_files(folder: epath.Path) -> list[str]:
-    """A line for each path that is neither a file nor a folder."""
+    """A message for each path that is neither a file nor a folder."""
     if not is_on_disk(folder):  # where each look would be a request, and all are files
         return []
-    return [f"{x} is no file" for x in _below(folder) if not _is_file(folder / x)]
+    return [f"{x} is not a file" for x in _below(folder) if not _is_file(folder / x)]
 
 
 def _below(folder: epath.Path) -> Iterator[str]:
-    """The names of all but folders below a folder."""
+    """The names of all files below a folder."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _below(path))
@@ -294,7 +299,7 @@ def _below(folder: epath.Path) -> Iterator[str]:
 
 
 def _checksum(path: epath.Path) -> list[int]:
-    """The length of a file and its CRC-32."""
+    """The length of a file in bytes, and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(2**24):

@@ -12,15 +12,15 @@ from towerjax.loop.files import is_on_disk
 
 
 def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
-    """Orbax's manager, for saving; its import takes longer than that of towerjax."""
+    """Orbax's manager, for saving; imported late, because the import is slow."""
     import orbax.checkpoint as ocp
 
     in_thread = ocp.AsyncOptions(
         post_finalization_callback=seal,
-        # Else two managers of one process, each in a thread, wait for each other.
+        # Otherwise two managers of one process, each in a thread, wait for each other.
         create_directories_asynchronously=False,
     )
-    # By a rename, so that it is gone at once for who reads it; stores have none.
+    # By a rename, so that readers see it disappear at once; stores cannot rename.
     moved_to = DELETED if is_on_disk(directory) else None
     options = ocp.CheckpointManagerOptions(
         create=False,
@@ -30,14 +30,14 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
     )
     handler = ocp.StandardCheckpointHandler()
     manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
-    # It asks from another thread for an older step, which `is_preempted` may not.
+    # Orbax asks from another thread about an older step, which `is_preempted` forbids.
     manager.reached_preemption = lambda step: False
     return manager
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Silence Orbax's logs of failures, because these are raised."""
+    """A context that silences Orbax's logs of failures, because these are raised."""
 
     def is_others(line: logging.LogRecord) -> bool:
         return "/orbax/" not in line.pathname

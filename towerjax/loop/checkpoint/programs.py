@@ -1,4 +1,4 @@
-"""Hashes of a run's programs, which tell whether a later run has the same."""
+"""Hashes of a run's programs, which show whether a later run has the same programs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,12 +16,14 @@ class ProgramsOfRun:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._known: tuple[int, dict[str, list[str]]] = 0, {}  # of so many programs
+        # The number of programs, and their hashes.
+        self._known: tuple[int, dict[str, list[str]]] = 0, {}
 
     def hashes(self) -> dict[str, list[str]]:
-        """Hashes of the towers' programs and of updates; empty if none is compiled.
+        """Hashes of the towers' programs and of the updates; empty if none is compiled.
 
-        What calls Python has none, since no program shows whether that has changed.
+        A program that calls Python has no hash, because no program shows whether the
+        Python code has changed.
         """
         made = [x.traced for x in self._step.programs.made.values()]
         if len(made) != self._known[0]:
@@ -37,9 +39,10 @@ class ProgramsOfRun:
         return self._known[1]
 
     def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:
-        """In words, what differed when a checkpoint was saved; "" if nothing did.
+        """What has changed since a checkpoint was saved, as text; "" if nothing has.
 
-        A run that had several programs is not compared: each batch may have its own.
+        A run with several programs is not compared, because each batch may have its
+        own.
         """
         now = self.hashes()
         pairs = {x: ([*saved.get(x, ())], now.get(x, [])) for x in _WORDS}
@@ -48,4 +51,4 @@ class ProgramsOfRun:
             for name, (before, after) in pairs.items()
             if len(before) == len(after) == 1 and before != after
         ]
-        return "; ".join(f"{words} was other there" for words in differ)
+        return "; ".join(f"{words} changed since then" for words in differ)

@@ -38,13 +38,13 @@ class Leaf:
     """The description of one leaf of a saved state."""
 
     name: str  # such as state.params['w']
-    shape: tuple[int, ...]  # with the dim over towers, where it has one
+    shape: tuple[int, ...]  # with the dim over towers, if it has one
     dtype: str  # the dtype's name; for a PRNG key its implementation
     reduction: str | None = None  # of a tower-local variable
 
     @property
     def description(self) -> str:
-        """The leaf in words, without the number of towers."""
+        """The leaf's dtype, shape and reduction, without the number of towers."""
         shape = self.shape if self.reduction is None else self.shape[1:]
         words = f"{self.dtype}{list(shape)}"
         return words + (f", tower-local {self.reduction}" if self.reduction else "")
@@ -62,19 +62,19 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     return leaves
 
 
-# What the files have no dtype for is saved as its bits.
+# Dtypes that the files lack are saved as their bits.
 _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 
 def arrays_of(state: PyTree) -> PyTree:
-    """The state as Orbax saves it: keys as their data, None for leaves of size 0."""
+    """The state in Orbax's form: keys as their data, None for leaves of size 0."""
     from orbax.checkpoint.tree import serialize_tree  # longer than that of towerjax
 
     def numbers(x: jax.Array) -> Any:
         if not x.size:
             return None
         x = key_data(x)
-        # Of several copies Orbax would compile and save slices.
+        # Orbax would compile slices of several copies, and save these.
         has_copies = x.is_fully_replicated and x.is_fully_addressable
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
@@ -90,8 +90,9 @@ def check_names(state: PyTree) -> None:
         joined = jax.tree_util.keystr(path, simple=True, separator=".")
         if (other := known.setdefault(joined, own)) != own:
             raise CheckpointError(
-                f"{other} and {own} would be one array of a checkpoint, {joined!r}:"
-                " Orbax joins keys by dots. Give one of them a key without a dot."
+                f"{other} and {own} would have the same name in a checkpoint,"
+                f" {joined!r}, because Orbax joins keys by dots. Give one of them a key"
+                " without a dot."
             )
 
 
@@ -102,9 +103,9 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
     )
     if problems := unlike(there, here):
         raise CheckpointError(
-            f"The checkpoint {str(folder)!r} is one of another model:"
-            f" {listed(problems)}. Build the model, optimizer and step as they"
-            " were, or name another folder."
+            f"The checkpoint {str(folder)!r} belongs to another model:"
+            f" {listed(problems)}. Build the model, optimizer and step as they were, or"
+            " name another folder."
         )
 
 
@@ -113,8 +114,8 @@ def restore_leaves(
 ) -> PyTree:
     """The state with saved values, in the shardings of ``state``.
 
-    Tower-local values are restored as they were for the same number of towers.
-    For another number the towers' values are reduced to one, which is split over the
+    For the same number of towers, tower-local values are restored as they were. For
+    another number, the towers' values are reduced to one value, which is split over the
     towers (SUM) or copied to each.
     """
     from orbax.checkpoint import StandardCheckpointer
@@ -148,10 +149,10 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
     """Raise if values saved for other towers cannot be converted to these towers."""
     if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
         raise CheckpointError(
-            f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
-            f" {bad[0].shape[0]} towers that were saved have no one value to split"
-            " over another number of towers. Use as many towers, on any devices; a"
-            " variable of your own may have SUM, MEAN or ONLY_FIRST_TOWER."
+            f"{', '.join(x.name for x in bad)} cannot be restored for another number of"
+            f" towers than the {bad[0].shape[0]} of the checkpoint, because of"
+            f" Reduction.NONE. Use {bad[0].shape[0]} towers, on any devices, or give"
+            " variables of your own SUM, MEAN or ONLY_FIRST_TOWER."
         )
 
 
@@ -164,7 +165,7 @@ def _shape_to_read(
     numbers = key_data(leaf)
     shape = numbers.shape
     sharding = numbers.sharding
-    if saved.shape != leaf.shape:  # of another number of towers
+    if saved.shape != leaf.shape:  # saved for another number of towers
         shape = (saved.shape[0], *shape[1:])
         sharding = placement.sharding(Layout.MIRRORED)
     dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
@@ -176,24 +177,25 @@ _LIBRARIES = "jax jaxlib flax optax orbax-checkpoint numpy keras tensorflow torc
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRecord:
-    """The description of a checkpoint, besides its arrays.
+    """The description of a checkpoint, beside its arrays.
 
     Attributes:
-      step: The step after which it was saved.
+      step: The number of the step after which it was saved.
       strategy: The strategy, as text.
-      towers: ``T``.
+      towers: The number of towers ``T``.
       devices: The names of the ``D`` devices.
       leaves: Name, shape, dtype and reduction of each leaf.
-      batches: How many batches were used, and the cursor after them, where the source
-        has one.
-      batch_rows: The sizes of batches to which smaller ones were padded.
-      evaluation: The scalars of the evaluation after this step, if there was one; no
-        NaN.
-      evaluation_due: Whether the run ended before an evaluation due after this step.
-      stopping: Metric of early stopping -> step number -> its value after that step.
-      versions: Library -> version.
-      programs: ``"towers"`` and ``"update"`` -> hashes of the programs that the run
-        had compiled, which tell whether a later run goes on with the same.
+      batches: How many batches were used, and the cursor after them if the source has
+        one.
+      batch_rows: The sizes to which smaller batches were padded.
+      evaluation: The scalars of the evaluation after this step, if there was one,
+        without NaN.
+      evaluation_due: Whether the run ended before the evaluation that was due after
+        this step.
+      stopping: For each metric of early stopping, its values by step number.
+      versions: The version of each library.
+      programs: Hashes of the programs that the run had compiled, by ``"towers"`` and
+        ``"update"``. They show whether a later run has the same programs.
     """
 
     step: int
@@ -217,10 +219,11 @@ class CheckpointRecord:
         fields = read_table(folder)["record"]
         if folder.name != (name := str(fields["step"])):
             raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is by its record of step"
-                f" {fields['step']}: a copy, or renamed. Name it {name!r} or delete it."
+                f"The checkpoint {str(folder)!r} was saved after step {fields['step']},"
+                f" as its record says, so it was copied or renamed. Name it {name!r} or"
+                " delete it."
             )
-        # JSON has lists for tuples, texts for what is not finite, and for all keys.
+        # JSON has lists instead of tuples, and strings for keys and non-finite numbers.
         leaves = [Leaf(**x | {"shape": tuple(x["shape"])}) for x in fields["leaves"]]
         lists = {"leaves": leaves, **{x: fields[x] for x in ("devices", "batch_rows")}}
         values = fields["evaluation"].items()
@@ -233,7 +236,7 @@ class CheckpointRecord:
 
 
 def library_versions() -> dict[str, str]:
-    """Name -> version of Python and of the installed libraries that change results."""
+    """The versions of Python and of libraries that affect results, by name."""
     versions = {"python": platform.python_version(), "towerjax": __version__}
     for name in _LIBRARIES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -242,17 +245,17 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """What differed when a checkpoint was saved, by its record."""
+    """What has changed since a checkpoint was saved, by its record."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
-    if before == now:  # which may leave towers and devices to what is there
+    if before == now:  # a strategy may leave towers and devices to the machine
         before = {"towers": saved.towers, "devices": _in_short(saved.devices)}
         devices = _in_short(strategy.placement.devices)
         now = {"towers": strategy.num_towers, "devices": devices}
     before = {**before, **saved.versions}
     now = {**now, **library_versions()}
     names = [x for x in {**before, **now} if before.get(x) != now.get(x)]
-    return [f"{x} was {before.get(x)}, and is {now.get(x)}" for x in names]
+    return [f"{x} was {before.get(x)}, and is now {now.get(x)}" for x in names]
 
 
 def _in_short(devices: Sequence[str]) -> str:
@@ -268,7 +271,7 @@ def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode_cursor(cursor: Any) -> Any:
-    """The cursor as JSON can hold it; raise unless `decode_cursor` inverts it."""
+    """The cursor in JSON's types; raise unless `decode_cursor` inverts it."""
 
     def as_text(x: Any) -> dict[str, str]:
         return {"base64": base64.b64encode(x).decode()}
@@ -278,16 +281,16 @@ def encode_cursor(cursor: Any) -> Any:
         if decode_cursor(encoded) == cursor:
             return encoded
     except (TypeError, ValueError):
-        pass  # raised below, with more words
+        pass  # raised below, with a better text
     raise CheckpointError(
         f"get_state of the batches returned {cursor!r:.200}, which JSON cannot hold"
-        " exactly; nothing is pickled. Let it return bytes, or finite numbers, text,"
-        " lists and dicts of them."
+        " exactly. Let it return bytes, finite numbers, strings, or lists and dicts of"
+        " them."
     )
 
 
 def decode_cursor(encoded: Any) -> Any:
-    """Invert `encode_cursor`."""
+    """The cursor of which `encode_cursor` made JSON's types."""
 
     def from_text(x: dict[str, Any]) -> Any:
         return base64.b64decode(x["base64"]) if x.keys() == {"base64"} else x

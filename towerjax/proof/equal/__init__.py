@@ -1,1 +1,1 @@
-"""The static proof that what towers give is what one tower gives."""
+"""The static proof that several towers give what one tower gives."""

@@ -1,4 +1,4 @@
-"""What a merged result's kind says: it is proved, refuted, or unknown."""
+"""The proof's answer for a merged result, by its kind: proved, refuted, or unknown."""
 
 import enum
 from fractions import Fraction
@@ -8,7 +8,7 @@ from towerjax.proof.equal.kinds import EACH, PADDING, Kind, Known, Power, as_par
 
 
 class Merge(enum.Enum):
-    """How the towers' values of a result become one."""
+    """The ways in which the towers' values of a result become one."""
 
     SUM = "added up"
     MEAN = "added up, and divided by what another result adds up to"
@@ -22,22 +22,22 @@ class Merge(enum.Enum):
 
 
 class ProvedResult(NamedTuple):
-    """What is known of a result of two programs."""
+    """The kind of a result of two programs."""
 
     value: Known
-    # How many times a tower's rows dim 0 has; None where it is another dim.
+    # The multiple of a tower's rows that dim 0 has; None if it is another dim.
     times_rows: Fraction | None
     is_of_one_shape: bool  # whether no dim depends on the number of towers
 
     @property
     def is_the_same(self) -> bool:
-        """Whether all towers have it, for either number of them."""
+        """Whether all towers have the same value, for both numbers of towers."""
         is_copy = self.value.kind in (Kind.COPY, Kind.ZERO) and not self.value.power
         return is_copy and self.is_of_one_shape
 
 
 class Answer(NamedTuple):
-    """What is said of one leaf."""
+    """The answer for one leaf."""
 
     says: str
     why: str = ""
@@ -51,8 +51,8 @@ _MEAN_OF_ROWS = (
     " tj.Weighted.mean(values, tower.weight)."
 )
 _FREE_OF_NUMBER = (
-    "Leave out numbers of towers and of a tower's rows: sums are added over towers, and"
-    " divided once, by the sum of all weights."
+    "Leave out the numbers of towers and of a tower's rows: sums are added over towers,"
+    " and divided once, by the sum of all weights."
 )
 _NO_COPY = (
     "All towers have the same value, so that their sum is T times as large. Return the"
@@ -63,7 +63,7 @@ _NO_COPY = (
 def answer_for(
     merge: Merge, value: Known, weight: Known | None, has_rows: bool
 ) -> Answer:
-    """What is said of a leaf."""
+    """The answer for a leaf."""
     unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
     if unknown:
         return Answer("unknown", unknown[0].why)
@@ -76,7 +76,7 @@ def answer_for(
     if merge is Merge.REPLICATED:
         return _off_by(value, Kind.COPY, value.power, _FREE_OF_NUMBER)
     if merge in _KIND_OF:
-        is_copy = value.kind is Kind.COPY  # the largest of equal ones
+        is_copy = value.kind is Kind.COPY  # the largest of equal values
         wanted = Kind.COPY if is_copy else _KIND_OF[merge]
         return _off_by(value, wanted, value.power, _FREE_OF_NUMBER)
     if merge is Merge.SUM:
@@ -88,7 +88,7 @@ def answer_for(
 
 
 def _of_rows(value: Known, has_rows: bool) -> Answer:
-    """Rows are joined to those of the batch."""
+    """The answer for rows, which are joined to the rows of the batch."""
     if value.kind is Kind.ZERO and has_rows:
         return _PROVED
     if not has_rows or value.blocks > 1:
@@ -98,9 +98,9 @@ def _of_rows(value: Known, has_rows: bool) -> Answer:
 
 
 def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answer:
-    """Pairs of a row's index and its values, which are added up over all rows.
+    """The answer for rows of a table, which are added up by their indices.
 
-    Where indices are the same on all towers, the values are a sum as any other.
+    If the indices are the same on all towers, the values are a sum like any other.
     """
     indices = at.value
     for x in (value, indices):
@@ -124,18 +124,18 @@ def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answe
 
 
 def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
-    """The power of the number of towers that a value is off."""
+    """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if value.kind is not wanted:
         return Answer("unknown", f"it is {value}")
     return Answer("refuted", _told(power), advice) if power else _PROVED
 
 
 def _of_mean(value: Known, weight: Known) -> Answer:
-    """Sum and weight are off by one power, so that their quotient is not."""
+    """The answer for a mean, whose sum and weight must have the same power."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
         why = "an average of the towers' averages, each over its rows"
         return Answer("refuted", why, _MEAN_OF_ROWS)
-    # The number of a tower's rows is a copy, too, and a sum over them.
+    # The number of a tower's rows is a copy, and also a sum over the rows.
     is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total = as_part(value)
@@ -154,7 +154,7 @@ def _of_mean(value: Known, weight: Known) -> Answer:
 
 
 def _told(power: Any) -> str:
-    """A power of T as the factor that a value is off by, and since which line."""
+    """The text for a power of T: the factor, and the line since which it is off."""
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"

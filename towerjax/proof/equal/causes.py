@@ -1,7 +1,7 @@
-"""Where a power of T, or a mean over a tower's rows, came into a program.
+"""The equation where a power of T, or a mean over a tower's rows, came into a program.
 
 The line that shows it is often another one: a device divides by its own number of rows
-in its loss, and the sum over devices stands below.
+in its loss, and the sum over devices comes later.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +14,11 @@ from towerjax.proof.equal.kinds import Kind, Known
 
 
 class Cause(NamedTuple):
-    """An equation, those around it, and what it was given."""
+    """An equation, its site, and the kinds of its operands."""
 
     site: Site
     ins: tuple[Known, ...]
-    value: Known | None = None  # that has a power since then
+    value: Known | None = None  # the value that has a power since then
 
 
 class _Place(NamedTuple):
@@ -36,9 +36,9 @@ class _Place(NamedTuple):
 
 
 class Causes:
-    """The causes of what was found in a program, the kinds of whose values are known.
+    """The causes of findings in a program, whose values have known kinds.
 
-    ``kinds`` are those of a `Walk`.
+    ``kinds`` are the kinds of a `Walk`.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Causes:
         return self._of_power(_Place(self._program, self._program.outvars[result]))
 
     def of_unknown(self, result: int) -> Cause | None:
-        """Since where a result is unknown that is made of a wrong number.
+        """The equation with a wrong number that makes a result unknown, or None.
 
-        That is a quotient by a tower's own sum, or an equation since which what all
-        towers have is off by a power of T.
+        It is a quotient by a tower's own sum, or an equation since which a copy is off
+        by a power of T.
         """
         place = _Place(self._program, self._program.outvars[result])
         first = self._first(place, lambda x: x.kind is Kind.UNKNOWN)
@@ -85,13 +85,13 @@ class Causes:
         return self._cause(self._first(place, has_power), value)
 
     def _known(self, place: _Place) -> Known | None:
-        """What is known of a variable."""
+        """The known kind of a variable."""
         if isinstance(place.var, Literal):
             return None
         return self._kinds.get(id(place.program), {}).get(place.var)
 
     def _maker(self, place: _Place) -> JaxprEqn | None:
-        """The equation that makes a variable."""
+        """The equation that computes a variable."""
         key = id(place.program)
         if key not in self._makers:
             made = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
@@ -106,9 +106,10 @@ class Causes:
         return Cause(place.site(eqn), tuple(x or Known(Kind.COPY) for x in ins), value)
 
     def _first(self, place: _Place, has: Callable[[Known], bool]) -> _Place | None:
-        """The first variable, going back, that ``has`` what all it is made of has not.
+        """The variable at which a property first appears, on the way to ``place``.
 
-        It is of an equation, and no argument.
+        ``has`` tells the property. The variable has it, and nothing that it is made of
+        does. It is a result of an equation, not an argument.
         """
         todo = [place]
         seen = set[tuple[int, Any]]()
@@ -128,7 +129,7 @@ class Causes:
         return None
 
     def _before(self, place: _Place) -> Iterator[_Place]:
-        """What a variable is made of, inside of its equation, before it or outside."""
+        """The variables that a variable is computed from, inside a call or outside."""
         eqn = self._maker(place)
         if eqn is not None:
             number = eqn.outvars.index(place.var)

@@ -1,4 +1,4 @@
-"""Rules of what compares elements, and of what is chosen by that."""
+"""Rules for comparisons of elements, and for choices made by them."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ _EXTREME_OF = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
 
 @rule("max min", knows_constants=True, knows_identity=True, by_element=True)
 def _larger(pair: EquationPair) -> Known:
-    """The larger of two is so for all powers, if both have the same."""
+    """The larger of two values stays the larger, if both have the same power."""
     x, y = pair.ins
     if found := guards.at_least_one(pair):
         return found
@@ -49,7 +49,7 @@ def _larger(pair: EquationPair) -> Known:
     by_element=True,
 )
 def _comparison(pair: EquationPair) -> Known:
-    """Which of two is larger is the same for all powers, if both have the same."""
+    """A comparison has the same result for all powers, if both have the same power."""
     x, y = pair.ins
     if pair.name == "lt" and y.kind is Kind.ZERO:
         own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
@@ -57,7 +57,7 @@ def _comparison(pair: EquationPair) -> Known:
             return copy(note=False)
     if x.kind is Kind.NUMBERS and pair.name == "lt":
         is_each = pair.times_rows(0, pair.rows_in[0]) == 1
-        if y.kind is Kind.VALID and is_each:  # rows that are no padding come first
+        if y.kind is Kind.VALID and is_each:  # rows that are not padding come first
             is_flag = len(pair.shape(0)) == 1
             weight = ("flag", PADDING) if is_flag else None
             return rows()._replace(zeros=frozenset([PADDING]), number=weight)
@@ -80,7 +80,7 @@ def _comparison(pair: EquationPair) -> Known:
 
 @rule("or", knows_constants=True, knows_identity=True, by_element=True)
 def _either(pair: EquationPair) -> Known:
-    """A function; and a row is no padding, or no row is, where the first holds."""
+    """A function; or the flag that a row is not padding, joined with that none is."""
     x, y = pair.ins
     weight = ("flag", PADDING)
     for one, other in ((x, y), (y, x)):
@@ -94,7 +94,7 @@ def _either(pair: EquationPair) -> Known:
 
 @rule("and", knows_constants=True, knows_identity=True, by_element=True)
 def _both(pair: EquationPair) -> Known:
-    """A function; of two flags it is a flag."""
+    """A function of both values; for two flags it is a flag."""
     found = function_of(pair.ins, "and")
     if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
         return guards.as_flag(pair, found)
@@ -103,7 +103,7 @@ def _both(pair: EquationPair) -> Known:
 
 @rule("not", knows_constants=True, knows_identity=True, by_element=True)
 def _opposite(pair: EquationPair) -> Known:
-    """A function; not the largest of all is the smallest of what they are not."""
+    """A function; the opposite of a maximum of flags is a minimum of opposites."""
     [x] = pair.ins
     if x.kind in _EXTREME_OF and pair.dtype(0).kind == "b":
         return guards.opposite(x)
@@ -119,7 +119,7 @@ def _opposite(pair: EquationPair) -> Known:
     by_element=True,
 )
 def _choice(pair: EquationPair) -> Known:
-    """One that all towers make alike keeps kinds; one for each row makes rows."""
+    """A choice that is the same on all towers keeps kinds; one per row makes rows."""
     predicate, *cases = pair.ins
     if predicate.kind is Kind.ZERO or pair.constant(0) is False:
         return cases[0]
@@ -145,7 +145,7 @@ def _choice(pair: EquationPair) -> Known:
 
 
 def _of_padding(pair: EquationPair, chosen: Known) -> Any:
-    """Whether padding has an infinity: where the predicate is 0, it chooses case 0."""
+    """The infinity that padding has, if any: a predicate of 0 chooses case 0."""
     is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
     if chosen.kind is not Kind.ROWS or not is_chosen:
         return None
@@ -153,7 +153,7 @@ def _of_padding(pair: EquationPair, chosen: Known) -> Any:
 
 
 def _choice_in_loop(pair: EquationPair) -> Known:
-    """Of one carry as it was, and as it was added to or filled."""
+    """A choice between a carry as it was, and as it was added to or filled."""
     predicate, *cases = pair.ins
     known = [x for x in cases if x.power is not None] or cases
     is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
@@ -167,7 +167,7 @@ def _choice_in_loop(pair: EquationPair) -> Known:
 
 @rule("clamp", knows_constants=True, by_element=True)
 def _clamped(pair: EquationPair) -> Known:
-    """As the larger and the smaller of two."""
+    """A clip, which is a maximum and a minimum."""
     if not pair.kinds <= EACH:
         raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
     return joined(pair.ins, "clipped by")

@@ -1,10 +1,10 @@
-"""Loops over chunks of a tower's rows: a scan of an array ``[k, b / k, ...]`` of them.
+"""Loops over chunks of a tower's rows: a scan of an array ``[k, b / k, ...]``.
 
-In a trip the rows are those of a chunk, and what they add up to is a part of the sum
-over all trips and towers. So all rules of rows hold in it, but three: towers must not
-meet, since a trip's rows on all towers depend on their number; nothing may change from
-trip to trip but what is added up, for it would weigh rows by their place; and a key
-would draw the same for the rows of each chunk.
+In a trip the rows are those of a chunk, and their sum is a part of the sum over all
+trips and towers. So the rules for rows hold in a trip, with three exceptions. Towers
+must not communicate, because a trip's rows on all towers depend on the number of
+towers. Only sums may change from trip to trip, because other carries would weigh rows
+by their place. And a key would draw the same numbers for the rows of each chunk.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
 
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
-    """What a loop over chunks of rows adds up, and what it keeps of each row."""
+    """The kinds of a loop's results over chunks: sums, and what it keeps per row."""
     if pair.walk.loop is not None or pair.walk.in_chunks:
         raise NotOfOneKindError("a loop over chunks of rows in another one")
     consts, carry_size = loop_sizes(pair.first)
@@ -70,7 +70,7 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
 
 
 def _shared(pair: EquationPair, x: Known) -> Known:
-    """What all trips share: nothing that has all rows, or is a tower's own."""
+    """The kind of a value that all trips get; it may not have rows or differ."""
     if x.kind in (Kind.COPY, Kind.ZERO, Kind.UNKNOWN):
         return x
     return pair.unknown(f"each chunk of the tower's rows meets {x}")
@@ -81,7 +81,7 @@ def _added_to(number: int, x: Known) -> Known:
 
 
 def _of_a_trip(pair: EquationPair, x: Known) -> Known:
-    """What a trip sees of an array ``[k, ...]``: its rows, or one number for all."""
+    """The kind of one trip's slice of an array ``[k, ...]``."""
     if x.kind is Kind.SPREAD:
         return rows(x.power)._replace(zeros=x.zeros)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
@@ -90,7 +90,7 @@ def _of_a_trip(pair: EquationPair, x: Known) -> Known:
 
 
 def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -> Known:
-    """A carry after all trips."""
+    """The kind of a carry after all trips."""
     if end.kind is Kind.UNKNOWN:
         return end
     if (end.kind, end.note) != (Kind.SO_FAR, start.note):
@@ -102,7 +102,7 @@ def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -
 
 
 def _of_all_trips(pair: EquationPair, x: Known, axis: int | None) -> Known:
-    """What trips keep, one after another: rows in their chunks, or sums of them."""
+    """The kind of the outputs that trips stack: rows in chunks, or sums of them."""
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x if x.kind is Kind.UNKNOWN else ZERO
     if x.kind is Kind.ROWS and x.blocks == 1 and axis is not None:

@@ -1,4 +1,4 @@
-"""Rules of what computes each element of its elements."""
+"""Rules for equations whose elements are computed from single elements."""
 
 from fractions import Fraction
 
@@ -59,13 +59,13 @@ def _as_it_is(pair: EquationPair) -> list[Known]:
 
 @rule("stop_gradient", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
 def _without_derivative(pair: EquationPair) -> Known:
-    """Of the same kind, and another value: where it is 0, so is the derivative."""
+    """The same kind, but another value; where it is 0, its derivative is 0, too."""
     return pair.ins[0]._replace(number=None)
 
 
 @rule("reduce_precision", knows_constants=True, knows_identity=True)
 def _rounded(pair: EquationPair) -> Known:
-    """Rounding is left out of account, and keeps an order."""
+    """The operand: rounding is ignored, and keeps the order."""
     return pair.ins[0]
 
 
@@ -73,7 +73,7 @@ def _rounded(pair: EquationPair) -> Known:
     "neg", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
 )
 def _negative(pair: EquationPair) -> Known:
-    """Linear; it makes a minimum of a maximum, so these end."""
+    """The negative is linear; a maximum would become a minimum, so it is refused."""
     [x] = pair.ins
     is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
     if x.kind not in _SCALED or is_extreme:
@@ -83,7 +83,7 @@ def _negative(pair: EquationPair) -> Known:
 
 @rule("real imag conj", knows_constants=True)
 def _linear_of_complex(pair: EquationPair) -> Known:
-    """Linear over real numbers."""
+    """A linear function over the real numbers."""
     [x] = pair.ins
     if x.kind not in LINEAR:
         raise NotOfOneKindError(f"{pair.name} of {x}")
@@ -92,13 +92,13 @@ def _linear_of_complex(pair: EquationPair) -> Known:
 
 @rule("squeeze expand_dims", knows_constants=True, knows_identity=True)
 def _laid_otherwise(pair: EquationPair) -> Known:
-    """The dims have other numbers, which the programs' shapes show."""
+    """The operand; its dims get other numbers, which the shapes show."""
     return pair.ins[0]
 
 
 @rule("transpose", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD])
 def _transposed(pair: EquationPair) -> Known:
-    """The same; groups of rows lie along the dims that theirs became."""
+    """The operand; groups of rows lie along the new numbers of their dims."""
     [x] = pair.ins
     if x.kind is not Kind.SPREAD:
         return x
@@ -121,9 +121,9 @@ def _transposed(pair: EquationPair) -> Known:
     by_element=True,
 )
 def _converted(pair: EquationPair) -> Known:
-    """Floats stay what they are but for rounding, and integers as they grow wider.
+    """A conversion keeps floats, except for rounding, and integers that become wider.
 
-    All else is a function of each element.
+    Any other conversion is a function of each element.
     """
     [x] = pair.ins
     old = np.dtype(pair.dtype(0))
@@ -138,7 +138,7 @@ def _converted(pair: EquationPair) -> Known:
     is_count = x.note == ROWS_OF_TOWER and not is_inexact
     if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
         raise NotOfOneKindError(f"{x} as {new.name}, which cannot hold it")
-    # A number of towers or rows, too, is a sum.
+    # A number of towers or rows is a sum, too.
     is_sum = x.kind in _PART_SUMS or bool(x.power)
     if is_sum and new != old and not holds_sums(old):
         raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
@@ -162,7 +162,7 @@ def _converted(pair: EquationPair) -> Known:
     if x.note == ROWS_OF_TOWER and new.kind in "iu":
         return x
     found = function_of([x], f"a conversion to {new.name}")
-    # A flag that is a number stays the same number.
+    # A flag that is a number keeps its identity.
     is_flag = x.number is not None and x.number[0] == "flag"
     if is_flag and (new.kind in "biu" or old.kind in "biu"):
         return found._replace(zeros=x.zeros, number=x.number)
@@ -177,7 +177,7 @@ def _converted(pair: EquationPair) -> Known:
     by_element=True,
 )
 def _sum_of_two(pair: EquationPair) -> Known:
-    """Kinds are closed under sums; a copy is a part of T times it."""
+    """Kinds are closed under sums; a copy is also a part of T times itself."""
     x, y = pair.ins
     is_sum = pair.name != "sub"
     kinds = pair.kinds
@@ -186,7 +186,8 @@ def _sum_of_two(pair: EquationPair) -> Known:
             raise NotOfOneKindError(f"{x} and {y}")
         return x.times_tower(x.power)
     if kinds == {Kind.NUMBERS, Kind.FIRST_ROW} and is_sum:
-        # Numbers of all rows, where each tower has equally many, and all at once.
+        # The row numbers of the whole batch, if all towers have equally many rows, all
+        # at once.
         at = 0 if x.kind is Kind.NUMBERS else 1
         is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
         if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
@@ -203,7 +204,7 @@ def _sum_of_two(pair: EquationPair) -> Known:
 
 
 def _sum_with_number(pair: EquationPair) -> Known:
-    """A number of a row and 0 is the same; in a loop and 1 that of the next row."""
+    """A row number plus 0 is itself; in a loop, plus 1 is the next row's number."""
     x, y = pair.ins
     is_sum = pair.name != "sub"
     if y.kind is Kind.ZERO:
@@ -218,7 +219,7 @@ def _sum_with_number(pair: EquationPair) -> Known:
 
 
 def _sum_so_far(pair: EquationPair) -> Known:
-    """In a loop over rows or chunks: what a trip adds to a carry of its own."""
+    """The sum of a carry and what a trip adds to it, in a loop over rows or chunks."""
     x, y = pair.ins
     one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
     adds_sums = pair.walk.loop is None and pair.walk.in_chunks
@@ -268,7 +269,7 @@ def _product(pair: EquationPair) -> Known:
 
 
 def _multiple(pair: EquationPair) -> Known:
-    """A multiple, by one number for all elements."""
+    """A multiple by one number for all elements."""
     x, y = pair.ins
     one, other, operand = (x, y, 1) if x.kind is not Kind.COPY else (y, x, 0)
     is_extreme = one.kind is Kind.STACKED and one.note in _ORDERED
@@ -285,7 +286,7 @@ def _multiple(pair: EquationPair) -> Known:
     by_element=True,
 )
 def _quotient(pair: EquationPair) -> Known:
-    """As a product; integers are cut off, which is no multiple."""
+    """A quotient, like a product; integer division is not linear."""
     x, y = pair.ins
     if x.kind is Kind.ZERO:
         return ZERO
@@ -320,7 +321,7 @@ _EXPONENTS = {
 
 @rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True, by_element=True)
 def _power(pair: EquationPair) -> Known:
-    """(T^p x)^y is T^(p y) x^y, and powers of T are positive."""
+    """(T^p x)^y is T^(p y) x^y, because powers of T are positive."""
     [x] = pair.ins
     exponent = _EXPONENTS.get(pair.name)
     exponent = Fraction(pair.params["y"]) if exponent is None else exponent
@@ -333,7 +334,7 @@ def _power(pair: EquationPair) -> Known:
 
 @rule("complex", knows_constants=True)
 def _of_two_parts(pair: EquationPair) -> Known:
-    """Linear in both."""
+    """A complex number, which is linear in both parts."""
     if not pair.kinds <= LINEAR:
         raise NotOfOneKindError(f"a complex number of {pair.ins[0]}")
     return joined(pair.ins, "beside")

@@ -1,4 +1,4 @@
-"""One equation of two programs, and the table of the rules for its primitive."""
+"""One equation of two programs, and the table of rules by primitive."""
 
 import dataclasses
 import math
@@ -15,30 +15,30 @@ from towerjax.proof.equal.kinds import Kind, Known
 
 
 class ProgramsDifferError(Exception):
-    """The programs differ in another way than in their numbers of rows and towers."""
+    """The programs differ in more than their numbers of rows and towers."""
 
 
 class Sizes(NamedTuple):
-    """The sizes that two programs differ in: of each, one for either program."""
+    """The sizes in which two programs differ, as pairs with one for each program."""
 
     towers: tuple[int, int]
-    rows: tuple[Any, Any]  # of one tower: numbers, or one symbol
-    padded: bool = False  # whether towers may have padding, and not equally much
-    # Into how many micro-batches a tower's rows are cut, each of which counts as one.
+    rows: tuple[Any, Any]  # of one tower: two numbers, or one symbol
+    padded: bool = False  # whether towers may have different amounts of padding
+    # The numbers of micro-batches of a tower's rows; each counts as a tower.
     parts: tuple[int, int] = (1, 1)
 
     def times(self, first: Any, second: Any) -> Fraction | None:
-        """How many times the rows of a tower these sizes are; None: they are not."""
+        """The multiple of a tower's rows that these sizes are; None if they are not."""
         found = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
         return found[0] if found[0] == found[1] else None
 
     def are_of_tower(self, first: Any, second: Any) -> bool:
-        """Whether these are the rows of all of a tower's micro-batches."""
+        """Whether these sizes are the rows of all micro-batches of a tower."""
         given = zip((first, second), self.rows, self.parts, strict=True)
         return self.parts != (1, 1) and all(x == n * k for x, n, k in given)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
-        """The dim of rows of two arrays, and the dim of towers.
+        """The dim of rows of two arrays, and their dim of towers.
 
         Raises:
           ProgramsDifferError: Another dim differs, or several have rows.
@@ -81,15 +81,15 @@ def _times(size: Any, rows: Any) -> Fraction | None:
 
 
 def is_size(x: Any) -> bool:
-    """Whether a size is a number and no symbol."""
+    """Whether a size is a number and not a symbol."""
     return isinstance(x, int | np.integer)
 
 
 @dataclasses.dataclass(frozen=True)
 class EquationPair:
-    """The same equation of both programs, with what is known of its operands."""
+    """The same equation of both programs, with the kinds of its operands."""
 
-    walk: Any  # of the two programs
+    walk: Any  # the walk of the two programs
     first: JaxprEqn
     second: JaxprEqn
     outer: Site | None
@@ -111,7 +111,7 @@ class EquationPair:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that the programs differ in."""
+        """The sizes in which the programs differ."""
         return self.walk.sizes
 
     @property
@@ -141,13 +141,13 @@ class EquationPair:
         return first.shape[axis], second.shape[axis]
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
-        """How many times the rows of a tower a dim of an operand has."""
+        """The multiple of a tower's rows that a dim of an operand has."""
         if axis is None:
             return None
         return self.sizes.times(*self.sizes_along(operand, axis))
 
     def constant(self, operand: int) -> Any:
-        """The number that an operand is in both programs; None if it is not known."""
+        """The constant that an operand is in both programs; None if it is unknown."""
         value = self.ins[operand]
         if value.kind is Kind.ZERO:
             return 0
@@ -155,11 +155,11 @@ class EquationPair:
         return value.note if value.kind is Kind.COPY and known else None
 
     def has_padding(self, *zeros: frozenset[Any]) -> bool:
-        """Whether padding may count in what is 0 only there."""
+        """Whether padding may count in a value that is 0 only in these places."""
         return self.walk.has_padding(frozenset().union(*zeros))
 
     def unknown(self, why: str) -> Known:
-        """What is not known, since this equation."""
+        """An unknown kind, with a reason and the line of this equation."""
         line = user_line((self.first, self.outer))
         return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
 
@@ -168,28 +168,29 @@ Rule: TypeAlias = Callable[[EquationPair], Known | list[Known]]
 
 
 class Registered(NamedTuple):
-    """A rule, and what it can be given."""
+    """A rule, and the operands that it accepts."""
 
     rule: Rule
-    # Whether it knows that a COPY is constant along its dim of rows; else it gets ROWS.
+    # Whether it knows that a COPY is constant along its dim of rows; otherwise it gets
+    # ROWS.
     knows_constants: bool = False
-    # Whether it is given UNKNOWN; else what it gives is unknown, too.
+    # Whether it accepts UNKNOWN; otherwise its result is unknown, too.
     knows_unknown: bool = False
-    # Whether it says which value a result is, and where that is 0; else nothing is kept
-    # of what is known of its operands.
+    # Whether it says which value a result is, and where the value is 0; otherwise that
+    # is forgotten.
     knows_identity: bool = False
-    kinds: frozenset[Kind] = frozenset()  # that no other rule is given
-    # Whether each element of a result is a function of one of each operand; then it is
-    # given groups of rows as rows.
+    kinds: frozenset[Kind] = frozenset()  # special kinds that it accepts
+    # Whether each element of a result is a function of one element of each operand; it
+    # then gets groups of rows as rows.
     by_element: bool = False
 
 
 RULES: dict[str, Registered] = {}
-"""The rules, by the names of their primitives; what is not here is unknown."""
+"""The rules by the names of their primitives; other primitives are unknown."""
 
 SPECIAL = frozenset([Kind.SPREAD, Kind.STACKED, Kind.COLUMNS, Kind.SO_FAR, Kind.BUFFER])
 SPECIAL |= {Kind.ORDER}
-"""Kinds that only those rules are given that name them."""
+"""Kinds that only rules which name them accept."""
 
 
 def rule(
@@ -201,7 +202,7 @@ def rule(
     kinds: Iterable[Kind] = (),
     by_element: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Register a rule for the primitives of these names."""
+    """A decorator that registers a rule for the primitives of these names."""
 
     def register(function: Rule) -> Rule:
         knows = knows_constants, knows_unknown, knows_identity
@@ -213,14 +214,14 @@ def rule(
 
 
 def holds_sums(dtype: Any) -> bool:
-    """Whether sums over rows are taken to fit; shorter integers wrap around."""
+    """Whether sums over rows are assumed to fit; shorter integers wrap around."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32
     return dtype != jnp.bool_
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:
-    """How many elements of the dims before an axis there are."""
+    """The number of elements of the dims before an axis."""
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
         raise ProgramsDifferError("a size differs that is not a number of rows")

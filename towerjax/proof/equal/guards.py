@@ -1,12 +1,12 @@
-"""Means over a tower's rows: what a part divided by a part of the tower's own is.
+"""Means over a tower's rows: quotients of parts by a part of the tower's own.
 
-Such a mean depends on the split; times what it was divided by it is a part again. Two
-values cancel there, and so that they do for derivatives, too, what is divided by is the
-number of rows with a flag, which is a whole number and has no derivative, and it is the
-same value of the program in both places; a stopped mean is another one. It needs a
-guard against a tower without such rows, such as ``max(count, 1)`` or ``where(count > 0,
-...)``, which changes nothing in a sum over rows with the flag that is counted: where
-there are none, that sum is 0, and so is its derivative.
+Such a mean depends on the split, but multiplied by its divisor it is a part again. That
+uses that two values cancel. For this to hold for derivatives, too, the divisor must be
+the number of rows with a flag, which is an integer without a derivative, and must be
+the same value of the program in both places; a stopped mean is another value. A tower
+may have no such rows, so a guard is needed, such as ``max(count, 1)`` or ``where(count
+> 0, ...)``. The guard changes nothing in a sum over the counted rows: without such rows
+the sum is 0, and so is its derivative.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
 def as_flag(pair: EquationPair, value: Known) -> Known:
-    """A value of rows that is 0 or 1: it is 0 where it is nowhere 1."""
+    """The value as a flag of rows, 0 or 1, with an identity of its own."""
     if value.kind is not Kind.ROWS:
         return value
     what, number = pair.walk.new_number("flag")
@@ -37,7 +37,7 @@ def counted_flag(value: Known) -> Any:
 
 
 def comparison(pair: EquationPair) -> Known | None:
-    """Whether a count is above 0; a flag that is compared with 0 is itself."""
+    """A comparison of a count with 0 or 1, or of a flag with 0; else None."""
     (x, y) = pair.ins
     name = pair.name
     against = pair.constant(1)
@@ -57,13 +57,13 @@ def comparison(pair: EquationPair) -> Known | None:
 
 
 def has_any(flag: Any, is_any: bool) -> Known:
-    """Whether a tower has a row with a flag, or none; of all one has if a tower has."""
+    """Whether a tower has a row with a flag, or none, as a maximum or minimum."""
     kind, what = (Kind.MAXIMUM, "any") if is_any else (Kind.MINIMUM, "none")
     return Known(kind, Fraction(0), number=(what, flag))
 
 
 def opposite(x: Known) -> Known:
-    """What the largest, or smallest, of all is not, of true and false."""
+    """The opposite of a maximum or minimum of booleans."""
     is_largest = x.kind is Kind.MAXIMUM
     what, flag = x.number or ("value", None)
     if what in ("any", "none"):
@@ -72,7 +72,7 @@ def opposite(x: Known) -> Known:
 
 
 def at_least_one(pair: EquationPair) -> Known | None:
-    """The larger of a count and a number from 0 to 1: a count is a whole number."""
+    """The maximum of a count and a number from 0 to 1, or None."""
     for operand, other in ((0, 1), (1, 0)):
         flag = counted_flag(pair.ins[operand])
         bound = pair.constant(other)
@@ -84,7 +84,7 @@ def at_least_one(pair: EquationPair) -> Known | None:
 
 
 def choice(pair: EquationPair) -> Known | None:
-    """A choice by whether there is a row with a flag; a flag chosen by itself."""
+    """A choice by whether there is a row with a flag, or a flag itself; else None."""
     predicate, *cases = pair.ins
     if len(cases) != 2:
         return None
@@ -96,7 +96,7 @@ def choice(pair: EquationPair) -> Known | None:
 
 
 def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
-    """One of two cases by whether there is a row with a flag, as if there were."""
+    """The case for a tower that has a row with a flag, if both cases fit; else None."""
     what, flag = predicate.number or ("value", None)
     if what not in ("any", "none"):
         return None
@@ -115,10 +115,10 @@ def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
 
 
 def quotient_of_parts(pair: EquationPair) -> Known | None:
-    """A part divided by a part of the tower's own, or by a guarded count.
+    """A part divided by a part of the tower's own, or by a guarded count; else None.
 
-    The note has the power of what it is divided by, and whether what is divided is 0
-    where that is.
+    The note has the power of the divisor, and whether the dividend is 0 where the
+    divisor is.
     """
     x, y = pair.ins
     if x.kind is not Kind.PART or pair.shape(1) != ():
@@ -136,12 +136,12 @@ def quotient_of_parts(pair: EquationPair) -> Known | None:
 
 
 def multiple_of_mean(mean: Known, power: Any) -> Known:
-    """A mean times a copy: what was divided is multiplied."""
+    """The product of a mean and a copy."""
     return mean._replace(power=mean.power + power)
 
 
 def product_with_mean(pair: EquationPair) -> Known | None:
-    """Times what it was divided by, a mean is the part that was divided."""
+    """The product of a mean: with its divisor it is the part that was divided."""
     for mean, other in (pair.ins, pair.ins[::-1]):
         if mean.kind is not Kind.MEAN:
             continue
@@ -155,7 +155,7 @@ def product_with_mean(pair: EquationPair) -> Known | None:
 
 
 def sum_with_mean(pair: EquationPair) -> Known | None:
-    """X / n + y / n is (x + y) / n, and x / n + c is (x + c n) / n for a copy c."""
+    """The sum with a mean: x / n + y / n is (x + y) / n, and a copy c is c n / n."""
     x, y = pair.ins
     if Kind.MEAN not in pair.kinds:
         return None

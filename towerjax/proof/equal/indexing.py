@@ -1,4 +1,4 @@
-"""Rules of what reads or writes elements by indices that a program computes."""
+"""Rules for reads and writes of elements by indices that a program computes."""
 
 from typing import Any
 
@@ -28,21 +28,21 @@ _INTO_TABLE = {"scatter-max": Kind.MAXIMUM, "scatter-min": Kind.MINIMUM}
 
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
-    """Whether a dim of an operand is what the loop around runs over."""
+    """Whether the enclosing loop runs over a dim of an operand."""
     if pair.walk.loop is None or axis is None:
         return False
     return pair.sizes_along(operand, axis) == pair.walk.loop.lengths
 
 
 def _of_this_row(x: Known) -> Known:
-    """In a loop over rows: this row of an array of all rows."""
+    """The kind of the current row of an array of rows, in a loop over rows."""
     if x.kind is Kind.ZERO or x.power is None:
         return ZERO
     return Known(Kind.ROW, x.power, zeros=x.zeros)
 
 
 def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
-    """In a loop over rows: an array that is filled, with this row, too."""
+    """The kind of a buffer after the current row is written, in a loop over rows."""
     if new.kind not in (Kind.ROW, Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{new} becomes a row")
     if new.kind is Kind.ZERO:
@@ -53,7 +53,7 @@ def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
 
 
 def _keeps_by_fill(pair: EquationPair, x: Known) -> bool:
-    """Whether what a gather fills in is of the kind and the power of its array."""
+    """Whether the fill value of a gather has the kind and power of its array."""
     is_nan = pair.params["fill_value"] is None
     is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
     is_number = x.kind in EACH and not x.power
@@ -66,7 +66,7 @@ def _are_same(indices: Any) -> bool:
 
 @rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED])
 def _slice_at(pair: EquationPair) -> Known:
-    """Along other dims than rows at one place for all; in a loop this row."""
+    """A slice at one place along dims without rows; in a loop, the current row."""
     x, *at = pair.ins
     axis = pair.rows_in[0]
     sizes = pair.params["slice_sizes"]
@@ -93,7 +93,7 @@ def _slice_at(pair: EquationPair) -> Known:
 
 
 def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
-    """Of all towers' values that of the tower itself."""
+    """The tower's own value, from the values of all towers."""
     axis = pair.towers_in[0]
     assert axis is not None
     sizes = pair.params["slice_sizes"]
@@ -108,7 +108,7 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
 
 @rule("dynamic_update_slice", kinds=[Kind.BUFFER])
 def _update_at(pair: EquationPair) -> Known:
-    """As a slice, written."""
+    """A slice that is written, by the rules of a slice."""
     (x, new, *at) = pair.ins
     axis = pair.rows_in[0]
     if x.kind is Kind.BUFFER:
@@ -137,7 +137,7 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
 
 @rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER])
 def _gathered(pair: EquationPair) -> Known:
-    """Elements of one table for all by indices; of rows, each by its own number."""
+    """Elements of one table by indices, or each row by its own number."""
     (x, at) = pair.ins
     dims = pair.params["dimension_numbers"]
     (axis, at_axis) = pair.rows_in
@@ -172,7 +172,7 @@ def _gathered(pair: EquationPair) -> Known:
 
 
 def _by_order(pair: EquationPair, dims: Any) -> Known:
-    """All rows by their numbers in another order: each row is there once."""
+    """All rows in another order, each exactly once."""
     (x, at) = pair.ins
     (axis, at_axis) = pair.rows_in
     [out_axis] = pair.rows_out
@@ -190,7 +190,7 @@ def _by_order(pair: EquationPair, dims: Any) -> Known:
 
 @rule("towerjax_take")
 def _rows_of_table(pair: EquationPair) -> Known:
-    """`tj.sparse.take`: rows of one table, by the ids of each row."""
+    """The rows of a table that `tj.sparse.take` looks up, by the ids of each row."""
     x, at = pair.ins
     is_one = pair.params["stacked"] == 0
     is_table = is_one and x.kind is Kind.COPY and pair.rows_in[0] is None
@@ -216,7 +216,7 @@ def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
 def _by_own_number(
     pair: EquationPair, dims: Any, axis: int, at_axis: int | None, sizes: Any
 ) -> bool:
-    """Whether row i is read by an index of which one column is i."""
+    """Whether row i is read by an index with i in one column."""
     if axis not in dims.start_index_map or at_axis is None:
         return False
     columns = _columns_of(pair, 1)
@@ -229,7 +229,7 @@ def _by_own_number(
 
 
 def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
-    """Whether rows and indices are one batch dim."""
+    """Whether rows and indices share one batch dim."""
     if axis not in dims.operand_batching_dims or at.kind not in EACH:
         return False
     place = dims.operand_batching_dims.index(axis)
@@ -241,7 +241,7 @@ def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
     kinds=[Kind.BUFFER, Kind.COLUMNS],
 )
 def _scattered(pair: EquationPair) -> Known:
-    """As a gather, written; rows that are added to a table make parts of it."""
+    """A gather that is written; rows that are added to a table make parts of it."""
     (x, at, new) = pair.ins
     dims = pair.params["dimension_numbers"]
     axis, at_axis, new_axis = pair.rows_in
@@ -283,7 +283,7 @@ def _scattered(pair: EquationPair) -> Known:
 
 
 def _into_table(pair: EquationPair, x: Known, new: Known) -> Known:
-    """Rows that are added to a table are parts of it, and so with a maximum."""
+    """A table to which rows are added, or whose maximum they may be."""
     adds = pair.name in ("scatter-add", "scatter-sub")
     if adds and x.kind in (Kind.ZERO, Kind.PART, Kind.COPY):
         if new.kind is Kind.ZERO:

@@ -1,8 +1,8 @@
-"""Kinds: what a value on each of T towers has to do with that on one tower.
+"""Kinds: how a value on each of T towers relates to the value on one tower.
 
-A proof compares two numbers of towers, ``a`` and ``b``, on one global batch. With a
-power ``p`` each says: what the towers' values make together is for ``b`` towers ``(b /
-a)^p`` times what it is for ``a``.
+A proof compares two numbers of towers, ``a`` and ``b``, on one global batch. A kind
+with the power ``p`` says that the towers' values, put together as the kind says, are
+for ``b`` towers ``(b / a)^p`` times what they are for ``a`` towers.
 """
 
 import enum
@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 
 
 class Kind(enum.Enum):
-    """What the values of the towers make together; a member's text is for errors."""
+    """The kinds; a member's text is for errors."""
 
     UNKNOWN = "unknown"
     ZERO = "zero"
-    # Each tower has it. Where such a value has a dim of rows, it is constant along it.
+    # Each tower has the value. If it has a dim of rows, it is constant along it.
     COPY = "a replicated value"
-    # The towers' values, joined along their dim of rows, are it.
+    # The value is the towers' values, joined along their dim of rows.
     ROWS = "rows"
-    # The towers' values, added up, are it.
+    # The value is the sum of the towers' values.
     PART = "a sum over the tower's rows"
-    # Along several dims, in the order that its note tells: see `Groups`.
+    # Rows along several dims, in the order of the note; see `Groups`.
     SPREAD = "the tower's rows in groups"
-    # The largest, or smallest, of the towers' values is it.
+    # The value is the largest, or smallest, of the towers' values.
     MAXIMUM = "a maximum over the tower's rows"
     MINIMUM = "a minimum over the tower's rows"
-    # A part divided by a part of the tower's own, which its note names.
+    # A part divided by a part of the tower's own; see `guards`.
     MEAN = "a mean over the tower's rows"
-    # The towers' values one after another, of the kind in its note.
+    # The towers' values one after another; the note is their kind.
     STACKED = "the values of all towers"
 
-    # Numbers and keys that a tower has of its own.
+    # Numbers and keys of a tower's own.
     TOWER = "tower.id"
     FIRST_ROW = "the number of a tower's first row"
     NUMBERS = "the numbers of the tower's rows"
@@ -43,8 +43,8 @@ class Kind(enum.Enum):
     VALID = "how many of the tower's rows are no padding"
     SIZE = "the number of the tower's rows, padding included"
     IS_FULL = "whether no own row is padding"
-    # Of the rows with a flag, which its note names: their number where there is one,
-    # else any number above 0.
+    # The number of rows with the flag in the note, or any number above 0 if there is
+    # none.
     AT_LEAST = "how many rows have a flag, or another number where none has"
 
     # In a loop over rows.
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 
 PADDING = "padding"
-"""Stands among `Known.zeros` for the rows that are padding."""
+"""The member of `Known.zeros` that stands for padding rows."""
 
 ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
@@ -67,13 +67,13 @@ HIGHEST = ("highest", PADDING)
 
 
 class Power(Fraction):
-    """A power of the number of towers, and the line where a value came to have it."""
+    """A power of the number of towers, and the line where a value got it."""
 
     __slots__ = ("line",)
     line: str
 
     def __new__(cls, power: Any, line: str) -> "Power":
-        """As a number it is ``power``."""
+        """The number ``power``, with a line."""
         self = super().__new__(cls, power)
         self.line = line
         return self
@@ -83,21 +83,21 @@ PERMUTED = "the tower's rows in another order"
 
 
 class Identity(int):
-    """A number for one value of a program, or one flag."""
+    """The identity of one value of a program, or of one flag."""
 
 
 NO_ZEROS: frozenset[Any] = frozenset()
 
 
 class Groups(NamedTuple):
-    """How an array has the tower's rows along several dims.
+    """The way in which an array has the tower's rows along several dims.
 
     Attributes:
-      dims: The dims, the first one outermost, along which there is each row in order.
-      each: Whether an element is one of a row; else all along the dims add up to a
-        sum over rows.
-      order: None, or which other order the rows are in: all towers' together, each
-        once. The same order is one value of the program.
+      dims: The dims, outermost first, that together have each row in order.
+      each: Whether an element belongs to one row; otherwise the elements along the dims
+        add up to a sum over rows.
+      order: None; or the other order that the rows are in, counted over all towers,
+        each row once. The same order is the same value of the program.
     """
 
     dims: tuple[int, ...]
@@ -106,31 +106,31 @@ class Groups(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of a value in two programs."""
+    """The knowledge of a value in two programs."""
 
     kind: Kind
-    power: Any = 0  # of the number of towers; None of a sum to which nothing is added
-    # The dim of its rows is so many blocks, each of which has all rows in order.
+    power: Any = 0  # of the number of towers; None for a sum to which nothing was added
+    # The number of blocks in the dim of rows; each block has all rows in order.
     blocks: int = 1
-    # Where it is 0: PADDING, and flags without which it is all 0.
+    # Where the value is 0: PADDING, and flags without which all of it is 0.
     zeros: frozenset[Any] = NO_ZEROS
-    # ("flag", id), ("count", id of a flag) or ("value", id): the same number, the same
-    # value, with the same derivative. Of a MAXIMUM or MINIMUM ("any", id) or ("none",
-    # id) of a flag: whether a row has it. Of ROWS LOWEST or HIGHEST: it is minus, or
-    # plus, infinity in padding.
+    # ("flag", id), ("count", id of a flag) or ("value", id): equal numbers are the same
+    # value with the same derivative. For a MAXIMUM or MINIMUM, ("any", id) or ("none",
+    # id) of a flag: whether a row has the flag. For ROWS, LOWEST or HIGHEST: padding is
+    # minus or plus infinity.
     number: Any = None
-    # Of a COPY the number that it is, if it is known; else as its kind says.
+    # For a COPY its number, if that is known; for other kinds as the kind says.
     note: Any = None
-    why: str = ""  # of UNKNOWN: since where
+    why: str = ""  # for UNKNOWN: the reason, with a line
 
     def bare(self) -> "Known":
-        """The value without what holds in one round of a loop alone."""
+        """The knowledge without what holds only in one round of a loop."""
         zeros = self.zeros & {PADDING}
         note = None if self.kind is Kind.COPY else self.note
         return self._replace(zeros=zeros, number=None, note=note)
 
     def times_tower(self, power: Any) -> "Known":
-        """The same kind with another power, which is another value."""
+        """The same kind with another power, as another value."""
         note = None if self.kind is Kind.COPY else self.note
         return self._replace(power=power, number=None, note=note)
 
@@ -143,47 +143,47 @@ class Known(NamedTuple):
 ZERO = Known(Kind.ZERO)
 SIZE = Known(Kind.SIZE, note=ROWS_OF_TOWER)
 EACH = frozenset([Kind.COPY, Kind.ROWS, Kind.ROW, Kind.ZERO])
-"""Kinds of which any function of their elements is of the same kind."""
+"""Kinds that any function of their elements keeps."""
 
 LINEAR = EACH | {Kind.PART}
-"""Kinds that keep under a linear function of the elements of one value."""
+"""Kinds that a linear function of the elements of one value keeps."""
 
 
 def copy(power: Any = 0, note: Any = None) -> Known:
-    """The same on all towers."""
+    """The kind of a value that is the same on all towers."""
     return Known(Kind.COPY, Fraction(power), note=note)
 
 
 def rows(power: Any = 0, blocks: int = 1) -> Known:
-    """Rows of the batch."""
+    """The kind of rows of the batch."""
     return Known(Kind.ROWS, Fraction(power), blocks)
 
 
 def permuted(x: Known, axis: int, order: Any) -> Known:
-    """Rows in another order along their dim."""
+    """The kind of rows in another order along their dim."""
     return Known(Kind.SPREAD, x.power, note=Groups((axis,), True, order))
 
 
 def part(power: Any = 0) -> Known:
-    """A part of a sum over towers."""
+    """The kind of a part of a sum over towers."""
     return Known(Kind.PART, Fraction(power))
 
 
 def as_part(value: Known) -> Known:
-    """A copy is the T-th part of what the towers' copies add up to."""
+    """The value as a part: T copies add up to T times a copy."""
     is_copy = value.kind is Kind.COPY
     return part(value.power + 1) if is_copy else value
 
 
 class NotOfOneKindError(Exception):
-    """The values have no kind in common; its text says why."""
+    """The values have no kind in common; the text says why."""
 
 
 def joined(values: Sequence[Known], verb: str = "added to") -> Known:
-    """The kind of what is chosen among values of one shape, or joined, or added.
+    """The kind of a choice among values of one shape, or of joined or added values.
 
     Raises:
-      NotOfOneKindError: They are of kinds, powers or orders that do not fit.
+      NotOfOneKindError: Their kinds, powers or orders do not fit.
     """
     live = [x for x in values if x.kind is not Kind.ZERO]
     if not live:
@@ -212,7 +212,7 @@ def added(values: Sequence[Known]) -> Known:
     """The kind of the sum of values of one shape.
 
     Raises:
-      NotOfOneKindError: As `joined`; or one is a maximum, and a sum of those is none.
+      NotOfOneKindError: The error of `joined`; or one value is a maximum or minimum.
     """
     extremes = (Kind.MAXIMUM, Kind.MINIMUM)
     if extreme := next((x for x in values if x.kind in extremes), None):
@@ -221,10 +221,10 @@ def added(values: Sequence[Known]) -> Known:
 
 
 def function_of(values: Sequence[Known], what: str) -> Known:
-    """The kind of a function of each element of its operands, whatever it computes.
+    """The kind of any function of the elements of its operands.
 
     Raises:
-      NotOfOneKindError: One of the operands is no copy and no rows, or has a power.
+      NotOfOneKindError: One of the operands is neither a copy nor rows, or has a power.
     """
     for x in values:
         if x.kind not in EACH or x.power:
@@ -233,10 +233,10 @@ def function_of(values: Sequence[Known], what: str) -> Known:
 
 
 def product_of(x: Known, y: Known, verb: str = "times") -> Known:
-    """The kind of the product of two values, element by element.
+    """The kind of the elementwise product of two values.
 
     Raises:
-      NotOfOneKindError: Neither is a copy, and they are not both rows.
+      NotOfOneKindError: Neither value is a copy, and they are not both rows.
     """
     if Kind.ZERO in (x.kind, y.kind):
         return ZERO

@@ -1,4 +1,4 @@
-"""Rules of what runs a program inside: calls, branches, loops, loops over rows."""
+"""Rules for equations that run a program: calls, branches, loops, loops over rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,13 +35,13 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.walk import RowLoop
 
-_ROUNDS = 12  # of a loop, until kinds stay as they are
+_ROUNDS = 12  # the most rounds of a loop until kinds no longer change
 
 
 def _inside(
     pair: EquationPair, programs: Sequence[Any], ins: Sequence[Known]
 ) -> list[Known]:
-    """The kinds of the results of programs in the equation."""
+    """The kinds of the results of the programs inside an equation."""
     return pair.walk.closed(*programs, ins, (pair.first, pair.outer))
 
 
@@ -54,7 +54,7 @@ def _inside(
     kinds=SPECIAL,
 )
 def _called(pair: EquationPair) -> list[Known]:
-    """What its program gives."""
+    """The kinds of the results of the called program."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return _inside(pair, programs, pair.ins)
 
@@ -66,7 +66,7 @@ def _called(pair: EquationPair) -> list[Known]:
     knows_identity=True,
 )
 def _called_with_rule(pair: EquationPair) -> list[Known]:
-    """What its program gives; a derivative of its own makes it another value."""
+    """The kinds of the called program, as other values if it has its own derivative."""
     ins = [_without_number(pair, x) for x in pair.ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return [_without_number(pair, x) for x in _inside(pair, programs, ins)]
@@ -119,7 +119,7 @@ def _program_of(eqn: Any) -> Any:
 
 @rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)
 def _branched(pair: EquationPair) -> list[Known]:
-    """A branch that all towers take alike; it may be any."""
+    """The kinds of a branch that all towers take together, whichever it is."""
     predicate, *ins = pair.ins
     if predicate.kind is Kind.UNKNOWN:
         return [predicate] * len(pair.rows_out)
@@ -135,7 +135,7 @@ def _branched(pair: EquationPair) -> list[Known]:
 
 
 def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Known:
-    """A branch by whether a tower has a row with a flag, as such a choice."""
+    """The kind of a branch by whether a tower has a row with a flag."""
     unknown = [x for x in cases if x.kind is Kind.UNKNOWN]
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"a branch by {predicate}")][0]
@@ -147,7 +147,7 @@ def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Kno
 
 
 def _either_of(pair: EquationPair, values: Sequence[Known], verb: str = "or") -> Known:
-    """What may be one or another."""
+    """The kind of a value that may be any of these."""
     if all(x == values[0] for x in values):
         return values[0]
     unknown = [x for x in values if x.kind is Kind.UNKNOWN]
@@ -172,7 +172,7 @@ def _settled(
     trip: Callable[[list[Known]], list[Known]],
     carry: Sequence[Known],
 ) -> list[Known]:
-    """The kinds of a carry that a trip leaves as they are."""
+    """The kinds of a carry that a trip no longer changes."""
     found = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
         ends = [x.bare() for x in trip(found)]
@@ -199,7 +199,7 @@ def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
     kinds=SPECIAL,
 )
 def _while_it_holds(pair: EquationPair) -> list[Known]:
-    """As often on all towers; or, under vmap, until each row is done."""
+    """The kinds of a loop that all towers run equally often, or per row under vmap."""
     first = pair.first.params
     second = pair.second.params
     tests = first["cond_nconsts"]
@@ -229,7 +229,7 @@ def _while_it_holds(pair: EquationPair) -> list[Known]:
 
 
 def _each_for_itself(carry: Sequence[Known]) -> list[Known]:
-    """Carries whose rows have trips of their own: none is constant along rows."""
+    """Carries whose rows have their own trips, so that none is constant along rows."""
     return [rows(x.power) if x.kind is Kind.COPY else x for x in carry]
 
 
@@ -241,7 +241,7 @@ def _avals_of_test(pair: EquationPair) -> list[Any]:
 def _refuse_unless_by_row(
     pair: EquationPair, test: Known, carry: Sequence[Known]
 ) -> None:
-    """Raise unless ``vmap`` made the loop: rows that are done stay as they are."""
+    """Raise unless ``vmap`` made the loop, in which finished rows stay unchanged."""
     is_of_rows = test.kind is Kind.ROWS and not test.power and test.blocks == 1
     is_of_rows &= all(
         x.kind is Kind.ZERO or (x.kind is Kind.ROWS and x.blocks == 1) for x in carry
@@ -262,7 +262,7 @@ def _refuse_unless_by_row(
     kinds=SPECIAL,
 )
 def _scanned(pair: EquationPair) -> list[Known]:
-    """A loop over another dim than rows; or over rows, see `_over_own_rows`."""
+    """The kinds of a loop over a dim without rows; see `_over_own_rows` for rows."""
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
@@ -294,7 +294,7 @@ def _scanned(pair: EquationPair) -> list[Known]:
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Known]:
-    """A loop over rows: each adds to sums, fills arrays, and is no other's concern."""
+    """The kinds of a loop over rows, in which no row depends on another row."""
     if pair.walk.loop is not None or Kind.SO_FAR in pair.kinds:
         raise NotOfOneKindError("a loop over the tower's rows in another one")
     consts, carry_size = loop_sizes(pair.first)
@@ -318,7 +318,7 @@ def _over_own_rows(
         counts = [x.kind is Kind.COUNTER for x in carry]
         is_next = [x.kind is Kind.NEXT for x in outs[:carry_size]]
         if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
-            # What starts at 0 and is no counter is a sum.
+            # A carry that starts at 0 and is not a counter is a sum.
             carry = [
                 _sum_of_carry(i) if x.kind is Kind.COUNTER and not is_next[i] else x
                 for i, x in enumerate(carry)
@@ -335,7 +335,7 @@ def _over_own_rows(
 
 
 def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
-    """What a loop over rows sees of an array of them."""
+    """The kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
         return pair.unknown("a loop over the tower's rows and another dim")
     if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
@@ -352,7 +352,7 @@ def _sum_of_carry(number: int) -> Known:
 
 
 def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
-    """What a carry is in any round: its kind says what a row may do with it."""
+    """The kind of a carry in any round, which says what a row may do with it."""
     number = operand - loop_sizes(pair.first)[0]
     if x.kind is Kind.UNKNOWN:
         return x
@@ -369,7 +369,7 @@ def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
 
 
 def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known:
-    """What a carry is after all rows."""
+    """The kind of a carry after all rows."""
     if end.kind is Kind.UNKNOWN:
         return end
     is_own = start.kind is end.kind and start.note == end.note
@@ -392,7 +392,7 @@ def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
 
 
 def _rows_of(pair: EquationPair, x: Known) -> Known:
-    """What a loop over rows keeps of each of them."""
+    """The kind of an output that a loop over rows stacks."""
     if x.kind is Kind.ROW:
         return rows(x.power)._replace(zeros=x.bare().zeros)
     if x.kind is Kind.COPY:
@@ -406,7 +406,7 @@ def _rows_of(pair: EquationPair, x: Known) -> Known:
 
 @rule("custom_linear_solve", knows_constants=True, knows_unknown=True)
 def _solved(pair: EquationPair) -> list[Known]:
-    """What its program of the solution gives."""
+    """The kinds of the results of its program `solve`."""
     lengths = pair.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     ins = [*pair.ins[start : start + lengths.solve], *pair.ins[sum(lengths) :]]

@@ -1,8 +1,8 @@
-"""The rule of a `shard_map`, and so of a `pmap`: its devices are the towers.
+"""The rule of a `shard_map`, and so of a `pmap`, whose devices are the towers.
 
-The program around it is one of all devices. What it computes is to be the same for any
-number of them, so there a COPY is an array that is; STACKED is an array that has what
-each device has of its own, one after another.
+The program around it is a program of all devices, whose results must be the same for
+any number of devices. There a COPY is an array that is the same for any number. STACKED
+is an array that has the devices' own values, one after another.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 
 @rule("shard_map", knows_constants=True, knows_unknown=True, kinds=[Kind.STACKED])
 def _mapped(pair: EquationPair) -> list[Known]:
-    """Each device has its rows of what is split, and all of what is not."""
+    """The kinds of a map's results: a device gets its rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
     axis = _axis_of(pair)
@@ -48,7 +48,7 @@ def _mapped(pair: EquationPair) -> list[Known]:
 
 
 def _axis_of(pair: EquationPair) -> str:
-    """The one axis of the mesh, that of all devices; others have one device."""
+    """The one axis of the mesh that has several devices, which must be all of them."""
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     both = {name: (first[name], second.get(name)) for name in first}
     along = [name for name, sizes in both.items() if sizes != (1, 1)]
@@ -61,7 +61,7 @@ def _axis_of(pair: EquationPair) -> str:
 
 
 def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
-    """The rows of a device: those of the first array that is split."""
+    """The rows of a device, taken from the first array that is split."""
     a, b = towers
     pairs = zip(*[body.invars for body in bodies], strict=True)
     for first, second in pairs:
@@ -72,7 +72,7 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
 
 
 def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
-    """The dim that is split over an axis; None: it is not."""
+    """The dim that is split over an axis; None if there is none."""
     if spec.unreduced or spec.reduced:
         raise NotOfOneKindError(f"a shard_map by {spec}")
     dims = enumerate(axes_of_dims(spec))
@@ -80,7 +80,7 @@ def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
 
 
 def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
-    """What a device has of an operand."""
+    """The kind of an operand on one device."""
     x = pair.ins[operand]
     has_rows = pair.rows_in[operand] is not None
     if x.kind in (Kind.UNKNOWN, Kind.ZERO):
@@ -96,7 +96,7 @@ def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
 def _of_all_devices(
     pair: EquationPair, value: Known, own_rows: int | None, split: int | None
 ) -> Known:
-    """What a result is, of which each device has this."""
+    """The kind of a result, from its kind on one device."""
     if value.kind in (Kind.UNKNOWN, Kind.ZERO):
         return value
     if split is None:

@@ -1,4 +1,4 @@
-"""Rules of collectives, of what a tower has of its own, and of random numbers."""
+"""Rules for collectives, for a tower's own numbers and keys, and for random numbers."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.Z
 
 
 def _refuse_other_axes(pair: EquationPair) -> None:
-    """Raise unless the collective is one of all towers."""
+    """Raise unless the collective is over all towers."""
     if pair.walk.in_chunks:
         raise NotOfOneKindError(f"{pair.name} of a chunk of each tower's rows")
     axes = [x for x in named_axes(pair.first) if x not in pair.walk.alone]
@@ -33,14 +33,14 @@ def _refuse_other_axes(pair: EquationPair) -> None:
 
 @rule("axis_index", knows_constants=True)
 def _tower_id(pair: EquationPair) -> Known:
-    """The number of the tower."""
+    """The tower's own number."""
     _refuse_other_axes(pair)
     return Known(Kind.TOWER)
 
 
 @rule("psum psum_invariant", knows_constants=True)
 def _added_over_towers(pair: EquationPair) -> list[Known]:
-    """Parts add up; copies are so often there as there are towers."""
+    """Parts add up to a copy; the sum of copies is T times a copy."""
     _refuse_other_axes(pair)
     found = []
     for x in pair.ins:
@@ -53,7 +53,7 @@ def _added_over_towers(pair: EquationPair) -> list[Known]:
 
 @rule("pmax pmin", knows_constants=True)
 def _extreme_over_towers(pair: EquationPair) -> list[Known]:
-    """The largest of own maxima, or the smallest of own minima."""
+    """The largest of the towers' maxima, or the smallest of their minima."""
     _refuse_other_axes(pair)
     wanted = Kind.MAXIMUM if pair.name == "pmax" else Kind.MINIMUM
     found = []
@@ -66,7 +66,7 @@ def _extreme_over_towers(pair: EquationPair) -> list[Known]:
 
 @rule("all_gather all_gather_invariant")
 def _gathered_over_towers(pair: EquationPair) -> Known:
-    """Joined along their dim, the towers' rows are the batch's rows."""
+    """The towers' rows, joined along their dim, are the batch's rows."""
     _refuse_other_axes(pair)
     [x] = pair.ins
     along = pair.params["all_gather_dimension"]
@@ -86,7 +86,7 @@ def _gathered_over_towers(pair: EquationPair) -> Known:
 
 @rule("reduce_scatter psum_scatter")
 def _scattered_over_towers(pair: EquationPair) -> Known:
-    """Each tower gets its rows of what parts add up to."""
+    """Each tower gets its rows of the sum of parts."""
     _refuse_other_axes(pair)
     [x] = pair.ins
     along = pair.params["scatter_dimension"]
@@ -97,9 +97,9 @@ def _scattered_over_towers(pair: EquationPair) -> Known:
 
 
 def _of_other_towers(x: Known, axis: int | None, order: Any) -> Known:
-    """A tower's rows among all, in an order that depends on the towers.
+    """Rows of other towers, in an order that depends on the towers.
 
-    What is known of the flags of a tower's rows is known of another tower's.
+    Flags that are known of a tower's rows are then known of another tower's rows.
     """
     assert axis is not None
     found = permuted(x, axis, (order, None))
@@ -108,7 +108,7 @@ def _of_other_towers(x: Known, axis: int | None, order: Any) -> Known:
 
 @rule("ppermute", knows_constants=True, knows_identity=True)
 def _passed_on(pair: EquationPair) -> list[Known]:
-    """Each tower has what another one had: together it is the same in another order."""
+    """Each tower gets another tower's value: the same values in another order."""
     _refuse_other_axes(pair)
     programs = zip((pair.first, pair.second), pair.sizes.towers, strict=True)
     for eqn, towers in programs:
@@ -129,7 +129,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
 
 @rule("all_to_all", knows_identity=True)
 def _exchanged(pair: EquationPair) -> Known:
-    """Rows for as many rows of others: together they are in another order."""
+    """Rows exchanged for equally many rows of others: all rows in another order."""
     _refuse_other_axes(pair)
     [x] = pair.ins
     axis = pair.rows_in[0]
@@ -152,9 +152,9 @@ def _key_of_seed(pair: EquationPair) -> Known:
 
 @rule("random_fold_in", knows_constants=True)
 def _key_of_number(pair: EquationPair) -> Known:
-    """With the tower's number a key of its own, which stays one; else a function."""
+    """The tower's own key, if its number is folded in; otherwise a function."""
     key, number = pair.ins
-    # One key for several rows would be that of other rows on other towers.
+    # One key for several rows would be the key of other rows on other towers.
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
     if key.kind is Kind.KEY and number.kind in EACH | {Kind.NUMBERS}:
         if number.kind is Kind.NUMBERS or is_of_each:
@@ -167,7 +167,7 @@ def _key_of_number(pair: EquationPair) -> Known:
 
 @rule("random_split", knows_constants=True)
 def _keys_of_key(pair: EquationPair) -> Known:
-    """Keys of a tower's own key are its own; one for each row only of rows."""
+    """Keys split from a tower's own key are its own; others need one key per row."""
     [key] = pair.ins
     if key.kind is Kind.KEY:
         return key
@@ -178,7 +178,7 @@ def _keys_of_key(pair: EquationPair) -> Known:
 
 @rule("random_bits random_gamma")
 def _draw_of(pair: EquationPair) -> Known:
-    """A tower's own key draws for each row, as rows; a key of all for all towers."""
+    """A draw of a tower's own key has one number per row; a shared key draws a copy."""
     key, *others = pair.ins
     has_rows = pair.rows_out[0] is not None
     if key.kind is Kind.KEY:

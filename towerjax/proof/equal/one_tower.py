@@ -1,16 +1,17 @@
-"""Prove, without a run, that what towers return is merged to what one tower returns.
+"""Prove, without a run, that the towers' merged results equal those of one tower.
 
-The programs of one tower are given for several numbers of towers of one global batch.
-Each two of them are walked side by side, which tells the kind of each result, and the
-kind tells whether it is merged to the same for both numbers.
+The proof gets one tower's program for several numbers of towers on one global batch.
+Each two programs are walked side by side. The walk finds the kind of each result, and
+the kind says whether it is merged to the same value for both numbers.
 
-What is proved holds for all values of the inputs, in real arithmetic, and so does its
-derivative, where no rule of the user's own says what a derivative is: a rule here holds
+A proof holds for all values of the inputs, in real arithmetic. It also holds for the
+derivative, unless a rule of the user says what a derivative is: each rule here holds
 for derivatives, too, and none uses that two values cancel. The one exception is a mean
-over a tower's rows that is multiplied by their number: see `guards`.
+over a tower's rows that is multiplied by their number; see `guards`.
 
-Sums of integers of 32 bits and more are taken to fit. Of a largest value that several
-rows have, the derivative is one of several: it is not the same for each split.
+Sums of integers of 32 bits and more are assumed to fit. If several rows have the
+largest value, its derivative is one of several possible ones, and may depend on the
+split.
 """
 
 import contextlib
@@ -57,25 +58,27 @@ from towerjax.proof.equal.walk import kinds_of_results
 
 
 class Given(enum.Enum):
-    """What an input of a tower's program is."""
+    """The kinds of inputs of a tower's program."""
 
     REPLICATED = "the same on all towers"
     ROWS = "the tower's rows of the batch, along dim 0"
     VALID = "how many of its rows are no padding"
     TOWER_ID = "the number of the tower"
     PER_TOWER = "a value that a tower has of its own"
-    # Keys and row numbers of a micro-batch count from it, so that any is as the first.
+    # Keys and row numbers of a micro-batch start from it, so that any number acts as 0.
     MICRO_BATCH = "the number of a tower's micro-batch"
 
 
 class TowerProgram(NamedTuple):
-    """One tower's program, for so many towers of so many rows.
+    """One tower's program, for a number of towers and of rows.
 
     Attributes:
-      jaxpr: Its closed jaxpr.
-      towers: T; where a tower has several micro-batches, the number of all of these.
-      rows: The rows of one of them: a number, or a symbol that all programs share.
-      micro_batches: How many micro-batches a tower has.
+      jaxpr: The closed jaxpr.
+      towers: The number of towers T; with several micro-batches per tower, the number
+        of all of these.
+      rows: The rows of one tower or micro-batch: a number, or a symbol that all
+        programs share.
+      micro_batches: The number of micro-batches of a tower.
     """
 
     jaxpr: ClosedJaxpr
@@ -91,10 +94,10 @@ class MergedLeaf:
     Attributes:
       name: Its name in the answer.
       merge: How the towers' values become one.
-      weight: Of a MEAN, the number of the result that it is divided by.
-      becomes: Of a PER_TOWER, the number of the input that it is in the next step,
-        where all towers have the same one in the first step.
-      indices: Of TABLE_ROWS, the number of the result that says which rows they are.
+      weight: For a MEAN, the number of the result that it is divided by.
+      becomes: For a PER_TOWER, the number of the input that it becomes in the next
+        step, if all towers have the same value in the first step.
+      indices: For TABLE_ROWS, the number of the result that holds their indices.
     """
 
     name: str
@@ -106,13 +109,13 @@ class MergedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Equality:
-    """Whether a leaf is the same for any of these numbers of towers.
+    """The result of the proof for one leaf.
 
     Attributes:
       leaf: Its name.
       says: "proved", "refuted" or "unknown".
-      why: Of what is refuted or unknown, the reason, with a line of the program.
-      advice: Of what is refuted, what to write instead.
+      why: The reason, with a line of the program, if the leaf is refuted or unknown.
+      advice: What to write instead, if the leaf is refuted.
     """
 
     leaf: str
@@ -147,20 +150,20 @@ def equal_to_one_tower(
     axes: Sequence[str],
     padded: bool = False,
 ) -> list[Equality]:
-    """Whether each result is merged to the same for all numbers of towers.
+    """The results of the proof: is each leaf merged to the same for all numbers?
 
     Args:
-      programs: For two numbers of towers or more, of one global batch. The first three
-        are compared in turn, and further ones with the first.
-      inputs: What each input of the programs is.
-      outputs: How each result is merged.
+      programs: The programs for two or more numbers of towers on one global batch. The
+        first three are compared in turn, further ones with the first.
+      inputs: The kind of each input of the programs.
+      outputs: The way in which each result is merged.
       axes: The names of the axis of all towers.
-      padded: Whether the last rows of a tower may be padding. Numbers of rows must then
-        not be in the proportion of the numbers of towers, or be one symbol.
+      padded: Whether the last rows of a tower may be padding. The numbers of rows must
+        then not be proportional to the numbers of towers, or be one symbol.
 
     Returns:
-      One answer for each leaf except those of PER_TOWER; where pairs of programs
-      differ, the worst.
+      One answer for each leaf except those of PER_TOWER; the worst of all pairs of
+      programs.
     """
     pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
     found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
@@ -168,7 +171,7 @@ def equal_to_one_tower(
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
-    """The worst answer for each leaf, in the order of the first ones."""
+    """The worst answer for each leaf, in the order of first appearance."""
     found: dict[str, Equality] = {}
     for equality in equalities:
         known = found.get(equality.leaf)
@@ -185,10 +188,10 @@ def _results_of_pairs(
     axes: Sequence[str],
     padded: bool,
 ) -> list[list[ProvedResult]]:
-    """What is known of the results, by induction over steps.
+    """The kinds of the results for each pair of programs, by induction over steps.
 
-    A variable that all towers have the same of before the first step is replicated in
-    all steps, if it is so after a step before which it, and the others, are.
+    A variable starts equal on all towers. It is replicated in all steps, if it is
+    replicated after a step before which it, and the other such variables, are.
     """
     pairs = [*zip(programs, programs[1:3], strict=False)]
     pairs += [(programs[0], x) for x in programs[3:]]
@@ -209,7 +212,7 @@ def _results_of_pair(
     axes: Sequence[str],
     padded: bool,
 ) -> list[ProvedResult]:
-    """What is known of the results for two numbers of towers."""
+    """The kinds of the results for two numbers of towers."""
     first, second = pair
     each = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*each, strict=True)
@@ -230,7 +233,7 @@ def _answers(
     outputs: Sequence[MergedLeaf],
     padded: bool,
 ) -> list[Equality]:
-    """The answers for two numbers of towers, of one of which this is the program."""
+    """The proof's answers for two numbers of towers, with lines of one program."""
     found = []
     for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
@@ -255,7 +258,7 @@ def _answers(
 
 
 def _line_of_result(program: ClosedJaxpr, number: int) -> str:
-    """The line that makes a result of a program; empty where no user's does."""
+    """The user's line that makes a result of a program; "" if there is none."""
     jaxpr = open_jaxpr(program)
     makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
     return user_line((makers[0], None)) if makers else ""
@@ -264,14 +267,14 @@ def _line_of_result(program: ClosedJaxpr, number: int) -> str:
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
     """Whether a rule that is not JAX's own says what a derivative is.
 
-    Then the derivatives are to be walked, too: what is proved of a value says nothing
-    of them.
+    Then derivatives must be walked, too, because a proof for a value says nothing about
+    them.
     """
     return any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))
 
 
 def _has_own_rule(eqn: JaxprEqn) -> bool:
-    """Whether a derivative of the equation is not one that JAX knows."""
+    """Whether a user's rule says what the derivative of the equation is."""
     name = eqn.primitive.name
     if name == "custom_linear_solve":
         programs = [x for x in eqn.params["jaxprs"] if x is not None]
@@ -284,7 +287,7 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
 
 
 def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
-    """Whether JAX defines the function, and its rule beside it."""
+    """Whether JAX, or towerjax, defines both the function and its rule."""
     rules = [x for key, x in params.items() if key in _RULE_PARAMS]
     files = [x.co_filename for x in _code_in(rules)]
     if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
@@ -299,12 +302,12 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
     kinds = (jax.custom_jvp, jax.custom_vjp)
     has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
-    # What finds roots is told by the user how.
+    # Functions that find roots get the method from the user.
     return is_of_ours and has_rule and not file.endswith("solves.py")
 
 
 def _code_in(values: Sequence[Any]) -> list[CodeType]:
-    """The code of functions, and of those that they hold, or wrap, or are parts of."""
+    """The code of functions, and of the functions that they hold, wrap or belong to."""
     found: list[CodeType] = []
     todo = [*values]
     seen = set()
@@ -316,7 +319,7 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
         if isinstance(x, FunctionType):
             found.append(x.__code__)
             for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty yet
+                with contextlib.suppress(ValueError):  # it is still empty
                     todo.append(cell.cell_contents)
         elif isinstance(x, tuple | list):
             todo += x
@@ -331,13 +334,13 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
 
 
 def _source_of(program: Any) -> str:
-    """The file of the function that a program is traced of."""
+    """The file of the function from which a program was traced."""
     info = getattr(open_jaxpr(program), "debug_info", None)
     return str(getattr(info, "func_src_info", "")).partition(" at ")[2]
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:
-    """How many times a tower's rows dim 0 of a result has; None: it is another."""
+    """The multiple of a tower's rows that dim 0 of a result has; None for others."""
     if not first.shape or not second.shape:
         return None
     return sizes.times(first.shape[0], second.shape[0])

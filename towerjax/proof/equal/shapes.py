@@ -1,4 +1,4 @@
-"""Rules of what lays elements out in another shape, or takes some of them."""
+"""Rules for equations that reshape elements or take some of them."""
 
 from fractions import Fraction
 from typing import Any
@@ -28,7 +28,7 @@ from towerjax.proof.equal.kinds import (
 _MOVED = LINEAR | {Kind.KEY, Kind.NUMBERS}
 _TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL}
 _TOWER_NUMBERS |= {Kind.NEXT, Kind.SIZE}
-# Numbers of a tower that tell the same of each row.
+# Numbers of a tower that are the same for each row.
 _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.SIZE}
 
 
@@ -37,7 +37,7 @@ _LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
 
 @rule("iota", knows_constants=True)
 def _counted_up(pair: EquationPair) -> Known:
-    """Along rows the numbers of the tower's rows, else a constant."""
+    """The row numbers along a dim of rows; otherwise a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
     if is_along and np.dtype(pair.params["dtype"]).itemsize < 4:
         raise NotOfOneKindError("numbers of rows in a dtype that cannot hold them")
@@ -46,7 +46,7 @@ def _counted_up(pair: EquationPair) -> Known:
 
 @rule("dim_as_value", knows_constants=True, knows_identity=True)
 def _size_as_number(pair: EquationPair) -> Known:
-    """A number of rows is the batch's by the number of towers."""
+    """The number of a tower's rows, which is that of the batch divided by T."""
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
     if times == 1:
@@ -60,19 +60,19 @@ def _size_as_number(pair: EquationPair) -> Known:
 
 @rule("platform_index", knows_constants=True)
 def _platform_of_all(pair: EquationPair) -> Known:
-    """All towers are on devices of one platform."""
+    """A copy, because all towers are on devices of one platform."""
     return copy()
 
 
 @rule("random_wrap random_unwrap", knows_constants=True)
 def _key_as_bits(pair: EquationPair) -> Known:
-    """The same key."""
+    """The same key, as bits or as a key."""
     return pair.ins[0]
 
 
 @rule("broadcast_in_dim", knows_constants=True, knows_identity=True, kinds=[Kind.ORDER])
 def _broadcast(pair: EquationPair) -> Known:
-    """Elements are repeated along new dims; rows stay along theirs."""
+    """The operand, repeated along new dims; rows stay along their dim."""
     x = pair.ins[0]
     [r_in, *_] = pair.rows_in
     [r_out] = pair.rows_out
@@ -97,13 +97,13 @@ def _broadcast(pair: EquationPair) -> Known:
 
 
 def _size(shape: tuple[Any, ...]) -> Any:
-    """The number of elements, as the sizes that are not 1; symbols as they are."""
+    """The sizes that are not 1, as texts, which stand for the number of elements."""
     return sorted(map(str, (x for x in shape if str(x) != "1")))
 
 
 @rule("tile", knows_constants=True, knows_identity=True)
 def _repeated(pair: EquationPair) -> Known:
-    """As a broadcast where a dim has size 1; along rows the blocks are repeated."""
+    """The operand, repeated; along rows its blocks are repeated."""
     [x] = pair.ins
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
@@ -130,7 +130,7 @@ def _repeated(pair: EquationPair) -> Known:
     kinds=[Kind.STACKED, Kind.SPREAD, Kind.ORDER],
 )
 def _reshaped(pair: EquationPair) -> Known:
-    """All blocks of rows are blocks of rows again, where no row is cut."""
+    """The operand in another shape; blocks of rows stay blocks, if no row is cut."""
     x = pair.ins[0]
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
@@ -162,7 +162,7 @@ def _reshaped(pair: EquationPair) -> Known:
 
 
 def _split_over_towers(pair: EquationPair, x: Known) -> Known:
-    """The rows of the batch, ``[B, ...]``, as those of all towers, ``[T, b, ...]``."""
+    """The rows of the batch, ``[B, ...]``, as rows of all towers, ``[T, b, ...]``."""
     shape = pair.out_shape()
     is_split = pair.rows_out[0] == 1 and shape[2:] == pair.shape(0)[1:]
     if not is_split or shape[0] != pair.sizes.towers[0] or pair.sizes.padded:
@@ -171,7 +171,7 @@ def _split_over_towers(pair: EquationPair, x: Known) -> Known:
 
 
 def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
-    """The rows of all towers, ``[T, b, ...]``, as those of the batch, ``[B, ...]``."""
+    """The rows of all towers, ``[T, b, ...]``, as rows of the batch, ``[B, ...]``."""
     is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
     is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
     is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
@@ -182,14 +182,14 @@ def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: int) -> tuple[Any, Any]:
-    """The sizes before and after a dim that are not 1."""
+    """The sizes that are not 1, before and after a dim."""
     sides = shape[:axis], shape[axis + 1 :]
     before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
     return before, after
 
 
 def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | None:
-    """How many blocks the rows' new dim has; None where blocks or rows are cut."""
+    """The number of blocks of the new dim of rows; None if a block or row is cut."""
     before = size_before(pair.shape(0), r_in) * old
     blocks, left = divmod(before, size_before(pair.out_shape(), r_out))
     if left or not blocks:
@@ -204,7 +204,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 
 def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
-    """Groups of rows, along the dims that the rows' dim became, and no others."""
+    """Groups of rows along the dims into which the dim of rows was split."""
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
@@ -216,7 +216,7 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
 
 
 def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
-    """Groups of rows as one dim again, in the order that they had before."""
+    """Groups of rows as one dim again, in their original order."""
     old = pair.shape(0)
     new = pair.out_shape()
     (dims, each, order) = x.note
@@ -232,9 +232,9 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
 
 @rule("concatenate", kinds=[Kind.COLUMNS])
 def _put_together(pair: EquationPair) -> Known:
-    """Along another dim elements stay apart; blocks of rows are blocks again.
+    """The joined operands; along rows, blocks of rows stay blocks.
 
-    An array of no elements adds nothing.
+    An array without elements adds nothing.
     """
     axis = pair.params["dimension"]
     ins = pair.ins
@@ -264,7 +264,7 @@ def _put_together(pair: EquationPair) -> Known:
 
 
 def _columns(pair: EquationPair, axis: int) -> Known:
-    """Indices, some columns of which are the numbers of the tower's rows."""
+    """Indices that have the row numbers in some of their columns."""
     columns: list[Kind] = []
     is_last = axis == len(pair.out_shape()) - 1
     for i, x in enumerate(pair.ins):
@@ -278,19 +278,19 @@ def _columns(pair: EquationPair, axis: int) -> Known:
 
 @rule("stack")
 def _stacked_up(pair: EquationPair) -> Known:
-    """Along a new dim, elements stay apart."""
+    """The operands, stacked along a new dim."""
     return joined(pair.ins, "beside")
 
 
 @rule("unstack")
 def _unstacked(pair: EquationPair) -> Known:
-    """Elements along another dim than rows."""
+    """Elements along a dim without rows."""
     return _some_of(pair, pair.params["axis"])
 
 
 @rule("rev")
 def _reversed(pair: EquationPair) -> Known:
-    """The order along other dims; along rows each row is there once."""
+    """The operand, reversed; along rows it is another order of the rows."""
     [x] = pair.ins
     along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
@@ -305,7 +305,7 @@ def _reversed(pair: EquationPair) -> Known:
 
 
 def _some_of(pair: EquationPair, axis: int) -> Known:
-    """Some elements along a dim, which must not be that of rows."""
+    """Some elements along a dim, which must not be the dim of rows."""
     [x] = pair.ins
     if x.kind is Kind.ZERO:
         return x
@@ -318,7 +318,7 @@ def _some_of(pair: EquationPair, axis: int) -> Known:
 
 @rule("split")
 def _split_apart(pair: EquationPair) -> list[Known] | Known:
-    """Along rows, whole blocks of them."""
+    """The pieces of the operand; along rows they must be whole blocks."""
     [x] = pair.ins
     axis = pair.params["axis"]
     sizes = pair.params["sizes"]
@@ -339,7 +339,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
 
 @rule("slice")
 def _sliced(pair: EquationPair) -> Known:
-    """Along rows all of them, or whole blocks; along other dims any elements."""
+    """A slice: all rows or whole blocks of rows, and any elements along other dims."""
     [x] = pair.ins
     [axis] = pair.rows_in
     if x.kind is Kind.ZERO:
@@ -376,7 +376,7 @@ def _elements_of(pair: EquationPair, x: Known) -> Known:
 
 
 def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | None:
-    """A place along rows in blocks; None where it is in one."""
+    """A position along rows, counted in blocks; None if it is inside a block."""
     each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
     if all(is_size(n) and n == 0 for n in at):
         return 0
@@ -387,7 +387,7 @@ def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | 
 
 @rule("pad")
 def _padded(pair: EquationPair) -> Known:
-    """Along another dim than rows, beside another number."""
+    """The operand, padded along dims without rows."""
     x, filler = pair.ins
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:

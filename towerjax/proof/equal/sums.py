@@ -1,4 +1,4 @@
-"""Rules of what adds up, multiplies or compares along dims."""
+"""Rules for equations that add up, multiply or compare along dims."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ _EXTREMES = {
     "reduce_and": Kind.MINIMUM,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
-# What no maximum, and no minimum, is changed by.
+# The value that changes no maximum, and the one that changes no minimum.
 _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
@@ -44,12 +44,12 @@ _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
     kinds=[Kind.SPREAD, Kind.STACKED],
 )
 def _reduction(pair: EquationPair) -> Known:
-    """Along other dims than rows a function of a row; along rows as the kind says."""
+    """A reduction: without rows a function of each row, over rows by its kind."""
     [x] = pair.ins
     name = pair.name
     axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
     if name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b":
-        # Of the bits of a number, which is neither its maximum nor its minimum.
+        # For the bits of a number this is neither its maximum nor its minimum.
         if pair.rows_in[0] in axes or x.kind not in EACH:
             raise NotOfOneKindError(f"{name} of the bits of {x}")
     if x.kind is Kind.STACKED:
@@ -80,7 +80,7 @@ def _reduction(pair: EquationPair) -> Known:
 
 
 def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
-    """What is constant along rows is so often there as the tower has rows."""
+    """A reduction over rows of a value that is constant along them."""
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
     if pair.name in ("reduce_or", "reduce_and"):
@@ -91,9 +91,9 @@ def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
 
 
 def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
-    """Rows make a part of a sum, or of a maximum; padding must not count in it.
+    """A reduction over rows, which makes a part or a maximum; padding must not count.
 
-    A maximum of a tower without rows is minus infinity, which is no other tower's.
+    The maximum of a tower without rows is minus infinity, which no other tower has.
     """
     if pair.name == "reduce_sum":
         if pair.has_padding(x.zeros):
@@ -119,7 +119,7 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
 
 
 def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
-    """What is added up of what is to be added up."""
+    """A sum over some dims of groups of rows."""
     if pair.name != "reduce_sum":
         raise NotOfOneKindError(f"{pair.name} of {x}")
     dims = x.note.dims
@@ -135,7 +135,7 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
 
 
 def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
-    """Over all towers, as a collective does it."""
+    """A reduction over all towers, like a collective."""
     [over] = pair.towers_in
     name = pair.name
     if over not in axes:
@@ -159,7 +159,7 @@ def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
 
 @rule("reduce")
 def _reduction_by_a_function(pair: EquationPair) -> Known:
-    """Along other dims than rows, any function of a row."""
+    """A reduction by a user's function, over dims without rows."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
@@ -170,7 +170,7 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
 
 
 def _refuse_other_function(pair: EquationPair) -> None:
-    """Raise unless the function that reduces is the same in both programs."""
+    """Raise unless the reducing function is the same in both programs."""
     first, second = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
     given = [copy()] * (len(first.constvars) + len(first.invars))
     for found in pair.walk.closed(first, second, given, (pair.first, pair.outer)):
@@ -180,7 +180,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp")
 def _cumulative(pair: EquationPair) -> Known:
-    """Along another dim than rows: linear, or a function of a row."""
+    """A cumulative sum, product or extreme along a dim without rows."""
     [x] = pair.ins
     if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
         return ZERO
@@ -195,7 +195,7 @@ def _cumulative(pair: EquationPair) -> Known:
 
 @rule("sort", knows_unknown=True, kinds=[Kind.SPREAD])
 def _sorted(pair: EquationPair) -> list[Known]:
-    """Along another dim than rows a function of a row, which only moves elements."""
+    """A sort along a dim without rows, which only moves elements of a row."""
     if pair.params["dimension"] in pair.rows_in:
         return _in_another_order(pair)
     if unknown := [x for x in pair.ins if x.kind is Kind.UNKNOWN]:
@@ -208,15 +208,15 @@ def _sorted(pair: EquationPair) -> list[Known]:
 
 
 def _in_another_order(pair: EquationPair) -> list[Known]:
-    """Whatever decides it, an order has each row once, and is one for all operands."""
-    if len(pair.shape(0)) != 1:  # each column has an order of its own
+    """A sort of rows: one order for all operands, with each row exactly once."""
+    if len(pair.shape(0)) != 1:  # each column has its own order
         raise NotOfOneKindError("the tower's rows are sorted")
     _, order = pair.walk.new_number("order")
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
 
 def _ordered(pair: EquationPair, operand: int, x: Known, order: Any) -> Known:
-    """One of the arrays that are sorted together."""
+    """The kind of one of the arrays that are sorted together."""
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
     if x.kind is Kind.ROWS and x.blocks == 1:
@@ -229,13 +229,13 @@ def _ordered(pair: EquationPair, operand: int, x: Known, order: Any) -> Known:
 
 
 def _places_in(value: Known) -> Known:
-    """The kind of where elements are: no power changes it."""
+    """The kind of the positions of elements, which no power changes."""
     return value.times_tower(0)
 
 
 @rule("top_k")
 def _best(pair: EquationPair) -> list[Known]:
-    """Along another dim than rows a function of a row, as a sort."""
+    """The largest elements along a dim without rows, like a sort."""
     [x] = pair.ins
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0] or x.kind not in EACH:
@@ -246,12 +246,12 @@ def _best(pair: EquationPair) -> list[Known]:
 
 @rule("dot_general", knows_constants=True)
 def _matrix_product(pair: EquationPair) -> Known:
-    """Rows times rows, added up over the rows, are a part; else a product."""
+    """A product; rows times rows, summed over the rows, are a part."""
     x, y = pair.ins
     (x_sums, _), _ = pair.params["dimension_numbers"]
     if Kind.ZERO in pair.kinds:
         return ZERO
-    # A tower's rows that meet other rows would make a result with two dims of rows.
+    # If a tower's rows met other rows, the result would have two dims of rows.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
@@ -272,7 +272,7 @@ def _matrix_product(pair: EquationPair) -> Known:
 
 @rule("conv_general_dilated")
 def _convolution(pair: EquationPair) -> Known:
-    """Rows are images, or are added up where an image's gradient is a kernel's."""
+    """A convolution whose rows are images, or are summed into a kernel's gradient."""
     (x, y) = pair.ins
     params = pair.params
     dims = params["dimension_numbers"]
@@ -285,7 +285,7 @@ def _convolution(pair: EquationPair) -> Known:
     if y_rows is None and x_rows == dims.lhs_spec[0] and is_alone:
         if pair.rows_out[0] == dims.out_spec[0]:
             return product_of(x, y)
-    # Groups of the batch are channels here, each of which has all rows.
+    # Here groups of the batch are channels, and each has all rows.
     are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
     if are_summed and params["feature_group_count"] == 1:
         if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
@@ -307,7 +307,7 @@ _WINDOW = {
     select_and_scatter_add select_and_gather_add"""
 )
 def _window(pair: EquationPair) -> Known:
-    """Windows along other dims than rows are functions of a row."""
+    """A reduction of windows along dims without rows, a function of a row."""
     for axis in {*pair.rows_in, *pair.rows_out} - {None}:
         for key, alone in _WINDOW.items():
             given = pair.params.get(key)
@@ -332,7 +332,7 @@ def _window(pair: EquationPair) -> Known:
 
 @rule("fft")
 def _transformed(pair: EquationPair) -> Known:
-    """Linear along the last dims."""
+    """A Fourier transform, which is linear along the last dims."""
     [x] = pair.ins
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
@@ -345,7 +345,7 @@ def _transformed(pair: EquationPair) -> Known:
 
 @rule("cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve")
 def _of_matrices(pair: EquationPair) -> list[Known]:
-    """A function of each matrix, which the last two dims are."""
+    """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
             raise NotOfOneKindError(f"{pair.name} of the tower's rows")
@@ -357,7 +357,7 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
 
 @rule("triangular_solve")
 def _solution(pair: EquationPair) -> Known:
-    """Linear in what is solved for, along the dims of the matrix."""
+    """The solution of a triangular system, which is linear in its right-hand side."""
     (x, y) = pair.ins
     rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1

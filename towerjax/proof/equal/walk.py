@@ -1,4 +1,4 @@
-"""Walk two programs of one tower side by side, and tell the kind of every value."""
+"""Walk two programs of one tower side by side, and find the kind of every value."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.within import is_within, met_within
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
-"""Powers of T that a constant of a program may have."""
+"""The powers of T that a constant of a program may have."""
 
-# Whether a value of the kind has a dim of rows; what is not here may have one.
+# Whether a value of the kind has a dim of rows; other kinds may have one.
 _HAS_ROWS = {
     **dict.fromkeys([Kind.ROWS, Kind.NUMBERS, Kind.COLUMNS, Kind.BUFFER], True),
     Kind.ORDER: True,
@@ -59,9 +59,8 @@ _HAS_ROWS = {
     **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.AT_LEAST], False),
 }
 
-# Parameters that are sizes, which follow from shapes or which rules look at, and how
-# much is rounded; and programs, which are walked or in which nothing else is run than
-# is walked.
+# Parameters that are not compared: sizes, which follow from shapes or which rules
+# check; precision; and programs, which are walked.
 _NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
@@ -73,18 +72,18 @@ _PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
 )
-_MOST_FLAGS = 8  # that one value is known to vanish without
+_MOST_FLAGS = 8  # the most flags without which one value is known to vanish
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLoop:
-    """The loop over rows that is walked."""
+    """The loop over rows that is being walked."""
 
     lengths: tuple[Any, Any]  # in either program
 
 
 class _Walked(NamedTuple):
-    """The results of two programs, and the identities that were new in them."""
+    """The results of two programs, and the range of identities that are new in them."""
 
     out: list[Known]
     start: int
@@ -95,11 +94,11 @@ class _Walked(NamedTuple):
 class Walk:
     """One walk of two programs.
 
-    ``axes`` are the names of the axis of all towers. Where ``has_keys``, a tower's own
-    key is one for each of its rows.
+    ``axes`` are the names of the axis of all towers. With ``has_keys``, a tower's own
+    key stands for one key per row.
 
     Attributes:
-      kinds: What is known of the variables of each program, by the id of the first.
+      kinds: The kinds of the variables of each program, by the id of the first program.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Walk:
         self.kinds: dict[int, dict[Any, Known]] = {}
         self.in_chunks = False  # in a loop over chunks of rows
         self.within: frozenset[str] = frozenset()  # axes of a tower's own devices
-        self.alone: frozenset[str] = frozenset()  # those of one device each
+        self.alone: frozenset[str] = frozenset()  # axes that have one device
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -121,16 +120,17 @@ class Walk:
         return self.sizes.padded and PADDING not in zeros
 
     def new_number(self, what: str) -> tuple[str, Identity]:
-        """An identity that no other value has."""
+        """A new identity, which no other value has."""
         self._count += 1
         return what, Identity(self._count)
 
     def closed(
         self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
     ) -> list[Known]:
-        """The kinds of the results of two programs; walked once for the same kinds.
+        """The kinds of two programs' results, given those of their arguments.
 
-        Results for other values of these kinds are other values.
+        The programs are walked once for the same kinds. Each call gives results that
+        are values of their own, because the arguments' values may be others.
         """
         key = id(first), id(second), tuple(ins), self.loop, self.in_chunks, self.within
         if key not in self._known:
@@ -140,7 +140,7 @@ class Walk:
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], outer)
-            kept = first, second  # what is kept keeps its id
+            kept = first, second  # kept, so that their ids stay unique
             self._known[key] = _Walked(out, start, self._count, kept)
             return out
         found = self._known[key]
@@ -159,7 +159,7 @@ class Walk:
         given = [*zip(a.constvars, b.constvars, strict=True)]
         given += zip(a.invars, b.invars, strict=True)
         env = {x: value for (x, _), value in zip(given, ins, strict=True)}
-        twin = dict(given)  # of each variable of the first program in the second
+        twin = dict(given)  # the variable of the second program for each of the first
 
         def read(x: Any, y: Any) -> Known:
             if isinstance(x, Literal) and isinstance(y, Literal):
@@ -215,7 +215,7 @@ class Walk:
         return copy(-1, note=ROWS_OF_TOWER)
 
     def _power_between(self, a: Any, b: Any) -> Fraction | None:
-        """The power of T that one constant is times the other."""
+        """The power of T by which two constants differ; None if there is none."""
         ratio = self.sizes.towers[1] / self.sizes.towers[0]
         for power in POWERS:
             factor = ratio ** float(power)
@@ -260,14 +260,14 @@ class Walk:
     def _refuse_other_params(self, pair: EquationPair) -> None:
         one = pair.first
         two = pair.second
-        # The rule of a permutation of towers looks at it for either number of them.
+        # The rule for a permutation of towers checks it for both numbers of towers.
         of_rule = set() if is_within(pair) else {"perm"}
         keys = (one.params | two.params).keys()
         for key in keys - _NOT_COMPARED - _PLACES - of_rule:
             x = one.params.get(key)
             y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
-                continue  # of derivatives, or of a primitive without a rule
+                continue  # rules of derivatives, or of an unknown primitive
             if x is not y and not _is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(f"{key} of {name} depends on the towers")
@@ -301,7 +301,7 @@ class Walk:
         return [_without_identity(x) for x in found]
 
     def _checked(self, pair: EquationPair, result: int, value: Known) -> Known:
-        """The kind of a result, if it fits its shape, with what it is 0 without."""
+        """The kind of a result, checked against its shape, with its zeros."""
         if value.kind is Kind.UNKNOWN:
             return value
         has_rows = pair.rows_out[result] is not None
@@ -324,7 +324,7 @@ class Walk:
 
 
 def _is_of_groups(pair: EquationPair) -> bool:
-    """Whether operands are the same groups of rows, or one number for all of these."""
+    """Whether the operands are the same groups of rows, or one number for all."""
     notes = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
     others = [i for i, x in enumerate(pair.ins) if x.kind is not Kind.SPREAD]
     are_numbers = all(
@@ -336,7 +336,7 @@ def _is_of_groups(pair: EquationPair) -> bool:
 
 
 def _by_groups(pair: EquationPair, registered: Registered) -> Known:
-    """What a rule for elements gives of groups of rows, as of rows."""
+    """The kind that an elementwise rule gives for groups of rows."""
     ins = [
         rows(x.power)._replace(zeros=x.zeros) if x.kind is Kind.SPREAD else x
         for x in pair.ins
@@ -350,13 +350,13 @@ def _by_groups(pair: EquationPair, registered: Registered) -> Known:
 
 
 def _line_of_power(pair: EquationPair, power: Any) -> str:
-    """The line where a result of the equation came to have its power."""
+    """The line where a result of the equation got its power."""
     lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
     return lines.get(power) or user_line((pair.first, pair.outer))
 
 
 def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
-    """The value with other identities in place of those that were new."""
+    """The value with new identities in place of those that were new in a walk."""
 
     def new(x: Any) -> Any:
         if isinstance(x, Groups):
@@ -371,7 +371,7 @@ def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
-    """The equations of both programs, if these are of one structure."""
+    """The pairs of equations of both programs; raise if their structures differ."""
     pairs = list(zip(a.eqns, b.eqns, strict=False))
     for one, two in pairs:
         if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
@@ -386,12 +386,12 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
 
 
 def _as_rows(value: Known) -> Known:
-    """A copy that is constant along its rows is rows, too."""
+    """The value as rows, if it is a copy that is constant along its rows."""
     return rows(value.power) if value.kind is Kind.COPY else value
 
 
 def _without_identity(value: Known) -> Known:
-    """The value without what is known of it beside its kind."""
+    """The value with its kind and power alone."""
     note = None if value.kind is Kind.COPY else value.note
     return value._replace(zeros=NO_ZEROS, number=None, note=note)
 
@@ -399,7 +399,7 @@ def _without_identity(value: Known) -> Known:
 def _as_numbers(x: Any) -> np.ndarray | None:
     x = np.asarray(x)
     if x.dtype.kind == "V" and jnp.issubdtype(x.dtype, jnp.number):
-        # NumPy calls those of bfloat16 and int4 void, and compares no values of them.
+        # NumPy calls bfloat16 and int4 void, and cannot compare their values.
         return x.astype(float)
     return x if x.dtype.kind in "biufc" else None
 
@@ -416,7 +416,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _of_plain_copies(pair: EquationPair) -> Known:
-    """Any function of copies alone is a copy, if it is one and nothing else."""
+    """A copy, for a pure function of copies that has no rule of its own."""
     primitive = pair.first.primitive
     axes = [*pair.rows_in, *pair.rows_out]
     is_apart = all(x is None for x in axes) and not named_axes(pair.first)
@@ -437,7 +437,7 @@ def kinds_of_results(
     sizes: Sizes,
     axes: Sequence[str],
 ) -> list[Known]:
-    """The kinds of the results of two programs of one tower, for those of their inputs.
+    """The kinds of the results of two programs, from the kinds of their inputs.
 
     Args:
       programs: Closed jaxprs, for ``sizes.towers`` towers.
@@ -446,8 +446,7 @@ def kinds_of_results(
       axes: The names of the axis of all towers.
 
     Returns:
-      One kind for each result; all are unknown where the programs are not of one
-      structure.
+      One kind for each result; all are unknown if the programs' structures differ.
     """
     first, second = programs
     try:

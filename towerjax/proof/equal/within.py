@@ -1,8 +1,9 @@
-"""The rule of a `shard_map` over a tower's own devices, and of what they communicate.
+"""The rule of a `shard_map` over a tower's own devices, and of its collectives.
 
-Every tower has as many devices, and each of these has its part of what the tower has.
-So a kind holds of the values that the devices of one place in their towers have. What a
-tower's devices make of the same rows, or of the same parts, is of their kind again.
+All towers have equally many devices, and each device has its shard of the tower's
+values. A kind then describes the values of the devices that have the same place in
+their towers. What a tower's devices compute from the same rows, or from the same parts,
+has their kind again.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ _LINEAR_MEETINGS = """
 
 
 def mapped_within(pair: EquationPair) -> list[Known]:
-    """What a `shard_map` over a tower's devices gives."""
+    """The kinds of the results of a `shard_map` over a tower's devices."""
     axes = manual_axes(pair.first)
     if axes & pair.walk.axes or axes != manual_axes(pair.second):
         raise NotOfOneKindError("a shard_map over the towers in a tower")
@@ -39,7 +40,7 @@ def mapped_within(pair: EquationPair) -> list[Known]:
     given = [_given_part(pair, x) for x in pair.ins]
     before = pair.walk.within, pair.walk.in_chunks
     pair.walk.within |= axes - split
-    # What all towers' devices of one place have is not all rows.
+    # The devices of one place in all towers do not have all rows.
     pair.walk.in_chunks |= bool(split)
     try:
         bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
@@ -57,9 +58,9 @@ def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
 
 
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
-    """The axes over which a tower's rows are split, of all operands the same.
+    """The axes over which a tower's rows are split, the same for all operands.
 
-    Nothing else may differ over these: it would weigh rows by their place.
+    Nothing else may differ over these axes, because it would weigh rows by their place.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     found = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
@@ -72,7 +73,7 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
 
 
 def _given_part(pair: EquationPair, x: Known) -> Known:
-    """What a device of a tower has of an operand."""
+    """The kind of an operand on one device of a tower."""
     if x.kind in LINEAR | {Kind.UNKNOWN} and x.blocks == 1:
         return x if x.kind is Kind.COPY else x.bare()
     return pair.unknown(f"a shard_map of {x}")
@@ -81,7 +82,7 @@ def _given_part(pair: EquationPair, x: Known) -> Known:
 def _of_parts(
     pair: EquationPair, result: int, x: Known, split: frozenset[str]
 ) -> Known:
-    """What a tower has, of which each of its devices has this part."""
+    """The kind of a tower's value, from the kind of its shard on each device."""
     axis = pair.rows_out[result]
     along = _axes_along(pair.params["out_specs"][result], axis)
     is_whole = x.kind in (Kind.COPY, Kind.ZERO) or not split
@@ -93,13 +94,13 @@ def _of_parts(
 
 
 def is_within(pair: EquationPair) -> bool:
-    """Whether a tower's own devices communicate, each with all of its rows."""
+    """Whether an equation communicates among a tower's devices with all its rows."""
     axes = frozenset(named_axes(pair.first))
     return bool(axes) and axes <= pair.walk.within
 
 
 def met_within(pair: EquationPair) -> list[Known]:
-    """What the devices of a tower make of what each of them has."""
+    """The kinds of the results of a collective over a tower's own devices."""
     if pair.name == "axis_index":
         return [copy()]
     kinds = LINEAR if pair.name in _LINEAR_MEETINGS else EACH

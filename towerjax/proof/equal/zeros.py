@@ -1,9 +1,9 @@
-"""Where a value is 0: in padding, or in a tower none of whose rows has some flag.
+"""Where a value is 0: in padding, or on a tower where no row has some flag.
 
-A product is 0 where a factor is, a sum where all addends are. So a mask, or a weight
-that is 0 in padding, makes what it is multiplied with 0 there, and padding does not
-count in the sum of it. All that is said holds of derivatives, too: a flag has none, and
-a function that has none at 0, such as a root, is not 0 there in this sense.
+A product is 0 where a factor is 0, a sum where all addends are 0. So a product with a
+mask, or with a weight that is 0 in padding, is 0 there, and padding does not count in
+its sum. This holds for derivatives, too: a flag has no derivative, and a function
+without a derivative at 0, such as a root, does not count as 0 there.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import NO_ZEROS, Kind
 
 KNOWN_ZEROS = frozenset([Kind.ROWS, Kind.ROW, Kind.PART, Kind.BUFFER, Kind.SPREAD])
-"""Kinds of which it is known where they are 0."""
+"""Kinds for which it is known where they are 0."""
 
 _Where: TypeAlias = frozenset[Any] | None
-"""None: everywhere."""
+"""The places where a value is 0; None is everywhere."""
 
 
 def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
-    """Where a result of an equation is 0, by where its operands are."""
+    """Where a result of an equation is 0, from where its operands are 0."""
     at = [None if x.kind is Kind.ZERO else x.zeros for x in pair.ins]
     found = _TABLE.get(pair.name, _nowhere)(at, pair, result)
     return NO_ZEROS if found is None else found
@@ -42,66 +42,66 @@ def _where_any(*at: _Where) -> _Where:
 
 
 def _nowhere(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """It may be any number where its operands are 0."""
+    """Nowhere, because it may be any number where its operands are 0."""
     return NO_ZEROS
 
 
 def _where_all_operands(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """It is 0 where all operands are: f(0, 0) = 0."""
+    """Where all operands are 0, because f(0, 0) = 0."""
     return _where_all(*at)
 
 
 def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """A product is 0 where one operand is."""
+    """Where any operand is 0, as a product is."""
     return _where_any(*at)
 
 
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """It is elements, or sums, or a multiple of elements of its first operand."""
+    """Where the first operand is 0, of which it has elements, sums or multiples."""
     return at[0]
 
 
 def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """It is 0 where what is divided is, and what it is divided by is not."""
+    """Where the dividend is 0 and the divisor is not."""
     return None if at[0] is None else at[0] - (at[1] or NO_ZEROS)
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Elements of its first operand, and beyond it what it is told to fill in."""
+    """Where the first operand is 0, if it also fills in 0 beyond it."""
     return at[0] if fills_with_zero(pair) else NO_ZEROS
 
 
 def fills_with_zero(pair: EquationPair) -> bool:
-    """Whether a gather gives no other number where an index is beyond the array."""
+    """Whether a gather fills in no other number than 0 beyond its array."""
     fills = "FILL" in str(pair.params["mode"])
     return not fills or pair.params["fill_value"] == 0
 
 
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Each result is made of the operand of its number."""
+    """Where the operand of the same number is 0."""
     return at[result]
 
 
 def _of_second(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """The solution of A x = 0 is 0."""
+    """Where the second operand is 0, because the solution of A x = 0 is 0."""
     return at[1]
 
 
 def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Of an array, elements of which are replaced by those of the second operand."""
+    """Where the first two operands are 0; elements of one replace the other's."""
     return _where_all(*at[:2])
 
 
 def _of_scatter(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Of an array, to elements of which those of the third operand come."""
+    """Where the first and third operands are 0; elements of one change the other."""
     return _where_all(at[0], at[2])
 
 
 def _of_choice(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """All cases are 0, or the predicate is, and the case that it then chooses."""
+    """Where all cases are 0, or where both the predicate and its case are 0."""
     predicate, first, *others = at
     chosen = _where_all(predicate, first)
-    # Where both hold: what is 0 where the predicate is, and is the first case there.
+    # Where both the predicate and the first case are 0.
     if predicate is not None and first is not None:
         chosen = predicate & first
     elif first is None:
@@ -116,12 +116,12 @@ def _where_any_of(x: _Where, y: _Where) -> _Where:
 
 
 def _of_comparison(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """0 > 0 and 0 != 0 and 0 < 0 are false."""
+    """Where all operands are 0, because 0 > 0, 0 != 0 and 0 < 0 are false."""
     return _where_all(*at) if None in at else NO_ZEROS
 
 
 def _where_base(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """A power of 0 is 0 if it is a positive one."""
+    """Where the base is 0, if the power is positive."""
     return at[0] if pair.params["y"] > 0 else NO_ZEROS
 
 

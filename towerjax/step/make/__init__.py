@@ -1,1 +1,1 @@
-"""What builds a step of each kind: of a loss, an update, an evaluation."""
+"""Builders of each kind of step: for training, for evaluation, for predictions."""

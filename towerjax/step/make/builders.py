@@ -1,4 +1,4 @@
-"""`build_step`, and steps that evaluate or predict, which update nothing."""
+"""`build_step`, and the builders of steps that evaluate or predict."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,31 +41,34 @@ def build_step(
     audit: bool | None = None,
     specs: Any = None,
 ) -> TrainStep:
-    """A step of your own: towers compute, their results are merged, one update.
+    """Build a step of your own: towers compute, their results merge, the state changes.
 
-    A leaf's type says how it is merged: ``Weighted`` and other metric states over
-    micro-batches and towers, divided once; ``Sum`` is added; ``Rows`` become the rows
-    of the global batch; ``PerTower`` and ``TowerLocal`` stay each tower's own, ``[T,
-    ...]``, and ``PerTower(Weighted(...))`` is merged over the tower's micro-batches; a
-    bare array is proved to be the same on every tower, or refused. Each pass is given
-    the merged result of the one before, rows included.
+    The type of a leaf that a tower returns says how it is merged. ``Weighted`` and
+    other metric states are merged over micro-batches and towers, and divided once.
+    ``Sum`` is added. ``Rows`` become the rows of the global batch. ``PerTower`` and
+    ``TowerLocal`` keep each tower's own value, ``[T, ...]``;
+    ``PerTower(Weighted(...))`` is merged over the tower's micro-batches only. A bare
+    array must be proved to be the same on every tower, or the step is refused. Each
+    later pass gets the merged result of the pass before.
 
     Args:
-      tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
-        several, ``(state, batch, tower, merged) -> tree`` from the second on. A pass
-        may be ``of_loss(loss_fn)``, which gives a loss and its gradient.
-      update_fn: ``(state, merged) -> (state, metrics)``, once, of global values.
-        ``merged`` holds the types that towers returned: ``merged["grads"].value``;
-        ``metrics`` are a mapping of names to arrays or metric states. The step itself
-        adds 1 to ``state.step``. Of ``(state, metrics, fine)`` the state is taken as it
-        is, and where ``fine``, a bool, is False, ``on_nonfinite="raise"`` raises.
-      strategy: Which towers, where, and how they reduce.
+      tower_fn: ``(state, batch, tower) -> tree``, called for one tower with its own
+        rows. Or a tuple of passes, of which the second and later ones are ``(state,
+        batch, tower, merged) -> tree``. A pass may be ``of_loss(loss_fn)``, which gives
+        a loss and its gradient.
+      update_fn: ``(state, merged) -> (state, metrics)``, called once with global
+        values. ``merged`` holds the types that towers returned, such as
+        ``merged["grads"].value``; ``metrics`` maps names to arrays or metric states.
+        The step adds 1 to ``state.step`` by itself. If it returns ``(state, metrics,
+        fine)``, the state is taken as it is; if the bool ``fine`` is False,
+        ``on_nonfinite="raise"`` raises.
+      strategy: The towers, their devices, and how values are reduced over them.
       micro_batches: As for `build_train_step`.
       remainder: As for `build_train_step`.
       on_nonfinite: As for `build_train_step`.
-      guard: What must be finite: ``"gradients"`` is every sum over towers, except those
-        under ``"metrics"``, and ``metrics["loss"]``, or all metrics where none has that
-        name; ``"loss"`` is these metrics alone.
+      guard: The values that must be finite. ``"loss"`` looks at ``metrics["loss"]``, or
+        at all metrics if none has that name. ``"gradients"`` looks also at every sum
+        over towers, except those under ``"metrics"``.
       donate: As for `build_train_step`.
       max_programs: As for `build_train_step`.
       audit: As for `build_train_step`; every leaf of what towers return is compared.
@@ -75,7 +78,7 @@ def build_step(
       A `Step`.
 
     Raises:
-      ValueError: An option has no such value, or a function takes other arguments.
+      ValueError: An option has an unknown value, or a function takes other arguments.
 
     Example:
       >>> import dataclasses, numpy as np, towerjax as tj
@@ -120,7 +123,7 @@ def build_step(
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
-    """A step of one pass that reads a state, and returns what is merged."""
+    """A step of one pass that reads a state and returns the merged results."""
 
     def finish(
         _: PyTree, __: PyTree, merged: list[PyTree], ___: PyTree
@@ -143,14 +146,14 @@ def build_eval_step(
     audit: bool | None = None,
     specs: Any = None,
 ) -> EvalStep:
-    """A step that computes metrics over a global batch.
+    """Build a step that computes metrics over a global batch.
 
-    Merge the states of several batches, then compute: the metric of a data set is
-    exact however it is cut (`evaluate` does both). Tower-local variables are read by
-    their own reduction.
+    Merge the states of several batches and then compute the metric: it is exact for the
+    whole data set, whatever the batches are (`evaluate` does both). Tower-local
+    variables are read by their own reduction.
 
     Args:
-      metric_fn: ``(params, batch, tower) -> {name: state}``.
+      metric_fn: ``(params, batch, tower) -> {name: state}``, called for one tower.
       strategy: Which towers, where.
       remainder: For a batch that ``T`` does not divide, as in `build_train_step`.
       max_programs: How many kinds of batch may compile; None is 8, with a warning
@@ -193,7 +196,7 @@ def build_predict_step(
     audit: bool | None = None,
     specs: Any = None,
 ) -> Step[PyTree]:
-    """A step that computes one output row for each example, in their order.
+    """Build a step that computes one output row for each example, in their order.
 
     Args:
       predict_fn: ``(params, batch, tower) -> outputs``, leaves ``[b, ...]``.

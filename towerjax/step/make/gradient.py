@@ -1,4 +1,4 @@
-"""A tower's own gradient: of its loss's sum, with the loss's weight beside it."""
+"""A tower's own gradient: of the sum of its loss, with the weight of the loss."""
 
 import dataclasses
 import functools
@@ -24,32 +24,32 @@ from towerjax.types.trees import is_key, leaf_name, name_by_key, named_leaves
 def value_and_grad(
     loss_fn: Callable[..., PyTree], *, loss_reduction: Reduction | None = None
 ) -> Callable[..., tuple[PyTree, Weighted | Sum]]:
-    """A tower's loss with its gradient, which merge over towers exactly.
+    """A function that gives a tower's loss and gradient, to be merged over towers.
 
-    The sum is differentiated, and nothing is divided: the gradient of the global loss
-    is the sum of the towers' gradients over the sum of their weights.
+    The sum of the loss is differentiated, and nothing is divided. So the gradient of
+    the global loss is the sum of the towers' gradients over the sum of their weights.
 
-    It is for what needs each tower's own gradient, as to clip it. Towers that share a
-    device under ``tower_loop="vmap"`` then hold a gradient each until they are added.
-    For the gradient of the whole loss take `of_loss`, with which a device holds one,
-    and which takes a loss of several means.
+    Use it if each tower's own gradient is needed, for example to clip it. Towers that
+    share a device under ``tower_loop="vmap"`` then each hold a gradient until these are
+    added. For the gradient of the whole loss use `of_loss`: a device then holds one
+    gradient, and the loss may be a sum of several means.
 
     Args:
       loss_fn: ``(params, *args) -> Weighted | TowerOutput``, such as a `LossFn`. It is
-        traced, as under ``jax.jit``, of ``params``.
-      loss_reduction: What a bare scalar loss means: SUM is the total over towers and
-        micro-batches, MEAN the mean of their values; None refuses it.
+        traced with ``params``, as under ``jax.jit``.
+      loss_reduction: The meaning of a bare scalar loss: SUM adds it over towers and
+        micro-batches, MEAN takes the mean of their values, None refuses it.
 
     Returns:
-      ``(params, *args, **named) -> (loss, grads)``: the loss, a bare scalar made a
-      ``Weighted`` or ``Sum``, or the ``TowerOutput`` with it; ``grads`` is a
-      ``Weighted`` whose ``sum`` is like ``params``, at least float32, and whose
-      ``weight`` is the loss's; with ``loss_reduction=SUM`` a ``Sum`` of such. Merged,
-      its ``value`` is the gradient of the merged loss.
+      ``(params, *args, **named) -> (loss, grads)``: the loss is what ``loss_fn``
+      returned, with a bare scalar as ``Weighted`` or ``Sum``. ``grads`` is a
+      ``Weighted`` whose ``sum`` is a tree like ``params``, at least float32, and whose
+      ``weight`` is that of the loss; with ``loss_reduction=SUM`` it is a ``Sum`` of
+      such a tree. Merged, its ``value`` is the gradient of the merged loss.
 
     Raises:
-      ValueError: The loss is no floating scalar, does not say how it is reduced, is a
-        sum of several means, or has weights that depend on the parameters; or a leaf of
+      ValueError: The loss is not a floating scalar, has no reduction, is a sum of
+        several means, or has weights that depend on the parameters; or a leaf of
         ``params`` is neither floating nor complex.
 
     Example:
@@ -99,17 +99,17 @@ def _call_of_one_mean(
 
 
 _OF_SEVERAL_MEANS = (
-    "A sum of several means has several denominators, which only a step adds up over"
-    " towers, so that no tower has a gradient of its own of it. Give the loss as a pass"
-    " of its own, tj.build_step(tj.of_loss(loss_fn), update_fn, strategy), or use"
-    " tj.build_train_step; or differentiate each mean by itself."
+    "A sum of several means has no gradient of one tower, because each mean has its own"
+    " denominator, which is added up over towers. Make the loss a pass of its own,"
+    " tj.build_step(tj.of_loss(loss_fn), update_fn, strategy), use tj.build_train_step,"
+    " or differentiate each mean separately."
 )
 
 
 def as_loss(
     returned: Any, loss_reduction: Reduction | None, tower: Tower | None
 ) -> TowerOutput:
-    """The output of a loss function, with its loss in a type that towers merge."""
+    """The output of a loss function, with the loss in a type that can be merged."""
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
@@ -126,14 +126,14 @@ def _refuse_without_gradient(params: PyTree) -> None:
     if bad:
         raise ValueError(
             "tj.value_and_grad differentiates floating and complex leaves, but"
-            f" {listed(bad)}. Pass those alone, and put the others together with them"
-            " in the loss function: nnx.split(model, nnx.Param, ...) and"
+            f" {listed(bad)}. Pass only leaves that train, and join them with the"
+            " others in the loss function: nnx.split(model, nnx.Param, ...) and"
             " nnx.merge(graph, params, rest, copy=True), or eqx.partition and combine."
         )
 
 
 def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function; raises where it returns a mean's tangent, whose weight is 0."""
+    """The function; it raises if it returns a mean's tangent, whose weight is 0."""
 
     def is_mean(x: Any) -> bool:
         return isinstance(x, Weighted)
@@ -146,8 +146,9 @@ def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
             if is_mean(x) and zeros[-1] and not all(zeros):
                 raise ValueError(
                     f"{name_by_key(path)} is a mean whose weight is the constant 0, so"
-                    " that its value is always 0. The tangent of a mean, as of jax.jvp,"
-                    " has no weight: return tj.Weighted(tangent.sum, mean.weight)."
+                    " its value is always 0. The tangent of a mean, such as jax.jvp"
+                    " gives, has no weight. Return tj.Weighted(tangent.sum,"
+                    " mean.weight)."
                 )
         return out
 
@@ -157,10 +158,11 @@ def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def call_refusing_writes(
     loss_fn: LossFn, params: PyTree, rows: PyTree, tower: Tower, *merged: PyTree
 ) -> PyTree:
-    """What a loss function returns; refuses writes into modules it does not return.
+    """Call a loss function; raise if it writes into a module that it does not return.
 
     No later step would see such a write. ``nnx.jit`` and ``nnx.remat`` write a module
-    back unchanged, which loses nothing: a second trace tells these writes from others.
+    back unchanged, which loses nothing, so a second trace tells these writes from
+    others.
     """
     leaves, treedef = jax.tree.flatten((params, tower))
 
@@ -185,7 +187,7 @@ def call_refusing_writes(
 
 
 def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """By name the leaves that are attributes of objects, which a function can write."""
+    """The leaves that are attributes of objects, which a function can change."""
     return {
         leaf_name(root, path): leaf
         for root, tree in trees.items()
@@ -201,10 +203,10 @@ def _refuse_written(written: dict[str, Any]) -> None:
         written = {name: written[name] for name in floats}
     if written:
         raise ValueError(
-            f"The loss function wrote into {listed(written)}, and what it writes is"
-            " lost: a step changes what towers return. Split the module, such as"
-            " nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): params are"
-            " the parameters alone; statistics are local=tj.TowerLocal(...) of"
-            " step.init, and returned, tj.TowerOutput(loss, local=...); dropout is"
-            " seeded in the loss, nnx.reseed(model, dropout=tower.rng)."
+            f"The loss function wrote into {listed(written)}, but a step keeps only"
+            " what towers return. Split the module, such as with nnx.split(model,"
+            " nnx.Param, nnx.BatchStat, nnx.RngState). Pass the parameters as params."
+            " Pass statistics as local=tj.TowerLocal(...) of step.init, and return them"
+            " as tj.TowerOutput(loss, local=...). Seed dropout in the loss function:"
+            " nnx.reseed(model, dropout=tower.rng)."
         )

@@ -1,4 +1,4 @@
-"""A pass of a loss: towers return their losses, which are added and differentiated."""
+"""A pass for a loss: towers return their losses, which are added and differentiated."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from towerjax.types.options import check_choice, check_function
 
 @dataclasses.dataclass(frozen=True)
 class LossPass:
-    """A loss function as a pass of `build_step`; made by `of_loss`."""
+    """A loss function as a pass of `build_step`, as `of_loss` returns it."""
 
     loss_fn: Callable[..., PyTree]
     params: Callable[..., PyTree] | None = None
@@ -42,7 +42,7 @@ class LossPass:
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """Those of them by which it is differentiated, None for the others."""
+        """The parameters by which the loss is differentiated; None for the others."""
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -79,7 +79,7 @@ class LossPass:
 def _by_name(
     state: TrainState, tower: Tower, out: TowerOutput, merged: tuple[PyTree, ...]
 ) -> dict[str, Any]:
-    """What a loss function returned, by the names that an update reads."""
+    """The results of a loss function, under the names that an update reads."""
     local = tower.local if out.local is None else out.local
     local = check_local(tower.local, local)
     returned = {
@@ -100,7 +100,7 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training: of a loss that is differentiated, or of a tower function.
+    """A pass of a training step, of a differentiated loss or of a tower function.
 
     ``fields`` are further ones of it.
     """
@@ -119,29 +119,29 @@ def of_loss(
     trainable: Trainable | None = None,
     loss_reduction: Reduction | None = None,
 ) -> LossPass:
-    """A pass of `build_step` that gives a loss of all towers and its gradient.
+    """A pass of `build_step` that gives the loss of all towers and its gradient.
 
-    The towers return their losses. The step adds them and takes one derivative of the
-    sum, so that a device holds one gradient, however many towers it has. The loss may
-    be a sum of several means. `value_and_grad`, called in a tower function, gives each
-    tower's own gradient instead, of which a device then holds one a tower: with 8
-    towers and a gradient of 6 MiB it holds 48 MiB of temporary values, and 6.4 here.
+    The towers return their losses. The step adds them and differentiates the sum once,
+    so a device holds one gradient, however many towers it has. The loss may be a sum of
+    several means. `value_and_grad`, called in a tower function, gives each tower's own
+    gradient instead, so a device holds one gradient for each tower. With 8 towers and a
+    gradient of 6 MiB that needs 48 MiB of temporary memory, and 6.4 MiB here.
 
     Args:
       loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, as for
-        `build_train_step`; in a later pass ``(params, batch, tower, merged)``, with
-        what the pass before has merged.
-      params: ``(state) -> params``, where the loss is differentiated; in a later pass
-        ``(state, merged) -> params``. None takes ``state.params``.
-      trainable: By which of these parameters, as for `build_train_step`; the gradient
-        has None for the others.
-      loss_reduction: What a bare scalar loss means, as for `build_train_step`.
+        `build_train_step`. In a later pass it is ``(params, batch, tower, merged)``,
+        with the merged result of the pass before.
+      params: ``(state) -> params``, the parameters at which the loss is differentiated;
+        in a later pass ``(state, merged) -> params``. None takes ``state.params``.
+      trainable: The parameters by which it is differentiated, as for
+        `build_train_step`; the gradient has None for the others.
+      loss_reduction: The meaning of a bare scalar loss, as for `build_train_step`.
 
     Returns:
       A pass. It merges ``"loss"``, ``"grads"``, ``"metrics"`` and ``"local"``, and
-      ``"extra"`` if the loss function returns that; in a later pass also ``"before"``,
-      which is what the pass before has merged. ``merged["grads"].value`` is the
-      gradient of ``merged["loss"].value``.
+      ``"extra"`` if the loss function returns it; in a later pass also ``"before"``,
+      the merged result of the pass before. ``merged["grads"].value`` is the gradient of
+      ``merged["loss"].value``.
 
     Raises:
       ValueError: An argument is of another type.

@@ -1,4 +1,4 @@
-"""`build_train_step`: a step of a loss function and an optimizer."""
+"""`build_train_step`: a train step from a loss function and an optimizer."""
 
 import dataclasses
 import functools
@@ -65,14 +65,14 @@ Extend: TypeAlias = Callable[[StepFunctions], StepFunctions]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerUpdate:
-    """The update of `build_train_step`: by an optimizer, of parameters that train."""
+    """The update of `build_train_step`: an optimizer changes parameters that train."""
 
     optimizer: optax.GradientTransformation
     trainable: Trainable | None = None
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """What the first state has besides its parameters: the optimizer's state."""
+        """The field of the first state beside its parameters: the optimizer state."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
@@ -117,23 +117,24 @@ def apply_gradients(
     loss: Any = None,
     trainable: Trainable | None = None,
 ) -> TrainState:
-    """The state with the parameters and the optimizer's state after one update.
+    """The state after one update by an optimizer.
 
-    What a train step does with its merged gradient: gradients are cast to the dtypes of
-    their parameters, and what changes a type is refused.
+    It does the update of a train step: gradients are cast to the dtypes of their
+    parameters, and an update that would change a type is refused.
 
     Args:
-      optimizer: Any optax transformation, whose state is ``state.opt_state``.
+      optimizer: Any optax transformation; its state is ``state.opt_state``.
       state: A state whose ``opt_state`` is ``optimizer.init(params)``.
       grads: ``merged["grads"]`` of `value_and_grad`, or a tree like ``params``.
       loss: ``merged["loss"]``, or its value, for optimizers that take ``value=loss``.
-      trainable: As for `build_train_step`: which parameters change.
+      trainable: The parameters that change, as for `build_train_step`.
 
     Returns:
-      The state; its ``step`` is not counted, which a step does.
+      The state. Its ``step`` is unchanged, because the step that calls this adds 1.
 
     Raises:
-      ValueError: ``grads`` are not like the parameters, or the optimizer needs more.
+      ValueError: ``grads`` are not a tree like the parameters, or the optimizer needs
+        more arguments.
 
     Example:
       >>> import jax.numpy as jnp, towerjax as tj
@@ -180,7 +181,8 @@ def apply_gradients(
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
     """The next ``state.extra``: merged values, cast to the dtypes that it has.
 
-    What a cast would cut off or wrap around keeps its dtype, and is refused.
+    A value keeps its dtype, and is then refused, if the cast would lose digits or
+    range.
     """
 
     def cast(x: Any, old: Any) -> Any:
@@ -259,52 +261,56 @@ def build_train_step(
     extend: Extend | None = None,
     specs: Any = None,
 ) -> TrainStep:
-    """A step that trains one tower function on all towers.
+    """Build a step that trains a loss function, written for one tower, on all towers.
 
-    With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t
-    w_t``: sums are differentiated, added in one reduction and divided once.
+    With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t w_t``.
+    The sums are differentiated, added in one reduction and divided once.
 
     Args:
       loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, pure; the loss may
         be a sum of several ``Weighted``.
-      optimizer: Any optax transformation; it sees the whole reduced gradient.
-      strategy: Which towers, where, and how they reduce.
-      loss_reduction: What a bare scalar loss means: SUM is the total over towers,
-        MEAN the mean of the values of the towers that have examples; None refuses it.
-      trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
-        as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
-        trains the floating and complex ones. The loss alone sees the others.
-      update_extra: ``(state, merged) -> extra``, once a step: the next ``state.extra``
-        from the state with new parameters, the old ``extra`` and this step's number,
-        and from what towers returned as ``TowerOutput(extra=...)``, merged as in
-        `build_step` (None where nothing): a target network, a queue of ``tj.Rows``,
-        centres. None keeps the merged values.
-      micro_batches: ``A``: each tower's rows are processed in so many parts.
-        ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
-      remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
-        weight 0, ``"drop"`` what is left over, or ``"error"``. Padded rows enter the
-        statistics of Flax's batch norm, not those of ``TowerBatchNorm``.
-      on_nonfinite: If what is guarded is not finite, on any tower: ``"raise"`` and
-        ``"skip"`` change nothing, and ``"raise"`` raises `NonFiniteError`;
-        ``"ignore"`` updates all the same.
-      guard: ``"gradients"``: the loss and every gradient; or the ``"loss"`` alone, of
-        which a NaN in the gradient of a finite loss is not seen.
-      donate: Whether the next state may take over the state's buffers.
-      max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      audit: Whether the first call, before it changes anything, runs `audit`: two
-        towers and one of its rows, and raises where they differ. None does where one
-        device can hold it, once a program, and warns where it does not; with
-        tower-local variables, which may be meant to differ, it warns of what it finds.
-      extend: ``fns -> fns``: makes others of the functions that the step is made of,
-        its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
+      optimizer: Any optax transformation. It gets the whole reduced gradient.
+      strategy: The towers, their devices, and how values are reduced over them.
+      loss_reduction: The meaning of a bare scalar loss: SUM adds it over towers, MEAN
+        takes the mean over the towers that have examples, None refuses it.
+      trainable: The parameters that are trained: a function ``(name, leaf) -> bool``
+        with names such as ``"dense/kernel"``, or a tree of bool that is a prefix of
+        ``params``. None trains all floating and complex ones. Only the loss sees the
+        others.
+      update_extra: ``(state, merged) -> extra``, called once a step for the next
+        ``state.extra``, such as a target network or a queue of ``tj.Rows``. ``state``
+        has the new parameters, the old ``extra`` and this step's number. ``merged`` is
+        what towers returned as ``TowerOutput(extra=...)``, merged as in `build_step`,
+        or None. Without ``update_extra`` the merged values are kept.
+      micro_batches: The number ``A`` of parts in which each tower's rows are processed.
+        ``tower.reduce`` and ``tower.all_gather`` then see the rows of one part.
+      remainder: What to do with a batch whose size ``T * A`` does not divide: ``"pad"``
+        it with rows of weight 0, ``"drop"`` the remainder, or raise an ``"error"``.
+        Padded rows enter the statistics of Flax's batch norm, not those of
+        ``TowerBatchNorm``.
+      on_nonfinite: What to do if a guarded value is not finite on any tower.
+        ``"raise"`` and ``"skip"`` leave the state unchanged, and ``"raise"`` raises
+        `NonFiniteError`; ``"ignore"`` updates the state all the same.
+      guard: The values that must be finite: ``"gradients"`` is the loss and every
+        gradient. ``"loss"`` is the loss alone, which misses a NaN in the gradient of a
+        finite loss.
+      donate: Whether the next state may reuse the buffers of the given state.
+      max_programs: The number of kinds of batch (trees, shapes, dtypes) that may
+        compile.
+      audit: Whether the first call runs `audit` before it changes anything: its rows on
+        two towers and on one, with an error if the results differ. None runs it once
+        per program if one device can hold it, and warns if it cannot. With tower-local
+        variables, which may differ on purpose, it warns instead of raising.
+      extend: ``fns -> fns``: changes the functions ``tower``, ``update`` and ``init``
+        of the step. `towerjax.contrib` has some.
       specs: How parameters are split within towers of several devices, as for
-        `Mirrored`; None: as its own ``specs`` say.
+        `Mirrored`; None takes the strategy's ``specs``.
 
     Returns:
       A `Step`.
 
     Raises:
-      ValueError: An option has no such value, or arguments are swapped.
+      ValueError: An option has an unknown value, or arguments are swapped.
 
     Example:
       >>> import numpy as np, towerjax as tj

@@ -1,4 +1,4 @@
-"""Check the state that a step is given, and place what of it lies elsewhere."""
+"""Check the state that a step is given, and place leaves that lie elsewhere."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def _cast_number(name: str, value: Any, dtype: Any) -> Any:
     if jnp.result_type(plain, dtype) != dtype:
         raise ValueError(
             f"{name} is {value!r}, but the step takes {dtype} there, which cannot hold"
-            " it. Write a number of that kind."
+            " it. Write a number of that dtype."
         )
     return np.asarray(plain, dtype)
 
@@ -111,14 +111,15 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
     if not isinstance(state, TrainState):
         refuse_result(state)
         raise ValueError(
-            f"The state is {a_type(state)}, not a tj.TrainState. Make it with {make}"
+            f"The state is {a_type(state)}, not a tj.TrainState. Make one with {make}"
         )
 
 
 OTHER_STATE = "The state is not as this step takes it"
 OF_THIS_STEP = (
-    "Go on with a state of this step, step.init(params), build another step for it, or"
-    " cast it back; give an evaluation a TrainState each time, or parameters alone."
+    "Go on with a state of this step, step.init(params), build another step for this"
+    " state, or cast it back. Give an evaluation a TrainState each time, or parameters"
+    " each time."
 )
 
 
@@ -143,7 +144,7 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     if wrong:
         raise ValueError(
             f"{OTHER_STATE}: {listed(wrong)}. It was made for another optimizer, other"
-            " parameters or another extend=. Begin these anew: fresh ="
+            " parameters or another extend=. Make these fields anew: fresh ="
             " step.init(state.params); state = dataclasses.replace(state,"
             f" {', '.join(anew)})."
         )
@@ -180,10 +181,11 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
     if wrong_towers:
         raise ValueError(
             f"The state was made for another number of towers than {num_towers}:"
-            f" {listed(wrong_towers)}. Start anew, step.init(state.params, local=...),"
-            " of a model model.init(tj.TrainState.create(...)); or move tower-local"
-            " variables, tj.towers.restored_values(strategy, state,"
-            " tj.towers.saved_values(state)), which eval_params= of tj.run may do."
+            f" {listed(wrong_towers)}. Start anew with step.init(state.params,"
+            " local=...), or for a model with model.init(tj.TrainState.create(...)). Or"
+            " move the tower-local variables with tj.towers.restored_values(strategy,"
+            " state, tj.towers.saved_values(state)), which eval_params= of tj.run may"
+            " do."
         )
 
 
@@ -204,8 +206,8 @@ def check_not_donated(state: TrainState) -> None:
         to = f"step {int(state.step) + 1}" if known else "an earlier step"
         raise ValueError(
             f"{what} was donated to {to}. Go on with the state which that step"
-            " returned, after an exception of tj.run with its error.state (in a"
-            " notebook sys.last_value.state), or build the step with donate=False."
+            " returned; after an exception of tj.run with its error.state (in a"
+            " notebook sys.last_value.state). Or build the step with donate=False."
         )
 
 

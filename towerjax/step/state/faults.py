@@ -34,12 +34,12 @@ class Differing:
 
 
 class DesyncError(Portable, RuntimeError):
-    """The devices' copies of a value were not the same, where they have to be.
+    """Devices hold different copies of a value that must be the same on all of them.
 
     Attributes:
-      step: After which step.
-      differing: One `Differing` for each device and leaf; of two halves the one
-        without the first device is named.
+      step: The number of the step after which they differed.
+      differing: One `Differing` for each device and leaf. If two halves of the devices
+        differ, it names the half without the first device.
 
     Example:
       >>> error = DesyncError(131, [Differing("cpu:5", "params/w")])
@@ -49,11 +49,11 @@ class DesyncError(Portable, RuntimeError):
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
         super().__init__(
-            f"The devices' copies differed after step {step}: {listed(differing)}."
-            " All other devices agree. Each step since has mixed the copies' gradients,"
-            " so go on from an earlier state, such as the newest checkpoint, and look"
-            " at that device's memory, at callbacks and foreign kernels that do not"
-            " give each device the same, or at how the state was placed."
+            f"The devices' copies differed after step {step}: {listed(differing)}. All"
+            " other devices agree. Each step since has mixed the copies' gradients, so"
+            " go on from an earlier state, such as the newest checkpoint. Possible"
+            " causes are that device's memory, callbacks or foreign kernels that give"
+            " devices different values, and how the state was placed."
         )
         self.step = step
         self.differing = tuple(differing)
@@ -63,16 +63,17 @@ class DesyncError(Portable, RuntimeError):
 def check_mirrored(state: PyTree) -> None:
     """Raise unless all devices hold the same bits of each mirrored array.
 
-    Each device makes a fingerprint of 32 bits of each of its copies, and these alone
-    are sent: a change of one element always shows, one of several goes unseen once in
-    ``2**32``. Of several processes all call it, and all raise.
+    Each device makes a fingerprint of 32 bits of each of its copies, and only
+    fingerprints are sent. A change of one element is always found; a change of several
+    is missed once in ``2**32``. With several processes all must call it, and all raise.
 
     Args:
-      state: A state, or any pytree of arrays. What is split over devices passes.
+      state: A state, or any pytree of arrays. Arrays that are split over devices are
+        not compared.
 
     Raises:
-      DesyncError: Some device's copy differs from that of most.
-      ValueError: There is no ``jax.Array`` in it.
+      DesyncError: A device's copy differs from that of most devices.
+      ValueError: ``state`` holds no ``jax.Array``.
 
     Example:
       >>> import optax, towerjax as tj
@@ -88,7 +89,8 @@ def check_mirrored(state: PyTree) -> None:
     is_array = [isinstance(x, jax.Array) for _, x in leaves]
     if state is None or (leaves and not any(is_array)):
         raise ValueError(
-            f"state={shown(state)} holds no jax.Array. Pass what a step returned."
+            f"state={shown(state)} holds no jax.Array. Pass a state that a step"
+            " returned."
         )
     held: dict[tuple[Device, ...], dict[str, jax.Array]] = {}
     for name, x in leaves:
@@ -109,7 +111,7 @@ def check_mirrored(state: PyTree) -> None:
 
 
 def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.ndarray:
-    """``[D, L]`` uint32: of each device's copy of each array."""
+    """``[D, L]`` uint32: the fingerprint of each device's copy of each array."""
     names = tuple(map(canonical_device_name, devices))
     placement = Placement(names, len(names))
     mirrored = placement.sharding(Layout.MIRRORED)
@@ -185,14 +187,14 @@ class Location:
 
 
 class NonFiniteError(Portable, FloatingPointError):
-    """The loss or a gradient of a step was NaN or infinite; it changed nothing.
+    """The loss or a gradient of a step was NaN or infinite; the step changed nothing.
 
-    Where towers train alone, the tower whose it was left its step out.
+    If towers train alone, only the tower with such a value left its step out.
 
     Attributes:
-      step: Which step, counted from 1, as history and hooks do.
-      locations: A `Location` for each tower and leaf; empty where not known:
-        ``step.locate(state, batch, number=error.step)`` finds it.
+      step: The number of the step, counted from 1, as in history and hooks.
+      locations: A `Location` for each tower and leaf, or empty if not known.
+        ``step.locate(state, batch, number=error.step)`` then finds them.
     """
 
     def __init__(
@@ -213,10 +215,9 @@ class NonFiniteError(Portable, FloatingPointError):
             )
         where = f" Found: {locations_text(locations)}." if locations else ""
         advice = (
-            "Lower the learning rate, clip gradients, or look at the batch, of which an"
-            " integer label that is no class makes a loss NaN;"
-            " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
-            " the same."
+            "Lower the learning rate, clip gradients, or look at the batch: an integer"
+            " label that is not a class makes a loss NaN. on_nonfinite='skip' leaves"
+            " such batches out, and 'ignore' updates all the same."
         )
         if any(location.part == "parameter" for location in locations):
             advice = (
@@ -231,7 +232,7 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """The least and the greatest of each leaf of integers, which may be labels."""
+    """The range of each leaf of integers, which may be labels, as text."""
     named = [
         (name, x)
         for name, x in named_leaves("batch", batch)
@@ -250,7 +251,7 @@ def _limits(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """A flag for each leaf, and for each tower where it has leaves of its own."""
+    """A flag for each leaf, or for each tower and leaf if towers have their own."""
 
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
@@ -265,7 +266,7 @@ class Flags:
 
 
 def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
-    """Flags of one tower's leaves."""
+    """Flags of the leaves of one tower."""
 
     def flag(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):

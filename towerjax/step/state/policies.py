@@ -150,8 +150,8 @@ def _check_read(params: PyTree) -> None:
     refuse_result(params)
     if params is None:
         raise ValueError(
-            "The state is None. Give a tj.TrainState, or parameters alone; a function"
-            " that reads none takes ()."
+            "The state is None. Pass a tj.TrainState, or parameters; pass () to a"
+            " function that reads no parameters."
         )
     refuse_unheld("params", params)
 

@@ -1,4 +1,4 @@
-"""`TrainState`, which a step reads and changes: make, place and split it."""
+"""`TrainState`, which a step reads and changes: made, placed and split."""
 
 import dataclasses
 import sys
@@ -36,16 +36,16 @@ from towerjax.types.trees import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step needs and changes: a plain pytree.
+    """All values that a step needs and changes: a plain pytree.
 
     Attributes:
-      step: ``()`` int32, steps done.
+      step: ``()`` int32, the number of steps that are done.
       params: The parameters, mirrored.
       opt_state: The optimizer's state, mirrored.
       local: A pytree of ``TowerLocal``, leaves ``[T, ...]``.
       rng: ``()`` typed key; each step and tower derives its own from it.
-      extra: Mirrored values that do not train, one for all towers: statistics,
-        codebooks, a target network; any pytree of arrays, or None.
+      extra: Mirrored values that do not train, such as statistics, codebooks or a
+        target network: any pytree of arrays, or None.
 
     Example:
       >>> import towerjax as tj
@@ -66,7 +66,7 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """The fields; of arrays that were donated to a step the shapes alone."""
+        """The fields; for arrays that were donated to a step only their shapes."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
@@ -79,13 +79,13 @@ class TrainState:
         return by_rich([self._table()])
 
     def table(self, *, rows: int = 40) -> str:
-        """Each leaf's name, shape, dtype, bytes, bytes on each device and layout.
+        """A table of the leaves: name, shape, dtype, layout, bytes, bytes per device.
 
         Args:
           rows: The most leaves to show.
 
         Returns:
-          A table of text, for ``print``; a notebook shows it of the state itself.
+          A table as text, for ``print``. A notebook shows it for the state itself.
 
         Example:
           >>> state = TrainState.create(jnp.ones((3, 2)), optax.sgd(0.1))
@@ -133,8 +133,8 @@ class TrainState:
           rng: One key; None is ``jax.random.key(0)``.
 
         Returns:
-          A ``TrainState``, for a model function; a train step's is made, and placed,
-          by its own ``init``.
+          A ``TrainState`` for a model function. A train step makes and places its own
+          with ``step.init``.
 
         Raises:
           ValueError: As ``step.init``.
@@ -180,7 +180,7 @@ def step_number(state: TrainState) -> int:
 
 
 def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-    """``(donated, kept)``: the fields of a state as a program takes them.
+    """``(donated, kept)``: the two parts of a state that a program takes.
 
     What is kept is not donated, so that old step numbers can still be read.
     """
@@ -201,7 +201,7 @@ def init_state(
 ) -> TrainState:
     """The state of `make_state`, copied and placed on the strategy's devices.
 
-    ``like``: parameters, where they are placed apart.
+    ``like`` are parameters that are placed apart.
     """
     placement = strategy.placement
     state = make_state(placement.num_towers, *parts, **others)
@@ -223,9 +223,9 @@ def make_on_devices(
     make_opt_state: Callable[[PyTree], PyTree],
     rng: jax.Array | None,
 ) -> dict[str, PyTree]:
-    """Parameters by a function of a key, and the optimizer's state, where they lie.
+    """Parameters that a function of a key makes, and their optimizer state, in place.
 
-    One program makes them, sharded where they lie sharded: the draws of JAX's
+    One program makes them, sharded if they lie sharded. Draws from JAX's
     counter-based keys do not depend on how an array is split.
     """
     check_function("params", fn, "params(rng)")
@@ -269,18 +269,18 @@ def make_state(
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The tower-local variables that are given, with those that a step keeps itself."""
+    """The tower-local variables that are given, and those that a step keeps itself."""
     local = {} if local is None else local
     if not isinstance(local, Mapping) or local.keys() & more.keys():
         raise ValueError(
-            f"local={shown(local)} must be a dict without the keys {[*more]}, where"
-            " this step keeps variables of its own."
+            f"local={shown(local)} must be a dict without the keys {[*more]}, which"
+            " this step uses for its own variables."
         )
     return {**local, **more}
 
 
 def refuse_result(given: Any) -> None:
-    """Raise for all that a step returned, in the place of a state or parameters."""
+    """Raise if the result of a step is given in place of a state or parameters."""
     if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
         raise ValueError(
             "A state is expected, but this is what a step returned, (state, metrics)."
@@ -309,7 +309,7 @@ def check_params(params: PyTree) -> PyTree:
 
 
 def _refuse_shared_weights(params: PyTree, kind: type) -> None:
-    """Raise if a variable of a module lies at two places: each would train its own."""
+    """Raise if a variable of a module lies at two places and would train twice."""
     names: dict[int, str] = {}
     flat = jax.tree_util.tree_leaves_with_path(params, lambda x: isinstance(x, kind))
     for path, x in flat:
@@ -318,10 +318,11 @@ def _refuse_shared_weights(params: PyTree, kind: type) -> None:
             name = leaf_name("params", path)
             if (first := names.setdefault(id(x), name)) != name:
                 raise ValueError(
-                    f"{first} and {name} are one nnx.{type(x).__name__}, and as leaves"
-                    " of params they would train as two. Split the module, in which"
-                    " what layers share is one leaf: graph, params = nnx.split(model),"
-                    " and nnx.merge(graph, params) in the loss function."
+                    f"{first} and {name} are one nnx.{type(x).__name__}, but as two"
+                    " leaves of params they would train apart. Split the module, which"
+                    " keeps a shared variable as one leaf: graph, params ="
+                    " nnx.split(model), and nnx.merge(graph, params) in the loss"
+                    " function."
                 )
 
 

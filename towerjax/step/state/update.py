@@ -45,15 +45,15 @@ def trainable_flags(
             chosen = jax.tree.leaves(jax.tree.broadcast(trainable, params))
         except ValueError as error:
             raise ValueError(
-                "trainable is not the upper part of params:"
-                f" {_unlike(trainable, params)}. Give it the same containers and names,"
-                " and True or False for a leaf or for all below."
+                f"trainable is not a prefix of params: {_unlike(trainable, params)}."
+                " Give it the same containers and names, with True or False for a leaf"
+                " or for a whole subtree."
             ) from error
     if trainable is not None and not any(chosen):
         names = [repr(name) for name, _ in readable_leaves("", params)]
         raise ValueError(
-            "trainable=... chooses none of the params, so that nothing would train."
-            f" Their names are {', '.join(few(names))}."
+            "trainable=... chooses none of the params, so nothing would train. Their"
+            f" names are {', '.join(few(names))}."
         )
     # Without any that trains, all are told of.
     trains = chosen if any(chosen) else [True] * len(chosen)
@@ -62,15 +62,15 @@ def trainable_flags(
         named = zip(named_leaves("params", params), dtypes, trains, wide, strict=True)
         bad = [f"{x[0]} is {d}" for x, d, yes, fits in named if yes and not fits]
         raise ValueError(
-            "Every leaf of params that is trained gets a gradient and so is floating"
-            f" or complex, of 16 bits or more, but {listed(bad)}. {advice} where it is"
-            " fixed; cast inside the loss function to what is narrower."
+            "Each leaf of params that trains must be floating or complex, of 16 bits or"
+            f" more, because it gets a gradient, but {listed(bad)}. {advice} where it"
+            " is fixed; cast inside the loss function to what is narrower."
         )
     return treedef.unflatten(chosen)
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """In what a tree of bool is not the upper part of parameters."""
+    """The text of how a tree of bool is not a prefix of the parameters."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -89,15 +89,15 @@ def _unlike(trainable: PyTree, params: PyTree) -> str:
 
 
 def _refuse_statistics(params: PyTree, advice: str) -> None:
-    """Raise where Flax's statistics are among what would be trained."""
+    """Raise if Flax's batch statistics are among the parameters that train."""
     is_linen = isinstance(params, Mapping) and {"params", "batch_stats"} <= {*params}
     if is_linen or "BatchStat" in _node_types(params):
         raise ValueError(
-            "params hold batch statistics, which would be trained, as floats are."
-            " Of variables of flax.linen pass variables['params'], of a module of nnx"
-            " nnx.split(model, nnx.Param, ...)[1]; statistics go into step.init(...,"
-            " local=tj.TowerLocal(stats, tj.Reduction.MEAN)), or into extra= where the"
-            f" same on all towers. {advice} where they are fixed among params."
+            "params hold batch statistics, which would be trained, because all floats"
+            " are. With flax.linen pass variables['params'], with nnx pass"
+            " nnx.split(model, nnx.Param, ...)[1]. Pass statistics as step.init(...,"
+            " local=tj.TowerLocal(stats, tj.Reduction.MEAN)), or as extra= if they are"
+            f" the same on all towers. {advice} where they are fixed among params."
         )
 
 
@@ -107,7 +107,7 @@ def check_trainable(trainable: Any) -> None:
     if not callable(trainable) and not all(isinstance(x, bool) for x in leaves):
         raise ValueError(
             f"trainable={trainable!r} must be a function (name, leaf) -> bool, or a"
-            " tree of True and False like params or its upper part."
+            " tree of True and False that is a prefix of params."
         )
 
 
@@ -141,7 +141,7 @@ _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 def pass_loss(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap the optimizer: drops ``value=loss`` if it takes none; says what it lacks."""
+    """The optimizer, without ``value=loss`` if it does not take that."""
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
@@ -152,9 +152,9 @@ def pass_loss(
         if _OF_EXAMPLES in _node_types(state):
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
-                " of each example, but the optimizer gets one, of the whole batch:"
-                " nothing would be private. Clip in a step of your own, and give this"
-                " one the optimizer without it."
+                " of each example, but the optimizer gets the gradient of the whole"
+                " batch, so nothing would be private. Clip in a step of your own, and"
+                " pass the optimizer without it."
             )
         try:
             try:
@@ -314,7 +314,7 @@ def check_like_params(grads: PyTree, params: PyTree) -> None:
     )
     if wrong := unlike(given, needed):
         raise ValueError(
-            "The gradients are not like the parameters that train:"
+            "The gradients are not a tree like the parameters that train:"
             f" {listed(wrong)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
             " like state.params."
         )

@@ -24,10 +24,10 @@ from towerjax.types import PyTree, Reduction, Sum
 class LossReduction(enum.Enum):
     """How the losses of several towers are reduced to one.
 
-    ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the scalars of the
-    towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``:
-    the sum over the global batch divided once, by the weight of the towers' losses,
-    which are ``Weighted``. ``NONE`` is refused.
+    ``SUM`` is the total of the towers' scalars. ``MEAN`` is the mean of the scalars of
+    those towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and
+    ``SUM_OVER_BATCH_SIZE`` need ``Weighted`` losses, and divide the sum over the global
+    batch once by their weight. ``NONE`` is refused.
 
     Source:
       ``tf.losses.Reduction`` of TensorFlow 1.
@@ -46,12 +46,12 @@ _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.M
 
 
 def is_of_scalars(reduction: LossReduction) -> bool:
-    """Whether losses are scalars, which do not say what they are divided by."""
+    """Whether losses are scalars, so that their divisor is not known."""
     return reduction in _OF_SCALARS
 
 
 def check_loss_reduction(reduction: Any) -> None:
-    """Raise unless it is a `LossReduction` other than NONE."""
+    """Raise unless ``reduction`` is a `LossReduction` other than NONE."""
     if not isinstance(reduction, LossReduction) or reduction is LossReduction.NONE:
         why = f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction"
         if reduction is LossReduction.NONE:
@@ -59,8 +59,8 @@ def check_loss_reduction(reduction: Any) -> None:
             why += " specified"
         raise ValueError(
             f"{why}. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, which is"
-            " exact over the global batch, SUM_OVER_BATCH_SIZE, SUM or MEAN; a strategy"
-            " is devices=..."
+            " exact over the global batch, SUM_OVER_BATCH_SIZE, SUM or MEAN. Pass a"
+            " strategy as devices=..."
         )
 
 
@@ -71,22 +71,25 @@ def compute_weighted_loss(
     reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
     valid: jax.typing.ArrayLike | None = None,
 ) -> Weighted | jax.Array:
-    """One tower's loss from its elements' losses, for the reduction over towers.
+    """One tower's loss, made from the losses of its elements, for the reduction.
 
     Args:
-      losses: ``[b, ...]``, one for each element.
-      weights: ``[b]``, or any leading part of the shape of ``losses``, or of as many
-        dims, of which some may be 1, such as ``[1, k]``; >= 0. None counts every
-        element once. An element of weight 0 is left out even when its loss is NaN.
-      reduction: The divisor: for ``SUM_BY_NONZERO_WEIGHTS`` the number of elements
-        whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of elements, for
-        ``MEAN`` the sum of the weights, for ``SUM`` none.
-      valid: ``[b]``, 1 where the row is an example and 0 where it is padding:
-        ``tower.weight``. Padding counts neither in the numerator nor the denominator.
+      losses: The losses of the elements, ``[b, ...]``.
+      weights: Weights >= 0. Their shape is ``[b]``, or that of any leading dims of
+        ``losses``; or it has as many dims, some of which may be 1, such as ``[1, k]``.
+        None counts every element once. An element of weight 0 is left out even if its
+        loss is NaN.
+      reduction: The reduction, which sets the divisor. ``SUM_BY_NONZERO_WEIGHTS``
+        divides by the number of elements whose weight is not 0, ``SUM_OVER_BATCH_SIZE``
+        by the number of elements, ``MEAN`` by the sum of the weights. ``SUM`` does not
+        divide.
+      valid: 1 for each row that is an example and 0 for padding, ``[b]``; pass
+        ``tower.weight``. Padding counts neither in the numerator nor in the
+        denominator.
 
     Returns:
-      ``Weighted`` for the two reductions that are exact over the global batch; a scalar
-      for SUM and MEAN.
+      A ``Weighted`` for the two reductions that are exact over the global batch; a
+      scalar for SUM and MEAN.
 
     Raises:
       ValueError: Shapes do not fit, a weight is known to be negative, or the
@@ -123,7 +126,7 @@ def compute_weighted_loss(
 def _like_losses(
     weights: Any, losses: jax.Array, *, repeats: bool = False
 ) -> jax.Array:
-    """Weights, checked and broadcast to the shape of the losses; None is 1."""
+    """The weights, checked and broadcast to the shape of the losses; None is 1."""
     name = "compute_weighted_loss"
     shape = losses.shape
     weights = element_weights(name, shape, weights, "losses", repeats=repeats)
@@ -132,12 +135,12 @@ def _like_losses(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TowersOfStep:
-    """Reduces losses and gradients over the towers of one step."""
+    """The towers of one step, over which losses and gradients are reduced."""
 
     tower: Tower
     reduction: LossReduction
-    compat: str | None  # "tf1" divides by the number of towers, whatever the weights
-    trace: Any  # the model function's own, not that of a jit or scan inside it
+    compat: str | None  # "tf1" divides by the number of towers in any case
+    trace: Any  # the model function's own trace, not that of a jit or scan inside it
     num_calls: int  # of a step's rows: towers times micro-batches
 
     @property
@@ -153,10 +156,11 @@ class TowersOfStep:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the losses of all towers are added, and differentiated once.
+        """Whether the losses of all towers are added up and differentiated once.
 
-        Else each tower's is: of a mean of means, in which a tower without examples has
-        no part, whatever its gradient; and inside a jit, scan or cond.
+        Otherwise each tower's loss is differentiated: for a mean of means, where a
+        tower without examples does not count whatever its gradient, and inside a jit,
+        scan or cond.
         """
         is_of_means = self.compat == "tf1" or self.reduction is LossReduction.MEAN
         return get_opaque_trace_state() == self.trace and not is_of_means
@@ -164,7 +168,7 @@ class TowersOfStep:
     def differentiate(
         self, of_params: Callable[[PyTree], PyTree], params: PyTree, has_aux: bool
     ) -> tuple[PyTree, PyTree, jax.Array]:
-        """``(result of of_params, gradient, loss)``, both those of all towers."""
+        """``(result of of_params, gradient, loss)``; the last two are of all towers."""
 
         def of_loss(params: PyTree) -> tuple[Weighted | Means, PyTree]:
             out = of_params(params)
@@ -172,13 +176,13 @@ class TowersOfStep:
             return one_mean(loss) or loss, out
 
         total, grads, out = differentiate(of_loss, params, self.num_calls)
-        if isinstance(total, Means):  # each of whose terms is divided already
+        if isinstance(total, Means):  # its terms are already divided
             return out, grads, total.value
         total = one_loss(self.reduction, total, is_split=not self.is_alone)
         return out, divided(grads, total.weight), total.value
 
     def addend(self, loss: Any) -> Weighted | Means:
-        """A tower's loss in the form in which towers add losses up."""
+        """A tower's loss in the form in which losses are added up over towers."""
         scalar = _OF_SCALARS.get(self.reduction)
         is_weighted = has_denominator(loss)
         if self.is_alone:
@@ -192,10 +196,10 @@ class TowersOfStep:
         return as_tower_output(loss, scalar, self.tower).loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
-        """The reduced loss, and the sum of the towers' gradients; the same everywhere.
+        """The reduced loss and the summed gradients, the same on all towers.
 
-        A loss that is a ``Sum`` is one tower's part of a loss that is divided already,
-        a ``Weighted`` whose weight says only whether there are examples.
+        A ``Sum`` is one tower's share of a loss that is already divided. It holds a
+        ``Weighted`` whose weight says only whether there are examples.
         """
         reduction = self.reduction
         is_split = not self.is_alone
@@ -219,7 +223,7 @@ class TowersOfStep:
     def _sum_towers(
         self, loss: Weighted | None, grads: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Sum losses and gradients over towers; raise where they cannot communicate."""
+        """The losses and gradients summed over towers; raise if these cannot meet."""
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_calls)
         in_turn = self.tower.strategy.placement.axes.in_turn
@@ -230,12 +234,12 @@ class TowersOfStep:
 
 
 def towers_here() -> TowersOfStep | None:
-    """Those of the step whose model function is being traced; None outside of one."""
+    """The towers of the step whose model function is being traced, or None."""
     return next((x for x in bound_axes() if isinstance(x, TowersOfStep)), None)
 
 
 def has_denominator(loss: Any) -> bool:
-    """Whether the loss has a denominator, or several: `Weighted` or `Means`."""
+    """Whether the loss has one or more denominators: a `Weighted` or `Means`."""
     return isinstance(loss, Weighted | Means)
 
 
@@ -247,26 +251,25 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 
 def divided(grads: PyTree, weight: Any) -> PyTree:
-    """The gradients divided by a weight; of the weight 0 they are 0."""
+    """The gradients divided by a weight; 0 if the weight is 0."""
     # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
     scale = lax.optimization_barrier(Weighted(1.0, weight).value)
     return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
 _INSIDE = (
-    "TowerOptimizer.update stands inside a jit, scan or cond, where towers in turn"
-    " (tower_loop='scan') and micro-batches cannot communicate. Call it outside: wrap"
-    " last, as in TowerOptimizer(optax.apply_if_finite(...)); or use"
-    " tower_loop='vmap' and"
-    " one micro-batch."
+    "TowerOptimizer.update was called inside a jit, scan or cond, where towers cannot"
+    " communicate with tower_loop='scan' or several micro-batches. Call it outside, by"
+    " wrapping last: TowerOptimizer(optax.apply_if_finite(...)). Or use"
+    " tower_loop='vmap' and one micro-batch."
 )
 _WEIGHTED = (
-    "model_fn returned a tj.{}, but loss_reduction={!r} is of scalar losses. Return a"
+    "model_fn returned a tj.{}, but loss_reduction={!r} needs a scalar loss. Return a"
     " scalar, or use tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
 )
 _BARE = (
-    "model_fn returned a bare scalar ({}), which says not what it is divided by, as"
-    " loss_reduction={!r} needs. Return tj.Weighted.mean(losses, tower.weight) or"
-    " tj.estimator.compute_weighted_loss(losses, weights, valid=tower.weight), or say"
-    " tj.estimator.LossReduction.SUM or MEAN, or compat='tf1'."
+    "model_fn returned a bare scalar ({}), which does not say what it was divided by,"
+    " but loss_reduction={!r} needs that. Return tj.Weighted.mean(losses, tower.weight)"
+    " or tj.estimator.compute_weighted_loss(losses, weights, valid=tower.weight), or"
+    " use tj.estimator.LossReduction.SUM or MEAN, or compat='tf1'."
 )

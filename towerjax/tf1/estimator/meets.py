@@ -1,6 +1,7 @@
-"""Where the towers of a model function meet, as primitives in its program.
+"""The places where towers of a model function meet, as primitives in its program.
 
-None has an implementation: `SplitProgram` ends a pass there, and supplies its values.
+The primitives have no implementation. `SplitProgram` ends a pass at each, and supplies
+its values.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,13 @@ from towerjax.types import PyTree
 from towerjax.types.trees import map_parts, widen_dtype
 
 MEET = Primitive("towers_meet")
-"""``(loss, gradients)`` of a tower -> their sums over all towers."""
+"""``(loss, gradients)`` of one tower to their sums over all towers."""
 
 PARAMETERS = Primitive("towers_parameters")
-"""The parameters of one loss, by which it is differentiated: an identity."""
+"""An identity that marks the parameters by which one loss is differentiated."""
 
 DIFFERENTIATE = Primitive("towers_differentiate")
-"""``(loss of a tower, its parameters) -> (loss of all towers, its gradient)``."""
+"""``(loss of one tower, its parameters)`` to ``(loss of all towers, its gradient)``."""
 
 for _primitive in (MEET, PARAMETERS, DIFFERENTIATE):
     _primitive.multiple_results = True
@@ -47,9 +48,9 @@ def _differentiated_shapes(
 
 
 def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
-    """Sum losses and gradients over towers; table rows are concatenated.
+    """The losses and gradients summed over towers; table rows are concatenated.
 
-    ``count``: the number of towers times that of micro-batches.
+    ``count`` is the number of towers times the number of micro-batches.
     """
     leaves, treedef = jax.tree.flatten((loss, grads))
     copies = _times_joined((loss, grads), count)
@@ -60,10 +61,10 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
 def differentiate(
     of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
 ) -> tuple[Weighted | Means, PyTree, PyTree]:
-    """The loss of all towers, the gradient of its sums, and what is returned beside.
+    """The loss of all towers, the gradient of its sums, and the other results.
 
-    ``of_params(params) -> (loss, rest)`` is called once, for its program: nothing that
-    it does leaves it but its results, and none of these is differentiated again.
+    ``of_params(params) -> (loss, rest)`` is called once, to be traced. It has no effect
+    except its results, which are not differentiated again.
     """
     params = jax.tree.map(jnp.asarray, params)
     leaves, treedef = jax.tree.flatten(params)
@@ -93,7 +94,7 @@ def differentiate(
 
 
 def operands_of(eqn: JaxprEqn) -> list[Any]:
-    """What towers return where they meet: of `DIFFERENTIATE` the loss alone."""
+    """The values that towers return at a meet; for `DIFFERENTIATE` only the loss."""
     return eqn.invars[: eqn.params["treedef"].num_leaves]
 
 
@@ -103,7 +104,7 @@ def parameters_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
-    """For each leaf ``count`` where rows of a table are concatenated, else 0."""
+    """For each leaf ``count`` if rows of a table are concatenated, else 0."""
     parts = jax.tree.leaves(tree, is_leaf=is_rows)
     return tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
 

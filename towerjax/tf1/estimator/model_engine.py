@@ -74,9 +74,9 @@ with tower.reduce(tj.Reduction.MEAN, value), or return them as tj.Weighted(sum, 
 or tj.Sum(x) in train_op.extra."""
 
 MAKE_STATE = (
-    "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted;"
-    " of several optimizers its params and opt_state are dicts of their parts. A model"
-    " called by itself takes any tree."
+    "model.init(tj.TrainState.create(params, optimizer)), which counts the steps. With"
+    " several optimizers its params and opt_state are dicts of their parts. A call of"
+    " the model by itself takes any tree."
 )
 
 
@@ -92,7 +92,7 @@ class ModelTower:
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-        """The program of one tower, which has no leaves; computes nothing."""
+        """The program of one tower, as a pytree without leaves; nothing is computed."""
         axes, _ = context_args(tower)
         shapes = shapes_of(_args_of_tower(state, rows, tower))
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
@@ -113,9 +113,9 @@ class ModelTower:
     def _one_tower(
         self, known: Tower, mirrored: TrainState, own: PyTree
     ) -> dict[str, Any]:
-        """Call the model function; its results in the types that a `Pass` merges.
+        """The model function's results, in the types that a `Pass` merges.
 
-        ``known``: of the tower what is static.
+        ``known`` is a tower whose static fields are read.
         """
         local, rows, context = own
         state = dataclasses.replace(mirrored, local=local)
@@ -157,7 +157,7 @@ class ModelTower:
 
 
 def _args_of_tower(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-    """A tower's arguments: what all towers share, and its own."""
+    """A tower's arguments: the replicated ones, and its own."""
     _, context = context_args(tower)
     return dataclasses.replace(state, local=None), (state.local, rows, context)
 
@@ -175,12 +175,12 @@ def _pass_with_trained(
     tower: Tower,
     merged: PyTree,
 ) -> PyTree:
-    """The same, of which the pass differentiates the losses by ``trained``."""
+    """One tower's results in a pass that differentiates losses by ``trained``."""
     return split.run(_args_of_tower(state, rows, tower), merged[1:], trained)
 
 
 def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
-    """A pass that traces a model function, and one each time that its towers meet."""
+    """A pass that traces the model function, and one for each time that towers meet."""
     yield dataclasses.replace(first, looks_at=None)  # which merges nothing
     split = merged[0]["split"]
     for number in range(split.num_passes):
@@ -191,18 +191,18 @@ def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
 
 
 def _compared(options: ModelOptions, merged: list[PyTree]) -> list[PyTree]:
-    """What was merged: the loss as it is reduced, and gradients as means over it."""
+    """The merged results to compare: reduced losses, and gradients as means."""
     if options.compat is not None:
         raise NotAudited(_AS_IN_TF1)
     return [_with_means(x, options.loss_reduction) for x in merged[1:]]
 
 
 def _why_not_proved(options: ModelOptions, mode: Mode) -> str:
-    """What one tower does in another way than several; "" if nothing."""
+    """The reason why one tower computes something else than several; "" if none."""
     if options.compat is not None:
         return _AS_IN_TF1
     if mode is not Mode.PREDICT and is_of_scalars(options.loss_reduction):
-        return f"loss_reduction={options.loss_reduction} is of scalars"
+        return f"loss_reduction={options.loss_reduction} reduces scalars"
     return ""
 
 
@@ -229,7 +229,7 @@ def model_passes(
 def _results_of(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Hook]
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
-    """Gives the next state, and the other parts of the merged spec; fills ``hooks``."""
+    """A function of the next state and the rest of the spec; it fills ``hooks``."""
     is_split = strategy.num_towers * options.micro_batches > 1
     reduction = tower_fn.options.loss_reduction
 
@@ -253,7 +253,7 @@ def _results_of(
 
 
 def _minimized(merged: list[PyTree]) -> list[Weighted]:
-    """The losses of several updates, which guard the step besides the spec's."""
+    """The losses of several updates, which guard the step like the spec's loss."""
     losses = parts_of(Weighted, [x[LOSSES] for x in merged[1:]])
     return losses if len(losses) > 1 else []
 
@@ -261,8 +261,8 @@ def _minimized(merged: list[PyTree]) -> list[Weighted]:
 def _with_means(
     merged: dict[str, PyTree], reduction: LossReduction
 ) -> dict[str, PyTree]:
-    """What a pass merged: its loss as one, its sums of gradients as means over it."""
-    # Towers give a pair, also of a sum that has no weight.
+    """The merged results with one loss, and with gradients as means over it."""
+    # Towers return a pair even for a sum that has no weight.
     if isinstance(merged.get("loss"), Weighted):
         loss = one_loss(reduction, merged["loss"], is_split=True)
         merged = {**merged, "loss": loss}
@@ -275,7 +275,7 @@ def _with_means(
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
-    """The next variables; raise unless they have the types of those before."""
+    """The next variables; raise unless they have the types of the current ones."""
     rest = train_op
     if isinstance(before, TrainState) and isinstance(train_op, TrainState):
         # One call is one step, whatever the function did to the counter. extra may hold
@@ -289,13 +289,13 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainedModel(StatePolicy):
-    """A `TrainState` that is kept where the model's ``variable_placement`` says."""
+    """The policy for a `TrainState` that is kept as ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
     hooks: list[Hook] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """As of any training; variables that are kept elsewhere are copied first."""
+        """The state to start from, copied first if it is kept elsewhere."""
         check_is_state(given, MAKE_STATE)
         return super().start(spread(given, self.strategy, self.kept_at), expected)
 
@@ -315,7 +315,7 @@ class _TrainedModel(StatePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class _Variables(Read):
-    """A model's variables, any tree, for a call in one mode."""
+    """The policy for a model's variables, any tree, in a call of one mode."""
 
     kept_at: VariablePlacement
     mode: Mode
@@ -334,12 +334,12 @@ class _Variables(Read):
         return as_state(given, jnp.int32(0), jax.random.key(0))
 
     def take(self, given: PyTree) -> None:
-        """Nothing: each call looks at the variables."""
+        """None, because each call checks the variables."""
 
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> dict[str, PyTree]:
-        """The loss and the metrics, as states to merge; in PREDICT the predictions."""
+        """The loss and metrics as states to merge; in PREDICT the predictions."""
         spec = self.spec(out, batch)
         if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
@@ -363,7 +363,7 @@ class _Variables(Read):
 def model_train_step(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions
 ) -> TrainStep:
-    """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
+    """The train step of a replicated model, ``(state, batch) -> (state, metrics)``.
 
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
@@ -380,7 +380,7 @@ def model_train_step(
 
 
 def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
-    """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
+    """The step of a model in one mode, for batches of ``features`` and ``labels``."""
     how = tower_fn.options
     options = tower_fn.options.step
     policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
@@ -404,11 +404,11 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
-    """The merged spec of a call of what `model_step` made."""
+    """The merged spec of a call of a step that `model_step` made."""
     _, out = step.outputs(variables, batch)
     return cast(_Variables, step.plan.states).spec(out, batch)
 
 
 def hooks_of(step: Step) -> list[Hook]:
-    """The hooks of the last spec, for what `model_train_step` made."""
+    """The hooks of the last spec of a step that `model_train_step` made."""
     return cast(_TrainedModel, step.plan.states).hooks

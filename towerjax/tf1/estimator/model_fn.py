@@ -1,4 +1,4 @@
-"""A model function: its options and arguments, and ``ModelSpec``, its result."""
+"""A model function: its options, its arguments, and ``ModelSpec``, its result."""
 
 import copy
 import dataclasses
@@ -44,10 +44,10 @@ class Mode(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PredictOutput:
-    """Outputs to be exported as they are.
+    """Outputs that are exported unchanged.
 
     Attributes:
-      outputs: Name -> array ``[b, ...]``, a row for each example; or one array.
+      outputs: A dict of arrays ``[b, ...]`` with a row per example; or one such array.
 
     Example:
       >>> import numpy as np
@@ -61,10 +61,10 @@ class PredictOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RegressionOutput:
-    """A regression's output to be exported.
+    """The output of a regression, to be exported.
 
     Attributes:
-      value: ``[b, ...]``.
+      value: The predicted values, ``[b, ...]``.
 
     Example:
       >>> import numpy as np
@@ -77,18 +77,18 @@ class RegressionOutput:
 
 @jax.tree_util.register_static
 class ClassNames(tuple[str, ...]):
-    """Names of classes: a pytree without leaves."""
+    """The names of classes, as a pytree without leaves."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClassificationOutput:
-    """A classification's output to be exported: scores, classes or both.
+    """The output of a classification, to be exported: scores, classes or both.
 
     Attributes:
-      scores: ``[b, n]``, one for each class, or None.
-      classes: Integers ``[b, ...]``, or the names of the ``n`` classes, a tuple of
-        strings, the same for every row; or None.
+      scores: A score for each class, ``[b, n]``, or None.
+      classes: Integers ``[b, ...]``; or the names of the ``n`` classes, a tuple of
+        strings that is the same for every row; or None.
 
     Example:
       >>> import numpy as np
@@ -112,21 +112,22 @@ ExportOutput = PredictOutput | RegressionOutput | ClassificationOutput
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """What a model function returns: the values of one mode, a pytree.
+    """The result of a model function in one mode, a pytree.
 
     Attributes:
       mode: The mode of the call.
-      predictions: Name -> array with a row for each example, in any mode; needed in
-        PREDICT.
-      loss: ``Weighted``, or a scalar, of this tower; needed in TRAIN and EVAL.
-      train_op: The next variables, like ``variables``; needed in TRAIN, and ignored
-        in other modes.
-      eval_metrics: Name -> a metric state of this tower: ``Weighted``, or one of
+      predictions: A dict of arrays with a row per example; needed in PREDICT, allowed
+        in any mode.
+      loss: This tower's loss, a ``Weighted`` or a scalar; needed in TRAIN and EVAL.
+      train_op: The next variables, like ``variables``; needed in TRAIN, ignored in
+        other modes.
+      eval_metrics: A dict of this tower's metric states, ``Weighted`` or others of
         ``tj.metrics``.
-      export_outputs: Name -> `PredictOutput`, `RegressionOutput` or
+      export_outputs: A dict of `PredictOutput`, `RegressionOutput` or
         `ClassificationOutput`.
       hooks: Functions ``(step number, metrics)`` that
-        ``tj.estimator.train_and_evaluate`` calls after each step, with host values.
+        ``tj.estimator.train_and_evaluate`` calls after each step, with values on the
+        host.
 
     Example:
       >>> import numpy as np
@@ -157,35 +158,36 @@ _NEEDED = {
 
 
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
-    """What a model function returned; raise unless it is a whole spec of the mode."""
+    """The result of a model function; raise unless it is a full spec of the mode."""
     if not isinstance(spec, ModelSpec) or spec.mode is not mode:
         of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
-            f"model_fn was called in {mode!r} and returned {a_type(spec)}{of_mode}."
+            f"model_fn was called in {mode!r} but returned {a_type(spec)}{of_mode}."
             " Return tj.estimator.ModelSpec(mode, ...) in each mode."
         )
     if missing := [name for name in _NEEDED[mode] if getattr(spec, name) is None]:
         raise ValueError(
-            f"A ModelSpec of {mode!r} needs {' and '.join(missing)}; train_op are the"
-            " next variables."
+            f"A ModelSpec of {mode!r} needs {' and '.join(missing)}. The train_op is"
+            " the next variables."
         )
     op = spec.train_op
     if isinstance(op, tuple) and [isinstance(x, TrainState) for x in op] == [0, 1]:
         raise ValueError(
-            "train_op is a pair of a loss and the next variables. Write"
-            " loss, train_op = optimizer.minimize(loss_fn, variables)."
+            "train_op is a pair of a loss and the next variables, but must be the next"
+            " variables alone. Write loss, train_op = optimizer.minimize(loss_fn,"
+            " variables)."
         )
     for name in ("predictions", "eval_metrics", "export_outputs"):
         parts = getattr(spec, name)
         if not isinstance(parts, Mapping | None):
             raise ValueError(
-                f"{name} is {a_type(parts)}, which has no names; return a"
-                f" dict, {name}={{'name': ...}}."
+                f"{name} is {a_type(parts)}, but must be a dict. Write {name}={{'name':"
+                " ...}."
             )
     for name, output in (spec.export_outputs or {}).items():
         if not isinstance(output, ExportOutput):
             raise ValueError(
-                f"export_outputs[{name!r}] is {a_type(output)}; write"
+                f"export_outputs[{name!r}] is {a_type(output)}, but must be a"
                 " tj.estimator.PredictOutput, RegressionOutput or ClassificationOutput."
             )
     return dataclasses.replace(spec, hooks=check_hooks(spec.hooks))
@@ -193,7 +195,7 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """How a model function is replicated; see `replicate_model_fn`."""
+    """The options by which a model function is replicated; see `replicate_model_fn`."""
 
     loss_reduction: LossReduction
     variable_placement: VariablePlacement
@@ -215,12 +217,13 @@ class ModelFn:
     """A model function, and which of params, config and tower its signature has."""
 
     fn: Callable[..., Any]
-    # Name -> its default, also by functools.partial, in place of which None is given.
+    # The default of each, by its name (also from functools.partial); None stands for
+    # it.
     accepts: Mapping[str, Any]
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
-        """Wrap ``fn``; raise unless its signature is that of a model function."""
+        """The wrapped function; raise unless it has a model function's signature."""
         form = "model_fn(variables, features, labels, mode)"
         check_function("model_fn", fn, form, takes=False)
         signature = inspect.signature(fn)
@@ -233,7 +236,7 @@ class ModelFn:
         except TypeError as error:
             raise ValueError(
                 f"model_fn{signature}: {error}. Write def model_fn(variables, features,"
-                " labels, mode), and as you like params=None, config=None, tower=None."
+                " labels, mode), and optionally params=None, config=None, tower=None."
             ) from error
         empty = inspect.Parameter.empty
         known = {x: p.default for x, p in parameters.items() if p.default is not empty}
@@ -247,11 +250,11 @@ class ModelFn:
         tower: Tower,
         given: Mapping[str, Any],
     ) -> ModelSpec:
-        """Call the function for one tower; raise unless it returns a fitting spec."""
+        """The function's spec for one tower; raise unless it fits the mode."""
         if not isinstance(batch, Mapping) or "features" not in batch:
             raise ValueError(
-                f"A batch of a model's step is {a_type(batch)}; write"
-                " {'features': ..., 'labels': ...}; only the functions of tj.estimator,"
+                f"A batch of a model's step is {a_type(batch)}, but must be"
+                " {'features': ..., 'labels': ...}. Only functions of tj.estimator,"
                 " such as train_and_evaluate, take pairs (features, labels)."
             )
         values = {**copy.deepcopy(dict(given)), "tower": tower}
@@ -265,7 +268,7 @@ class ModelFn:
                 spec = self.fn(variables, **data, mode=mode, **accepted)
         except (TypeError, AttributeError) as error:
             if "labels" not in batch:
-                error.add_note(f"No labels were given: labels is None in {mode!r}.")
+                error.add_note(f"No labels were given, so labels is None in {mode!r}.")
             raise
         return check_spec(spec, mode)
 
@@ -276,20 +279,20 @@ def not_none(**arguments: Any) -> dict[str, Any]:
 
 
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Keys of the values, by which programs are cached: values are compiled in."""
+    """The keys of the values, by which programs are cached."""
     try:
         return tuple(key_of(name, value) for name, value in given.items())
     except TypeError as error:
         raise ValueError(
-            f"{error}. params and config are plain values, which are compiled in: put"
-            " arrays into variables, or write float(...), vars(...)."
+            f"{error}. params and config must be plain values, because they are"
+            " compiled in. Put arrays into variables, or write float(...), vars(...)."
         ) from error
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeveralRows:
-    """An output with ``n`` rows for each example: ``Rows`` ``[b, n, ...]``."""
+    """An output with ``n`` rows per example, as ``Rows`` ``[b, n, ...]``."""
 
     rows: Any
 
@@ -297,7 +300,7 @@ class SeveralRows:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """One tower's outputs in the types that a pass merges: `Rows` or `PerTower`."""
+    """One tower's outputs, in the types that a pass merges: `Rows` or `PerTower`."""
     refuse_other_than_rows(outputs, name)
     refuse_unheld(name, outputs)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
@@ -314,8 +317,9 @@ def typed_rows(
     ]
     if bad:
         raise ValueError(
-            f"Towers' outputs are joined, so each leaf has {rows} rows (or a multiple),"
-            f" but {listed(bad)}. Repeat one number, jnp.full(tower.rows, x)."
+            f"The towers' outputs are joined, so each leaf must have {rows} rows (or a"
+            f" multiple), but {listed(bad)}. Repeat a single number,"
+            " jnp.full(tower.rows, x)."
         )
 
     def as_rows(x: Any) -> Any:

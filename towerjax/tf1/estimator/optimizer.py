@@ -1,7 +1,7 @@
 """``TowerOptimizer``: reduce gradients over towers, then update.
 
-Inside a function of `replicate_model_fn` the towers are an axis that is bound there, as
-JAX's own are; elsewhere there are none, and nothing is reduced.
+Inside a model function of `replicate_model_fn` the towers are a bound axis, as JAX's
+own axes are. Elsewhere there are no towers, and nothing is reduced.
 """
 
 import dataclasses
@@ -54,15 +54,15 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer that reduces gradients over towers before it updates.
 
     Inside a model function of `replicate_model_fn` its ``update`` adds up the towers'
-    gradients, divides as the loss reduction says, and passes the one gradient to the
-    wrapped optimizer. Everywhere else it only divides by the weight of a ``Weighted``
-    loss, if given one. ``optax.chain`` takes it, and a transformation before it sees
-    one tower's gradient.
+    gradients, divides as the loss reduction says, and passes the result to the wrapped
+    optimizer. Elsewhere it only divides by the weight of a ``Weighted`` loss, if one is
+    given. It can be part of ``optax.chain``; a transformation before it sees one
+    tower's gradient.
 
     Attributes:
       optimizer: The wrapped optimizer.
-      lazy: Whether of a table that `tj.sparse.take` looks up only those rows are
-        updated, their moments and weight decay included.
+      lazy: Whether only the rows that `tj.sparse.take` looked up in a table are
+        updated, including their moments and weight decay.
 
     Example:
       >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -77,7 +77,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     optimizer: optax.GradientTransformationExtraArgs
     lazy: bool
-    takes_rows = True  # gradients that are ``IndexedRows``, which others get dense
+    takes_rows = True  # gradients may be ``IndexedRows``; others get them dense
 
     def __new__(
         cls,
@@ -86,12 +86,13 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         lazy: bool = False,
     ) -> "TowerOptimizer":
-        """Wrap the optimizer, or the one that a given function returns."""
+        """The wrapped optimizer; a function is called for the optimizer."""
         made = optimizer() if callable(optimizer) else optimizer
         if not isinstance(made, optax.GradientTransformation):
             raise ValueError(
-                f"TowerOptimizer got {made!r}; give it an optax transformation, a"
-                " function of one, or optax.MultiSteps(...).gradient_transformation()."
+                f"TowerOptimizer got {made!r}, which is not an optimizer. Pass an optax"
+                " transformation, a function that returns one, or"
+                " optax.MultiSteps(...).gradient_transformation()."
             )
         inner = pass_loss(made)
 
@@ -122,29 +123,29 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The arguments of a copy: a model's ``params`` may hold an optimizer."""
+        """The constructor's arguments for a copy; ``params`` may hold an optimizer."""
         return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
         self, loss_fn: Callable[..., PyTree], params: PyTree, *, has_aux: bool = False
     ) -> tuple[Any, PyTree]:
-        """A tower's loss and the gradient of its *sum*, not yet reduced.
+        """A tower's loss and the gradient of its *sum*, not yet reduced over towers.
 
         Args:
-          loss_fn: ``params -> loss``, a scalar or ``Weighted``, or one with
-            ``tj.penalty`` terms; with ``has_aux`` ``params -> (loss, aux)``. It is
-            traced, as under ``jax.jit``.
-          params: Floating arrays; of a table that `tj.sparse.take` looks up the
-            gradient is ``IndexedRows``.
+          loss_fn: A function ``params -> loss`` that returns a scalar or a
+            ``Weighted``, also with ``tj.penalty`` terms; with ``has_aux`` a function
+            ``params -> (loss, aux)``. It is traced, as under ``jax.jit``.
+          params: Floating arrays. The gradient of a table that `tj.sparse.take` looks
+            up is ``IndexedRows``.
           has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
 
         Returns:
           ``(loss, grads)``, or ``((loss, aux), grads)``. Pass the loss to
-          `apply_gradients`: the gradient is divided by the weight of a ``Weighted``.
+          `apply_gradients`, which divides the gradient by the weight of a ``Weighted``.
 
         Raises:
           ValueError: The loss is neither a scalar nor a ``Weighted`` of scalars; or it
-            is a sum of several means, which `minimize` can differentiate.
+            is a sum of several means, which only `minimize` can differentiate.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -166,20 +167,20 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         loss: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """The next parameters and optimizer state.
+        """The next parameters and the next state of the optimizer.
 
         Args:
           grads: A tower's gradients, like ``params``.
-          opt_state: As ``init`` or the last call returned it.
+          opt_state: The optimizer's state, from ``init`` or the last call.
           params: The parameters.
           loss: The tower's loss, whose sum has the gradient ``grads``.
-          **extra_args: For the wrapped optimizer.
+          **extra_args: More arguments for the wrapped optimizer.
 
         Returns:
           ``(params, opt_state)``.
 
         Raises:
-          ValueError: As ``update``; or the optimizer changes the type of either.
+          ValueError: The errors of ``update``; or the optimizer changes a type.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -213,7 +214,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           ``(loss, state)``, or ``((loss, aux), state)``.
 
         Raises:
-          ValueError: As `compute_gradients` and `apply_gradients`.
+          ValueError: The errors of `compute_gradients` and `apply_gradients`.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -224,8 +225,9 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(state, TrainState):
             raise ValueError(
-                f"TowerOptimizer.minimize got {a_type(state)}, not a"
-                " tj.TrainState. Of others use compute_gradients and apply_gradients."
+                f"TowerOptimizer.minimize got {a_type(state)}, but needs a"
+                " tj.TrainState. For other states use compute_gradients and"
+                " apply_gradients."
             )
         out, grads, loss = _gradient_of_sum(loss_fn, state.params, has_aux)
         params, opt_state = self.apply_gradients(
@@ -242,7 +244,7 @@ def _differentiate(
     differentiated: Callable[[PyTree], PyTree],
     has_aux: bool,
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], PyTree]:
-    """``(differentiated(loss), its pull-back, loss_fn's result)``."""
+    """``(differentiated(loss), its pull-back, result of loss_fn)``."""
     traced = TracedLoss.of(_checked(loss_fn, params, has_aux), params)
 
     def of_results(out: PyTree, params: PyTree) -> PyTree:
@@ -261,12 +263,12 @@ def _differentiate(
 def _checked(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> Callable[[PyTree], PyTree]:
-    """The loss function, which refuses another result; refuses other arguments."""
+    """The loss function with a check of its result; raise for wrong arguments."""
     if not callable(loss_fn):
         raise ValueError(
-            f"TowerOptimizer: the loss is {a_type(loss_fn)}, but JAX"
-            " differentiates functions. Write def loss_fn(params), which computes it,"
-            " and optimizer.minimize(loss_fn, variables)."
+            f"TowerOptimizer got {a_type(loss_fn)} as the loss, but JAX differentiates"
+            " functions. Write def loss_fn(params), which computes it, and"
+            " optimizer.minimize(loss_fn, variables)."
         )
     if isinstance(params, TrainState):
         raise ValueError(
@@ -282,8 +284,9 @@ def _checked(
         out = loss_fn(params)
         if isinstance(out, tuple) != has_aux:
             raise ValueError(
-                f"loss_fn returned {a_type(out)}. Return (loss, aux) and"
-                " say has_aux=True, or the loss alone and has_aux=False."
+                f"loss_fn returned {a_type(out)}, which does not fit has_aux={has_aux}."
+                " Return (loss, aux) with has_aux=True, or the loss alone with"
+                " has_aux=False."
             )
         return out
 
@@ -292,24 +295,25 @@ def _checked(
 
 @dataclasses.dataclass(frozen=True)
 class _OfAllTowers:
-    """The loss of all towers, beside a gradient that is reduced already."""
+    """The loss of all towers, given with a gradient that is already reduced."""
 
     value: jax.Array
 
 
 def refuse_met_sums(jaxpr: ClosedJaxpr, tower_axis: str) -> None:
-    """Raise where towers meet in a loss of whose sum a gradient is computed.
+    """Raise if towers communicate in a loss whose gradient is that of a sum.
 
-    The original's is of each tower's own mean: of a sum it is divided by the tower's
-    own weight, and so would be what others have added to it.
+    The original differentiates each tower's own mean. The gradient of a sum is divided
+    by the tower's own weight, and so would be everything that other towers add to it.
     """
     for site in all_sites(jaxpr):
         if tower_axis in named_axes(site[0]) and tags.OF_A_SUM in scopes_of(site):
             raise ValueError(
-                f"compat='tf1': towers meet in a loss, at {user_line(site)}, of which"
-                " compute_gradients gives the gradient of each tower's sum. Write"
-                " optimizer.minimize(loss_fn, variables), which differentiates each"
-                " tower's mean; return a scalar loss; or leave compat= out."
+                "compat='tf1' cannot be kept for a loss in which towers communicate, at"
+                f" {user_line(site)}, because compute_gradients differentiates each"
+                " tower's sum. Write optimizer.minimize(loss_fn, variables), which"
+                " differentiates each tower's mean; return a scalar loss; or leave"
+                " compat= out."
             )
 
 
@@ -321,15 +325,16 @@ def _summed_loss(loss: Any) -> jax.Array:
 
 
 def _as_one_mean(loss: Any) -> Any:
-    """The loss, a `Means` of one term as ``Weighted``; raise for several means."""
+    """The loss, with a `Means` of one term as ``Weighted``; raise for several means."""
     if not isinstance(loss, Means):
         return loss
     mean = one_mean(as_tower_output(loss, None).loss)
     if mean is None:
         raise ValueError(
-            "A sum of several means has several denominators, which are added up over"
-            " towers before it is differentiated. Write optimizer.minimize(loss_fn,"
-            " variables), which does so; or differentiate each mean by itself."
+            "compute_gradients cannot differentiate a sum of several means, because"
+            " each has its own denominator over all towers. Write"
+            " optimizer.minimize(loss_fn, variables), which can; or differentiate each"
+            " mean by itself."
         )
     return mean
 
@@ -337,7 +342,7 @@ def _as_one_mean(loss: Any) -> Any:
 def _gradient_of_sum(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """``(loss_fn's result, gradient, the loss that the gradient is of)``."""
+    """``(result of loss_fn, gradient, the loss of that gradient)``."""
     towers = towers_here()
     if towers is not None and towers.differentiates:
         of_params = _checked(loss_fn, params, has_aux)
@@ -375,8 +380,8 @@ def _of_means(
     pull: Callable[[PyTree], PyTree],
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
-    """The gradient of a sum of means, and the loss that it is of."""
-    # this tower's, where no others are known
+    """The gradient of a sum of means, and the loss of that gradient."""
+    # The weights of this tower, if no others are known.
     weights = loss.weights
     parts = 1
     are_known = False
@@ -394,14 +399,14 @@ def _of_means(
 
 
 def _cast_like(own: PyTree, grads: PyTree) -> PyTree:
-    """The gradients, in the dtypes of other values."""
+    """The gradients, cast to the dtypes of other values."""
     return map_values(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
 
 
 def _check_own_state(
     state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
 ) -> None:
-    """Raise unless ``init`` of these params makes such a state."""
+    """Raise unless ``init`` makes a state like this from these params."""
     what = (
         "TowerOptimizer.update got the state of another optimizer, or of other params"
     )
@@ -411,8 +416,8 @@ def _check_own_state(
     )
     if not isinstance(state, TowerOptimizerState):
         raise ValueError(f"{what}: {a_type(state)}. {advice}")
-    # Once, while a step is traced, and not at each eager call; of some other states an
-    # optax update raises no error.
+    # Checked once, while a step is traced, not in each eager call. An optax update
+    # accepts some wrong states silently.
     if has_tracers(params):
         own = jax.eval_shape(init, params).inner
         check_like("state.inner", state.inner, own, what, advice, lambda _: "a leaf")
@@ -426,8 +431,9 @@ def _reduce_gradients(
         return grads, loss.value
     if isinstance(grads, Weighted):
         raise ValueError(
-            "TowerOptimizer got a gradient of tj.value_and_grad. Use"
-            " optimizer.compute_gradients, or pass grads.sum, and loss=loss."
+            "TowerOptimizer got a gradient of tj.value_and_grad, which is a"
+            " tj.Weighted. Use optimizer.compute_gradients, or pass grads.sum with"
+            " loss=loss."
         )
     loss = _as_one_mean(loss)
     if towers is None:
@@ -436,9 +442,9 @@ def _reduce_gradients(
         return divided(grads, loss.weight), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
-            "TowerOptimizer.update got no loss, whose weight divides gradients under"
-            f" {towers.reduction!r}. Write optimizer.update(grads, state, params,"
-            " loss=loss), or use minimize."
+            f"TowerOptimizer.update needs the loss under {towers.reduction!r}, because"
+            " its weight divides the gradients. Write optimizer.update(grads, state,"
+            " params, loss=loss), or use minimize."
         )
     wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:

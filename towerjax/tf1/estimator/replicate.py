@@ -50,9 +50,9 @@ _SPEC_PARTS = {
 
 @api_boundaries
 class ReplicatedModel:
-    """A model function on all towers: called as the function itself is called.
+    """A model function on all towers, which is called like the function itself.
 
-    Made by `replicate_model_fn`. Each mode compiles at its first call.
+    `replicate_model_fn` makes it. Each mode is compiled at its first call.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ReplicatedModel:
         self.model_fn = model_fn
         self.strategy = strategy
         self.options = options
-        # Each mode pads to batch sizes of its own.
+        # Each mode pads to its own batch sizes.
         remainder = options.step.remainder
         self._placers = {
             mode: Placer(strategy.placement, remainder=remainder) for mode in Mode
@@ -73,16 +73,16 @@ class ReplicatedModel:
         return f"ReplicatedModel({name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
-        """Copy the variables to the devices where the model's calls expect them.
+        """The variables, copied to the devices where the model's calls expect them.
 
-        With several processes, all start from the values of process 0.
+        With several processes, all start with the values of process 0.
 
         Args:
-          variables: Any pytree of arrays, such as a `TrainState`; a ``TowerLocal`` in
-            it holds one tower's value, of which each tower gets a copy.
+          variables: Any pytree of arrays, such as a `TrainState`. A ``TowerLocal`` in
+            it holds one tower's value, and each tower gets a copy.
 
         Returns:
-          The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
+          The placed variables; a ``TowerLocal`` has leaves ``[T, ...]``.
 
         Raises:
           ValueError: A device is not on this machine.
@@ -105,27 +105,29 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """Call the model function on the global batch.
+        """The merged spec of the model function on the global batch.
 
         Args:
-          variables: As `init` or the last call's ``train_op`` gave them; or a pytree of
-            arrays without tower-local variables, which is copied to the devices.
-          features: Arrays ``[B, ...]``, or a tree of them; also ``IndexedRows``.
-          labels: The same, or None.
-          mode: The mode.
+          variables: The result of `init`, or the ``train_op`` of the last call; or a
+            pytree of arrays without tower-local variables, which is copied to the
+            devices.
+          features: Arrays ``[B, ...]`` or a tree of them, ``IndexedRows`` included.
+          labels: As ``features``, or None.
+          mode: TRAIN, EVAL or PREDICT.
           params: Hyperparameters, if the model function has the parameter ``params``.
           config: Anything else, if it has the parameter ``config``.
 
         Returns:
-          A `ModelSpec` of global values: ``loss`` of the kind that the model function
-          returned, ``train_op`` the next variables, ``eval_metrics`` merged over
-          towers, ``predictions`` and ``export_outputs`` of the ``B`` examples in order.
+          A `ModelSpec` of global values. The ``loss`` has the type that the model
+          function returned, ``train_op`` is the next variables, ``eval_metrics`` are
+          merged over towers, and ``predictions`` and ``export_outputs`` have the ``B``
+          examples in order.
 
         Raises:
-          ValueError: The batch, the variables or what the model function returned is
+          ValueError: The batch, the variables or the result of the model function is
             malformed.
-          ReplicationError: Variables are not the same on all towers, as those updated
-            by an optimizer that is not wrapped.
+          ReplicationError: Variables are not the same on all towers, for example
+            because the optimizer that updates them is not wrapped.
         """
         if not isinstance(mode, Mode):
             raise ValueError(
@@ -140,7 +142,7 @@ class ReplicatedModel:
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
     ) -> TrainStep:
-        """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
+        """The train step, ``(state, batch) -> (state, metrics)``, for ``tj.run``.
 
         Args:
           params: As for a call.
@@ -149,10 +151,10 @@ class ReplicatedModel:
             ``audit``, as for ``tj.build_train_step``; gradients are reduced once.
 
         Returns:
-          A `tj.step` for ``{"features": ..., "labels": ...}``; cached.
+          A step for batches ``{"features": ..., "labels": ...}``; it is cached.
 
         Raises:
-          ValueError: An option is wrong, or the model function does not take it.
+          ValueError: An option is wrong, or the model function does not accept it.
         """
         known = vars(self.options.step)
         for name in options.keys() - known:
@@ -182,22 +184,24 @@ class ReplicatedModel:
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
     def on_one_tower(self, strategy: Strategy) -> "ReplicatedModel":
-        """The same model on one tower, for ``tj.testing.one_tower``.
+        """The same model on one tower, as ``tj.testing.one_tower`` needs it.
 
         Args:
-          strategy: One of one tower.
+          strategy: A strategy of one tower.
 
         Returns:
           A new model, which donates nothing.
 
         Raises:
-          ValueError: The model drops rows by the number of its towers.
+          ValueError: The model has ``remainder="drop"``, whose dropped rows depend on
+            its towers.
         """
         calls = dataclasses.replace(self.options.step, donate=False)
         if calls.remainder == "drop" and self.strategy.num_towers > 1:
             raise ValueError(
-                "one_tower of a model with remainder='drop': what is dropped depends on"
-                f" its {self.strategy.num_towers} towers. Build it with 'pad'."
+                "one_tower cannot repeat a model with remainder='drop', because the"
+                f" rows that it drops depend on its {self.strategy.num_towers} towers."
+                " Build it with remainder='pad'."
             )
         options = dataclasses.replace(self.options, step=calls)
         return ReplicatedModel(self.model_fn, strategy, options)
@@ -209,7 +213,7 @@ class ReplicatedModel:
         of_step: StepOptions | None = None,
         **given: Any,
     ) -> Step[Any]:
-        """The step of a mode, or with options of a step the train step; cached."""
+        """The step of a mode; with options of a step, the train step. It is cached."""
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:
             for name, value in given.items():
@@ -218,7 +222,7 @@ class ReplicatedModel:
                         f"{name} was given, but model_fn has no parameter {name!r}. Add"
                         f" {name}=None to its signature, or leave {name} out."
                     )
-            given = copy.deepcopy(given)  # the caller's may change before a later trace
+            given = copy.deepcopy(given)  # the caller may change it before a trace
             tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, given)
             if of_step:
                 step = model_train_step(tower_fn, self.strategy, of_step)
@@ -241,34 +245,35 @@ def replicate_model_fn(
     max_programs: int | None = None,
     audit: bool | None = None,
 ) -> ReplicatedModel:
-    """Replicate a model function: it is called as before, with the global batch.
+    """A replicated model function, which is called as before, with the global batch.
 
-    Each tower calls the model function on its own rows, and the results are merged: the
-    loss by ``loss_reduction``, the variables by the one update of each
-    ``TowerOptimizer``, metrics by their ``merge``, outputs joined row by row.
+    Each tower calls the model function on its own rows, and the results are merged.
+    ``loss_reduction`` reduces the loss, each ``TowerOptimizer`` updates the variables
+    once, metrics are merged, and outputs are joined row by row.
 
     Args:
-      model_fn: ``(variables, features, labels, mode, params=None, config=None,
-        tower=None) -> ModelSpec``, pure, written for one device. The last three are
-        passed only if its signature has them.
-      loss_reduction: How the towers' losses are reduced. The default is exact over the
-        global batch and needs a ``Weighted`` loss.
-      devices: A strategy; or a list of devices, with a tower each; None takes all.
-      variable_placement: Where variables are kept between two calls.
-      remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
-        0, ``"drop"`` the last rows, or ``"error"``.
-      compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
-        the towers' losses by the number of towers, and classes are stacked.
+      model_fn: A pure function, written for one device: ``(variables, features, labels,
+        mode, params=None, config=None, tower=None) -> ModelSpec``. The last three
+        arguments are passed only if its signature has them.
+      loss_reduction: How to reduce the towers' losses. The default is exact over the
+        global batch, and needs a ``Weighted`` loss.
+      devices: A strategy; or a list of devices, each with one tower; None takes all
+        devices.
+      variable_placement: Where to keep variables between two calls.
+      remainder: What to do with a batch that ``T`` does not divide: ``"pad"`` it with
+        rows of weight 0, ``"drop"`` its last rows, or raise an ``"error"``.
+      compat: ``"tf1"`` gives the numbers of TensorFlow 1: every reduction except SUM
+        divides the towers' losses by the number of towers, and classes are stacked.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.
-      max_programs: How many batch signatures may compile for each mode; None: 8.
-      audit: As for ``tj.build_train_step``, of the first call of each mode.
+      max_programs: How many batch signatures may be compiled for each mode; None is 8.
+      audit: As for ``tj.build_train_step``, for the first call of each mode.
 
     Returns:
       A `ReplicatedModel`.
 
     Raises:
-      ValueError: An option is unknown, or the signature of ``model_fn`` is not that of
-        a model function.
+      ValueError: An option is unknown, or ``model_fn`` does not have the signature of a
+        model function.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -299,6 +304,6 @@ def replicate_model_fn(
     if strategy.state != "mirrored" and variable_placement.value != "mirrored":
         raise ValueError(
             f"state={strategy.state!r} and variable_placement={variable_placement!r}"
-            " both say where variables wait. Leave one of them out."
+            " both say where to keep variables. Leave one of them out."
         )
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

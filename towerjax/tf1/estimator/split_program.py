@@ -1,10 +1,10 @@
 """Split a model function's program into passes, where its optimizers reduce gradients.
 
-The function is traced once, as one tower's jaxpr. Each `MEET` in it, where an optimizer
-needs the sum over all towers, ends a pass, which returns the tower's addends. Each
-`DIFFERENTIATE` ends one too, which returns the tower's loss: the pass adds the losses
-and differentiates them. Results that depend on no value of one tower are computed once,
-after the last pass.
+The function is traced once, as one tower's jaxpr. A pass ends at each `MEET`, where an
+optimizer needs the sum over all towers, and returns the tower's addends. A pass also
+ends at each `DIFFERENTIATE`. It returns the tower's loss, and the losses are added up
+and differentiated. Results that do not depend on a value of one tower are computed
+once, after the last pass.
 """
 
 import dataclasses
@@ -35,15 +35,16 @@ from towerjax.types import PyTree, Sum
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Later:
-    """Stands, without leaves, for what another pass or the update returns."""
+    """A stand-in, without leaves, for a value of another pass or of the update."""
 
 
 @jax.tree_util.register_static
 class SplitProgram:
     """One tower's program, split into passes and an update that runs once after them.
 
-    Its inputs are ``num_mirrored`` leaves that all towers share, ``num_local`` leaves
-    of tower-local variables, and others of one tower; ``axis`` is that of all towers.
+    Its inputs are ``num_mirrored`` replicated leaves, ``num_local`` leaves of
+    tower-local variables, and other leaves of one tower. ``axis`` is the axis of all
+    towers.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SplitProgram:
         self._known: dict[Var, int] = {}  # the first pass to know it
         self._eqns: list[JaxprEqn] = []
         self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
-        self._kinds: dict[int, Primitive] = {}  # of the meets of a pass, all of one
+        self._kinds: dict[int, Primitive] = {}  # all meets of a pass have one
         self._sources: dict[Var, Any] = {}  # of the parameters of losses
         for eqn in closed.jaxpr.eqns:
             self._place(eqn)
@@ -71,7 +72,7 @@ class SplitProgram:
         self.num_passes = self._count_passes()
 
     def _place(self, eqn: JaxprEqn) -> None:
-        """Note an equation, and the first pass to know its values."""
+        """Note an equation, and the first pass that knows its values."""
         number = self._pass_of(eqn.invars)
         kind = eqn.primitive
         if kind in (MEET, DIFFERENTIATE):
@@ -92,7 +93,7 @@ class SplitProgram:
     ) -> tuple[list[tuple[PyTree, int | None]], Any]:
         """The results as trees of variables, and their structure.
 
-        Each has the pass that returns it; None where the update computes it.
+        Each result has the pass that returns it; None if the update computes it.
         """
         outvars = self._closed.jaxpr.outvars
         of_vars = jax.tree.unflatten(jax.tree.structure(tree), outvars)
@@ -105,7 +106,7 @@ class SplitProgram:
         return placed, treedef
 
     def _count_passes(self) -> int:
-        """How many passes there are: one more than the last that does something."""
+        """The number of passes, one more than the last that does something."""
         numbers = [number for _, number in self._meets]
         numbers += [number for _, number in self._results if number is not None]
         for eqn in self._eqns:
@@ -114,13 +115,13 @@ class SplitProgram:
         return max(numbers, default=0) + 1
 
     def trained(self, number: int) -> Callable[..., PyTree] | None:
-        """``(state, merged) -> parameters``, by which a pass differentiates, if any."""
+        """A function ``(state, merged) -> parameters`` to differentiate by, or None."""
         if self._kinds.get(number) is not DIFFERENTIATE:
             return None
         meets = self._meets_of(number)
 
         def parameters(state: TrainState, merged: list[PyTree]) -> PyTree:
-            merged = merged[1:]  # without what the pass that traces has
+            merged = merged[1:]  # without the results of the tracing pass
             cuts = [[self._sources[x] for x in parameters_of(eqn)] for eqn in meets]
             walk = self._walk(self._inputs(state), merged)
             sources = sum(cuts, [])
@@ -135,10 +136,10 @@ class SplitProgram:
     def run(
         self, args: PyTree, merged: list[PyTree], trained: PyTree = None
     ) -> dict[str, PyTree]:
-        """One tower's results in a pass; ``merged`` holds those of earlier passes.
+        """One tower's results in a pass; ``merged`` has those of earlier passes.
 
-        ``trained``: the parameters of its losses. Their gradients are not among the
-        results: the pass itself takes them.
+        ``trained`` has the parameters of its losses. Their gradients are not among the
+        results, because the pass itself computes them.
         """
         number = len(merged)
         walk = self._evaluate(number, jax.tree.leaves(args), merged, trained)
@@ -173,15 +174,15 @@ class SplitProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def refuse_changed_local(self) -> None:
-        """Raise where towers change variables of their own in one of several passes.
+        """Raise if towers change their own variables in one of several passes.
 
-        A micro-batch sees the change of the one before only in the pass that makes it.
+        A micro-batch sees the previous one's change only in the pass that makes it.
         """
         local = [x for x, _ in self._results if isinstance(x, TowerLocal)]
         if self.num_passes > 1 and {*jax.tree.leaves(local)} - self._local_vars:
             raise ValueError(
-                "model_fn changes tower-local variables and goes on after an update,"
-                " which micro-batches would not see alike. Say micro_batches=1."
+                "model_fn changes tower-local variables and goes on after an update, so"
+                " that micro-batches would see different values. Write micro_batches=1."
             )
 
     def _meets_of(self, number: int | None) -> list[JaxprEqn]:
@@ -195,24 +196,24 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _inputs(self, state: TrainState) -> list[Any]:
-        """The program's inputs, of which no tower has its own."""
+        """The program's replicated inputs; None in place of the others."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         return [*leaves, *[None] * others]
 
     def _refuse_own(self, eqn: JaxprEqn) -> None:
-        """Raise where the parameters of a loss differ from tower to tower."""
+        """Raise if the parameters of a loss differ from tower to tower."""
         if self._is_own(eqn.invars):
             raise ValueError(
                 f"TowerOptimizer.minimize at {user_line((eqn, None))} got parameters"
-                " that are computed from a tower's rows, draws or variables, of which"
-                " the sum of all losses has no gradient. Write"
-                " optimizer.compute_gradients(loss_fn, params), which is of one tower,"
-                " and apply_gradients."
+                " that are computed from one tower's rows, draws or variables, so the"
+                " sum of all losses has no gradient by them. Write"
+                " optimizer.compute_gradients(loss_fn, params), which works on one"
+                " tower, and apply_gradients."
             )
 
     def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
-        """An interpreter that has what earlier passes merged."""
+        """An interpreter that knows the merged results of earlier passes."""
         walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
@@ -229,7 +230,7 @@ class SplitProgram:
         return walk
 
     def _evaluate_eqn(self, walk: Interpreter, eqn: JaxprEqn) -> None:
-        """Evaluate an equation; the parameters of a loss that is trained are known."""
+        """Evaluate an equation; marked parameters of a loss are passed through."""
         if eqn.primitive is not PARAMETERS:
             walk.evaluate(eqn)
             return
@@ -243,7 +244,7 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> Interpreter:
-        """An interpreter that has what a pass, or for None the update, returns."""
+        """An interpreter that knows the results of a pass, or of the update (None)."""
         walk = self._walk(inputs, merged)
         if trained is not None:
             meets = self._meets_of(number)
@@ -272,7 +273,7 @@ _MEET_KEYS = (LOSSES, "grads")
 
 
 def _is_one(x: Any) -> bool:
-    """Whether it is one result, which one pass merges."""
+    """Whether ``x`` is one result, which one pass merges."""
     return is_typed(x) or isinstance(x, Means)
 
 
@@ -287,10 +288,10 @@ def _results_in(tree: dict[str, PyTree]) -> list[Any]:
 
 
 def _as_sums(grads: PyTree) -> PyTree:
-    """Gradients as `Sum` leaves; table rows, which are concatenated, as they are."""
+    """The gradients as `Sum` leaves, except table rows, which are concatenated."""
     return jax.tree.map(lambda x: x if is_rows(x) else Sum(x), grads, is_leaf=is_rows)
 
 
 def _one_or_all(items: list[Any]) -> Any:
-    """The one item without its list, so that error messages name leaves without [0]."""
+    """The items; a lone one without its list, so that errors name it without [0]."""
     return items[0] if len(items) == 1 else items

@@ -31,11 +31,11 @@ _OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate")
 _EXHAUSTED: Any = object()
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""Batches ``(features, labels)`` or features, or a function that returns them."""
+"""Batches ``(features, labels)`` or features alone, or a function that returns them."""
 
 
 def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
-    """``(features, labels)`` as the dict that the steps of a model take."""
+    """A batch ``(features, labels)`` as the dict that the steps of a model take."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
         args = (arrays, *element.args[1:])
@@ -44,8 +44,8 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     is_dict = isinstance(element, Mapping) and set(element) == {"features", "labels"}
     if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
-            f"A batch is {a_type(element)} of two, features and labels or"
-            " features alone? Pass the tuple (features, labels), or (batch, None)."
+            f"A batch is {a_type(element)} of two, which may be features and labels or"
+            " features alone. Pass the tuple (features, labels), or (batch, None)."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or hasattr(element, "_fields"):  # a named tuple is features
@@ -58,12 +58,12 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Epochs:
-    """Epochs of a data set, as an iterable of dicts; each ``iter`` starts again."""
+    """The epochs of a data set, as an iterable of dicts; each ``iter`` starts again."""
 
     name: str  # the name of the caller's argument
     data: Data
     epochs: int | None = 1  # None never ends
-    most: int | None = None  # at most so many batches, over all epochs
+    most: int | None = None  # the largest number of batches, over all epochs
     with_labels: bool = True
 
     is_reproducible = True  # assumed: a restarted job gets the same batches
@@ -75,12 +75,12 @@ class Epochs:
         _check_batches(self.name, self.data, or_function=True)
         if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
-            why = f"epochs{epochs} goes through it again"
+            why = f"epochs{epochs} iterates it again"
             object.__setattr__(self, "data", as_reusable(self.name, self.data, why))
 
     @property
     def used_before(self) -> int:
-        """How many batches an interrupted run had used, where ``data`` is its rest."""
+        """The batches that an interrupted run had used, if ``data`` is its rest."""
         return getattr(self.data, "used_before", 0)
 
     @property
@@ -89,7 +89,7 @@ class Epochs:
         return bool(getattr(self.data, "prefetches", False))
 
     def __length_hint__(self) -> int:
-        """How many batches one epoch has, if the data knows."""
+        """The number of batches of one epoch, if the data knows it."""
         known = operator.length_hint(self.data, -1)
         return known if known >= 0 and self.epochs == 1 else NotImplemented
 
@@ -99,7 +99,7 @@ class Epochs:
 
 
 class _EpochsIterator(Iterator[PyTree]):
-    """One iteration over all epochs; it can continue after data that raised."""
+    """One iteration over all epochs, which can continue after an error of the data."""
 
     def __init__(self, source: Epochs) -> None:
         self._source = source
@@ -109,7 +109,7 @@ class _EpochsIterator(Iterator[PyTree]):
         self._taken: int | None = None  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
-        """The next batch; begins the next epoch where one has ended."""
+        """The next batch; it begins the next epoch if one has ended."""
         source = self._source
         while self._left != 0:
             elements = self._elements
@@ -124,7 +124,7 @@ class _EpochsIterator(Iterator[PyTree]):
             # a malformed batch ends the iteration
             left = self._left
             self._left = 0
-            if not isinstance(source.data, Source):  # whose batches are dicts already
+            if not isinstance(source.data, Source):  # its batches are already dicts
                 element = as_batch(element, with_labels=source.with_labels)
             self._left = None if left is None else left - 1
             return element
@@ -145,8 +145,8 @@ class _EpochsIterator(Iterator[PyTree]):
         self._close_elements()
         if taken == 0 and self._epoch > 1:
             raise ValueError(
-                f"{self._source.name} gave no batches in epoch {self._epoch}: it was"
-                " gone through before. A function must make them anew each time."
+                f"{self._source.name} gave no batches in epoch {self._epoch}, because"
+                " it was used up before. Let the function make new batches each time."
             )
         # A generator that raised looks exhausted, but its epoch was not complete.
         if not taken or self._epoch == self._source.epochs:
@@ -165,7 +165,7 @@ class _EpochsIterator(Iterator[PyTree]):
 
 
 def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
-    """Raise where the data is no batches, or is perhaps ``(features, labels)``."""
+    """Raise unless the data is batches; it may be one pair ``(features, labels)``."""
     arrays = Mapping | np.ndarray | jax.Array
     is_pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], arrays)
     check_batches(name, data[0] if is_pair else data, or_function=or_function)
@@ -185,40 +185,42 @@ def train_and_evaluate(
     config: Any = None,
     **options: Any,
 ) -> tuple[tj.TrainState, tj.History]:
-    """Train a model, with evaluations; the variables after training and its history.
+    """Train a model, with evaluations; return the variables and the history.
 
-    Without ``steps`` and ``epochs`` one pass over the data. For ``steps`` the data is
-    repeated if it can be; with both, whichever ends first. Step numbers continue from
-    ``variables.step``; each call starts from the beginning of the data.
+    Without ``steps`` and ``epochs`` it makes one pass over the data. With ``steps``
+    alone the data is repeated if possible. With both, training ends at whichever comes
+    first. Step numbers continue from ``variables.step``. Each call starts at the
+    beginning of the data.
 
     Args:
-      model: As `replicate_model_fn` returns it, or another object with its
-        ``train_step`` and ``eval_step``.
-      train_data: Batches ``(features, labels)``; a batch that is no tuple of two is
-        features. An iterable, or a function that returns one, called once an epoch.
-      eval_data: The same; each evaluation uses all of it. The model evaluates, or
-        ``evaluate=other.eval_step()`` of a model on other devices.
-      variables: The variables to start from; donated where they are on the devices
-        already, else copied.
+      model: The result of `replicate_model_fn`, or another object with a ``train_step``
+        and an ``eval_step``.
+      train_data: Batches ``(features, labels)``; a batch that is not a tuple of two is
+        features. An iterable, or a function that returns one and is called once per
+        epoch.
+      eval_data: As ``train_data``; each evaluation uses all of it. The model evaluates
+        it, unless ``evaluate=other.eval_step()`` names a model on other devices.
+      variables: The variables to start from. They are donated if they are already on
+        the devices, and otherwise copied.
       steps: The number of steps.
       epochs: The number of passes.
-      hooks: As in `run`; called after those of the model.
+      hooks: As in `run`; they are called after the hooks of the model.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
       **options: ``micro_batches``, ``on_nonfinite``, ``guard`` and ``donate``, as in
-        the model's ``train_step``; others as in `run`, such as ``eval_every``,
-        ``writers``. A ``checkpointer`` counts batches, so a function of data
+        the model's ``train_step``; and the options of `run`, such as ``eval_every`` and
+        ``writers``. A ``checkpointer`` counts batches, so a function that returns data
         must return the same batches in a restarted job.
 
     Returns:
       ``(variables, history)``.
 
     Raises:
-      ValueError: An option is wrong, or data is malformed, ends too early, or cannot
-        be repeated where an option needs that.
+      ValueError: An option is wrong; or data is malformed, ends too early, or cannot be
+        repeated although an option needs that.
       NonFiniteError: A loss or a gradient was not finite.
 
-    An exception carries ``error.state`` and ``error.batches``, to continue with as
+    Any exception has ``error.state`` and ``error.batches``, with which to continue as
     ``variables`` and ``train_data``, and ``error.history``.
 
     Example:
@@ -251,7 +253,9 @@ def train_and_evaluate(
         why = "every evaluation needs all of it"
         again = as_reusable("eval_data", eval_data, why)
         if "eval_batches" in options:
-            raise ValueError("eval_batches= beside eval_data: pass only eval_data.")
+            raise ValueError(
+                "eval_data and eval_batches= exclude each other. Pass only eval_data."
+            )
         options["eval_batches"] = Epochs("eval_data", again)
         options.setdefault("evaluate", model.eval_step(**given))
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
@@ -285,9 +289,9 @@ def evaluate(
     params: Any = None,
     config: Any = None,
 ) -> dict[str, Any]:
-    """The model's loss and metrics over a whole data set, for any batch size.
+    """The model's loss and metrics over a whole data set, exact for any batch size.
 
-    States merge over batches in float64 on the host and are computed once. A scalar
+    States are merged over batches in float64 on the host, and computed once. A scalar
     loss, which has no denominator, is averaged over batches.
 
     Args:
@@ -331,16 +335,16 @@ def predict(
     params: Any = None,
     config: Any = None,
 ) -> Iterator[Any]:
-    """The model's predictions for each batch, or each example, in order.
+    """The model's predictions, for each batch or each example, in order.
 
-    Lazy: endless data gives endless predictions; up to ``prefetch + 2`` batches
-    are taken for the first one. When the data raises, all earlier predictions come
-    first. Closing the iterator closes what it opened.
+    The iterator is lazy: endless data gives endless predictions. Up to ``prefetch + 2``
+    batches are taken for the first prediction. If the data raises, all earlier
+    predictions come first. Closing the iterator closes what it opened.
 
     Args:
       model: As `replicate_model_fn` returns it.
       variables: As the model takes them; kept.
-      data: Batches of features, or ``(features, labels)``, whose labels are left out;
+      data: Batches of features, or of ``(features, labels)``, whose labels are ignored;
         or a function that returns them.
       per_example: Whether to yield one example's predictions at a time.
       prefetch: How many placed batches may wait; 0 uses no thread.
@@ -348,11 +352,11 @@ def predict(
       config: Anything else, if it has the parameter ``config``.
 
     Returns:
-      An iterator of NumPy arrays, ``[B, ...]`` of a batch, ``[...]`` of an example.
+      An iterator of NumPy arrays, ``[B, ...]`` per batch or ``[...]`` per example.
 
     Raises:
-      ValueError: An option is wrong; from the iterator: the variables or a batch are
-        malformed, or ``per_example`` finds unequal numbers of rows.
+      ValueError: An option is wrong. The iterator raises it if the variables or a batch
+        are malformed, or if ``per_example`` finds unequal numbers of rows.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -379,8 +383,9 @@ def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]
             sizes = {name: len(x) for name, x in named_leaves("predictions", output)}
             if len({*sizes.values()}) > 1:
                 raise ValueError(
-                    f"per_example=True yields one row of each prediction, of {sizes}."
-                    " Give what an example has several of its own dim, [b, n, ...]."
+                    "per_example=True needs equally many rows in each prediction, but"
+                    f" got {sizes}. Give several values per example a dim of their own,"
+                    " [b, n, ...]."
                 )
             for row in range(next(iter(sizes.values()))):
                 yield jax.tree.map(lambda x, row=row: x[row], output)

@@ -22,11 +22,11 @@ from towerjax.types.trees import is_key, parts_of, put_parts
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """Stands for the optimizer's state where variables are no `TrainState`."""
+    """A stand-in for the optimizer's state if variables are not a `TrainState`."""
 
 
 def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> TrainState:
-    """The variables as a state; other trees get this step number and key."""
+    """The variables as a state; trees of other types get this step number and key."""
     if isinstance(variables, TrainState):
         return variables
     local = parts_of(TowerLocal, variables)
@@ -36,7 +36,7 @@ def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> TrainState
 
 
 def as_variables(state: TrainState) -> PyTree:
-    """The inverse of `as_state`."""
+    """The variables of a state, the inverse of `as_state`."""
     if not isinstance(state.opt_state, _Plain):
         return state
     return put_parts(TowerLocal, state.params, state.local)
@@ -45,12 +45,12 @@ def as_variables(state: TrainState) -> PyTree:
 class VariablePlacement(enum.Enum):
     """Where variables are kept between two steps.
 
-    ``MIRRORED``: a copy on every device. ``ON_ONE_DEVICE``: one copy, on the GPU where
-    the strategy has exactly one, else in the host's memory: a local parameter server.
-    ``ROUND_ROBIN``: one copy, variable ``k`` (in tree order) on device ``k mod D``. A
-    step works on copies on all devices, so the numbers are the same for all three, but
-    the last two send the variables at every step. Tower-local variables stay with their
-    towers.
+    ``MIRRORED`` keeps a copy on every device. ``ON_ONE_DEVICE`` keeps one copy, like a
+    local parameter server: on the GPU if the strategy has exactly one, and otherwise in
+    the host's memory. ``ROUND_ROBIN`` keeps one copy, with variable ``k`` (in tree
+    order) on device ``k mod D``. A step works on copies on all devices, so the numbers
+    are the same for all three, but the last two send the variables in every step.
+    Tower-local variables stay with their towers.
 
     Source:
       ``VariableDistributionMode`` of ``tf.contrib.estimator.replicate_model_fn``.
@@ -78,7 +78,7 @@ def _own_devices(placement: Placement) -> list[Device]:
 
 
 def store(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
-    """Move the variables to where the policy keeps them between steps."""
+    """The variables, moved to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
     devices = itertools.cycle(variable_devices(placement, policy))
@@ -98,11 +98,11 @@ def store(variables: PyTree, placement: Placement, policy: VariablePlacement) ->
 def spread(
     state: TrainState, strategy: Strategy, policy: VariablePlacement
 ) -> TrainState:
-    """Copy the variables to all devices, for a step; those that lie there stay."""
+    """The variables, copied to all devices for a step unless they already lie there."""
     if isinstance(state.opt_state, _Plain) and strategy.state != "mirrored":
         raise ValueError(
-            f"state={strategy.state!r} shards parts of a tj.TrainState, and the"
-            " variables are none. Write tj.TrainState.create(params, optimizer)."
+            f"state={strategy.state!r} needs variables that are a tj.TrainState. Write"
+            " tj.TrainState.create(params, optimizer)."
         )
     placement = strategy.placement
     layout = state_layout(strategy)
@@ -118,7 +118,7 @@ def spread(
 def _copy_stored(
     x: PyTree, layout: Layout, *, placement: Placement, copies: dict[int, jax.Array]
 ) -> PyTree:
-    """What `store` has put on one device, mirrored; else the leaf itself."""
+    """The leaf, mirrored if `store` has put it on one device."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1
     mirrored = placement.sharding(Layout.MIRRORED)
@@ -126,7 +126,7 @@ def _copy_stored(
     if is_here or not is_stored or layout is not Layout.MIRRORED:
         return x
     if id(x) not in copies:  # an array that is in the tree twice is copied once
-        # Each process copies its own.
+        # Each process copies its own array.
         own = [jax.device_put(x, device) for device in _own_devices(placement)]
         copies[id(x)] = jax.make_array_from_single_device_arrays(x.shape, mirrored, own)
     return copies[id(x)]
