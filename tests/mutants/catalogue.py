@@ -430,7 +430,7 @@ STATE = (
        "functools.reduce(lax.bitwise_and, x) for x in", "x[0] for x in",
        "bad_input::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[b]"),
     _m("S44", "one finite leaf of several is enough", "collectives.packing:all_finite",
-       "lax.reduce_min(", "lax.reduce_max(",
+       "== len(flags)", "> 0",
        "bad_input::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[d]"),
     _m("S40", "a checkpoint is written of parameters that are NaN",
        "loop.checkpoint.checkpointer:Saving.save",
