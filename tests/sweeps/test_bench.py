@@ -309,7 +309,7 @@ def test_the_command_shows_what_was_done_before(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, code, text", [
     (["towers=[1, 2"], 2, "towers=[1, 2: "),
     (["towers=1"], 2, "grid['towers']=1 must be a list"),
-    *[(["towers=[1]", "--peer", x], 2, f"{x} has no name. Write --peer name=")
+    *[(["towers=[1]", "--peer", x], 2, f"--peer {x}: write --peer name=")
       for x in ("mine", "a=b=c")],
     (["no.toml"], 126, "no.toml"),
 ])  # fmt: skip

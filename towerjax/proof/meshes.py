@@ -25,6 +25,7 @@ from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.findings import Analysis, ReplicationError
 from towerjax.types.refusals import listed
+from towerjax.types.tables import number_of
 
 _KEEP = (
     "Keep its value in the state: step.init(..., extra=value), or for each tower"
@@ -128,9 +129,9 @@ def _prove_mapped(site: Site, on: int) -> None:
     line = user_line(site) or "a line of a library"
     if mesh.size != on:
         raise ValueError(
-            f"The update runs on the {on} devices of the step, but shard_map at {line}"
-            f" runs on {mesh.size}. Make its mesh from the step's devices, or leave it"
-            " out."
+            f"The step has {number_of(on, 'device')}, but shard_map at {line}, in its"
+            f" update, runs on {mesh.size}. Make its mesh from the step's devices,"
+            " or leave it out."
         )
     for axis, analysis in along_each_axis(site).items():
         told = mistakes(analysis, axis)

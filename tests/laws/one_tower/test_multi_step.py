@@ -199,7 +199,7 @@ REFUSED = [
     (in_towers(lambda ctx, tower, x: ctx.set_last_step_output("v", tower.id)), {},
         r"set_last_step_output\('v'\) in a tower fun"),
     (in_towers(sum_of_ids, of_context=False), {},
-        r"'v'\) in a .* ctx.call_for_each_tower"),
+        r"'v'\) cannot be called in a tower .* ctx.call_for_each_tower"),
     *[(where(no_array), {}, r"'bar' .* Write set_non_tensor_output\('v', ")
         for where in (in_towers, across)],
     *[(where(lambda ctx, tower, x: ctx.set_non_tensor_output("v", [x])), {},
