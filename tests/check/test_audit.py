@@ -319,7 +319,7 @@ def test_bad_arguments_are_refused():
         "padding='no' must be": {"padding": "no"},
         "permuted=2 must be": {"permuted": 2},
         "must be a number >= 0": {"rtol": -1.0},
-        "towers=3 must be whole numbers": {"towers": 3},
+        "towers=3 must be a list of one or more whole numbers": {"towers": 3},
         "one of None, Reduction.SUM": {"loss_reduction": FIRST},
         "must have a floating|floating": {"params": {"w": np.arange(3), "b": 1}},
     }.items():
