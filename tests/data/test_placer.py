@@ -353,7 +353,7 @@ def test_a_mesh_that_the_program_has_set_is_told_of():
             lambda: known(2)(state, rows()),
             lambda: fn(lambda tower: tower.id),
         ):
-            with pytest.raises(ValueError, match=r"set a mesh of axes \('x',\), and"):
+            with pytest.raises(ValueError, match=r"set a mesh of axes \('x',\), but"):
                 call()
 
 
