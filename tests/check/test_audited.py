@@ -547,7 +547,7 @@ def test_a_step_that_is_to_be_proved_is_refused_at_each_call(counted):
 @pytest.mark.slow
 def test_what_is_too_large_is_told_in_one_line(counted, monkeypatch):
     monkeypatch.setattr(audited, "MOST_PARAMETERS", 16)
-    text = "Not audited: it has 17 parameters, more than 16. Run step.audit.* small model"
+    text = "Not audited: it has 17 parameters, more than 16. Run .*audit.* small model"
     with pytest.warns(UserWarning, match=text) as told:
         step = step_of()
         train(step)
