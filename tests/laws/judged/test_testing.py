@@ -145,7 +145,7 @@ def test_a_replicated_model_has_an_oracle():
     dropping = tj.estimator.replicate_model_fn(
         model_fn, devices=tj.Mirrored(towers=4), remainder="drop"
     )
-    with pytest.raises(ValueError, match="depends on its 4 towers"):
+    with pytest.raises(ValueError, match="depend on its 4 towers"):
         one_tower(dropping)
     alone = {"devices": tj.OneDevice("cpu:1"), "remainder": "drop"}
     one_tower(tj.estimator.replicate_model_fn(model_fn, **alone))

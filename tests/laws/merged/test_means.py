@@ -215,7 +215,7 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
     text = r"what tj\.penalty is given, .*\n.* depends on batch\['y'\]; it is made at"
     refused(differs, text, tj.ReplicationError)
     refused(one_mean, text, tj.ReplicationError)
-    text = "a mean's factor or tj.penalty, made at .*test_means.*from an earlier pass"
+    text = "a mean's factor or tj.penalty, made at .*test_means.*in an earlier pass"
     refused(in_each_part, text, tj.ReplicationError, micro_batches=11)
     refused(lambda p, b, t: tj.penalty((p["w"] ** 2).sum()), "no row contributes.*MEAN")
     refused(loss_fn, "is a bare scalar", loss_reduction=tj.Reduction.MEAN)
