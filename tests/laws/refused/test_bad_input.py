@@ -148,7 +148,7 @@ LOSSES = {
     "bare": (lambda p, b, t: p["w"].sum(), r"bare scalar.*Weighted\.mean.*loss_reduc"),
     "tuple": (lambda p, b, t: (p["w"].sum(), {}), r"returned a tuple.*TowerOutput"),
     "none": (lambda p, b, t: None, "returned a NoneType"),
-    "text": (lambda p, b, t: "mse", r"returned a str as its loss\. Return tj\.Weighted"),
+    "text": (lambda p, b, t: "mse", r"returned a str as .* Return tj\.Weighted"),
     "bare vector": (lambda p, b, t: p["w"], r"not a scalar: sum has shape \(3,\)"),
     "negative weight": (lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
         "weight must be >= 0, but has -1.0"),
