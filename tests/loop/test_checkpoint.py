@@ -302,8 +302,8 @@ def test_a_run_says_on_how_many_devices_it_was_saved(light, tmp_path):
     fewer = dataclasses.replace(saved, devices=("gpu:0", "gpu:1"), towers=6)
     texts = record.what_was_other(fewer, light.strategy)
     here = len(light.strategy.placement.devices)
-    devices = f"devices was 2 of gpu, and is {here} of cpu"
-    assert texts == [f"towers was 6, and is {light.strategy.num_towers}", devices]
+    devices = f"devices was 2 of gpu, and is now {here} of cpu"
+    assert texts == [f"towers was 6, and is now {light.strategy.num_towers}", devices]
     assert record.what_was_other(saved, light.strategy) == []
 
 

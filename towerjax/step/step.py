@@ -153,8 +153,8 @@ class Step(Generic[_Result]):
             raise ValueError(
                 "The step evaluates or predicts, so it has no state of its own and"
                 " cannot train. Call it with the state of a train step, or with"
-                " parameters. In tj.run pass the result of tj.build_train_step as the"
-                " step, and this one as evaluate=."
+                " parameters. In tj.run pass the result of tj.build_train_step as"
+                " step=, and this one as evaluate=."
             )
         return self
 
