@@ -93,7 +93,9 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
         return _inside(pair, programs, pair.ins)
     if SPECIAL & pair.kinds:
         raise NotOfOneKindError("a rule for a derivative of such a value")
-    return _called_with_rule(pair)
+    found = _called_with_rule(pair)
+    assert isinstance(found, list)
+    return found
 
 
 def _without_number(pair: EquationPair, value: Known) -> Known:

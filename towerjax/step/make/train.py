@@ -228,7 +228,7 @@ def _planned(
         makes["local"] = lambda params: fns.init(params).get("local", {})
     # Else towers return gradients of their own.
     tower = loss if fns.tower == own else fns.tower
-    fields = {"loss_reduction": loss.loss_reduction}
+    fields: dict[str, Any] = {"loss_reduction": loss.loss_reduction}
     fields["rows_used_later"] = update.update_extra is not None
     return training_plan(
         strategy,

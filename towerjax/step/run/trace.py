@@ -157,7 +157,7 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     given = plan.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
-    return Traced(plan, args, tuple(passes), closed, shapes, inner)
+    return Traced(plan, tuple(args), tuple(passes), closed, shapes, inner)
 
 
 def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
