@@ -223,9 +223,8 @@ def test_keys_are_placed_by_one_program(compiled):
 @pytest.mark.slow
 def test_an_input_that_fails_on_one_process_is_told_to_all(told):
     assert told[1]["loader_fails"] == "mine: disk"
-    assert told[0]["loader_fails"] == (
-        "The input of process 1 failed: OSError: disk. See the traceback of that process."
-    )
+    text = "The input of process 1 failed: OSError: disk. See the traceback of that "
+    assert told[0]["loader_fails"] == f"{text}process."
     assert "The input of process 0 failed: ValueError: " in told[1]["no_leaves"]
     assert "holds no arrays" in told[0]["no_leaves"]
 

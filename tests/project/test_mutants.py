@@ -42,8 +42,8 @@ CASES = {
     "not live: never called": (CUT, "if end > start", "if False", "test_rest"),
     "not live: another branch": (
         "towerjax.collectives.ops:AllReduce.__post_init__",
-        "raise ValueError(\n            f\"{self!r}",
-        "raise TypeError(\n            f\"{self!r}",
+        'raise ValueError(\n            f"{self!r}: num',
+        'raise TypeError(\n            f"{self!r}: num',
         "test_positive",
     ),
     "killed in a child": (PACK_SIZES, REST, "[size]", "test_in_a_child"),

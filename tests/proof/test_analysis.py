@@ -159,8 +159,9 @@ REFUSED = cases(Refused) | dict(
     library_jit=lambda w, x: jnp.argsort(x[0]),  # here
     stateful_random=lambda w, x: lax.rng_uniform(w[0], w[1], (3,)),  # here
     a_name_like_ours=lambda w, x: checkpoint_name(
-        x.sum(), "towerjax.replicated"
-    ),  # here
+        x.sum(),  # here
+        "towerjax.replicated",
+    ),
 )
 
 
