@@ -200,7 +200,8 @@ def test_sums_are_proved_the_same_on_every_tower(ops):
         leaves = [leaf[None] for leaf in leaves] if ops.needs_every_tower else leaves
         return ops.sum_over_towers(leaves, axes).tree()
 
-    jaxpr, _ = trace_one_tower(tower_fn, axes, (Layout.PER_TOWER,), (np.ones((12, 3)),))
+    x = jax.ShapeDtypeStruct((12, 3), np.float32)
+    jaxpr, _ = trace_one_tower(tower_fn, axes, (Layout.PER_TOWER,), (x,))
     found = analyse(jaxpr, ["x"], axes.names[0], 12)
     assert found.outputs == (None, None)
 
