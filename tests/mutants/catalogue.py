@@ -573,7 +573,7 @@ INPUT = (
     _m("M38", "an update may add up what all devices share",
        "proof.marks:Context.note_call", "own and not join(own).along", "not own",
        "proof_meshes::an_update_whose_copies_would_differ_is_refused"
-       "[False-added_up-as many times too much as there are, at]"),
+       "[False-added_up-which multiplies it by their number, at]"),
     _m("M39", "a mean of what all devices share counts as a sum",
        "proof.marks:Context.note_call", "is_in_mean(eqn)", "not eqn",
        "proof_meshes::an_update_sharded_by_hand_is_that_of_one_tower"),
@@ -1224,7 +1224,7 @@ WITHIN = (
        "parallel_cases::by_hand_it_is_refused[#7452, 2]"),
     _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
        "if x not in used", "if False",
-       f"{_WIDE}what_wide_towers_cannot_be_is_refused[entries for no parameter: w3]"),
+       f"{_WIDE}what_wide_towers_cannot_be_is_refused[entries that match no paramete]"),
     _m("L07", "a state that is split otherwise is taken",
        "step.state.checks:check_made_for", "(strategy), state, state.params",
        "(strategy), state", f"{_WIDE}specs_by_a_function_of_the_name"),
