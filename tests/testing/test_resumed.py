@@ -84,7 +84,7 @@ def of_another_shape():
 
 def that_draws():
     draw = np.random.default_rng()
-    return step, start(), [x + draw.normal() for x in ROWS], save, restore
+    return step, start(), [x + draw.random() for x in ROWS], save, restore
 
 
 def ours():
