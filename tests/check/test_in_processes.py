@@ -224,6 +224,8 @@ def test_the_end_of_a_process_is_told():
     killed = told("x", -signal.SIGKILL, [])
     assert "was killed by SIGKILL. It printed nothing." in killed
     assert "ended before it gave a result" in told("x", 0, [])
+    note = "For simplicity, JAX has removed its internal frames from the traceback of"
+    assert told("x", 1, ["ValueError: a", "-" * 20, note]).endswith("ValueError: a")
 
 
 PROGRAM = textwrap.dedent("""
@@ -375,6 +377,63 @@ def test_the_proof_says_the_same_of_a_program_that_is_run_as_it_is(shell, reques
     notes = told_of("as_it_is:of_a_library")["notes"]
     [note] = [x for x in notes if "nothing is proved" in x]
     assert "its program on 2 is another than in a process of its own" in note
+
+
+AS_A_USER = textwrap.dedent("""
+    import sys
+    import jax, jax.numpy as jnp, numpy as np, optax
+    from flax import nnx
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    X = np.arange(1, 9, dtype=np.float32)
+
+    def mesh():
+        return jax.make_mesh((jax.device_count(),), ("i",), axis_types=(AxisType.Auto,))
+
+    def of_set_mesh():
+        jax.set_mesh(mesh())
+        fn = lambda x: jax.lax.pmean(x.sum(), "i")
+        return jax.jit(jax.shard_map(fn, in_specs=P("i"), out_specs=P())), [X]
+
+    def of_nnx():
+        jax.set_mesh(None)
+        model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        state = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        rows = jax.device_put(X[:, None], NamedSharding(mesh(), P("i")))
+
+        @nnx.jit
+        def step(model, state, x):
+            @jax.shard_map(mesh=mesh(), in_specs=(P(), P("i")), out_specs=P())
+            def slope(kernel, x):
+                return jax.lax.psum((2 * kernel * x * x).mean(), "i")[None, None]
+
+            grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+            grads.kernel.set_value(slope(model.kernel[...], x))
+            state.update(model, grads)
+
+        return step, (model, state, rows)
+
+    def main():
+        assert len(sys.argv) == 1, sys.argv
+        parts = X.reshape(jax.device_count(), -1)
+        total = jax.pmap(lambda x: jax.lax.psum(x.sum(), "i"), "i")(parts)
+        print("total", *total)
+        return float(total[0])
+""")
+
+
+@pytest.mark.slow
+def test_set_mesh_and_nnx_and_arguments_of_a_main(shell):
+    pathlib.Path("as_a_user.py").write_text(AS_A_USER)
+    call = "--devices", "1", "2"
+    code, out, _ = shell("check", "as_a_user:of_set_mesh", *call)
+    assert code == 1
+    assert "result: refuted: 1/D times what it is on one device" in out
+    code, out, _ = shell("check", "as_a_user:of_nnx", *call)
+    assert code == 1 and "args[1].opt_state[0].nu['kernel'].value is " in out
+    code, out, err = shell("check", "as_a_user:main", *call)
+    want = "[1 device] total 36.0\n[2 devices] total 36.0 36.0\n"
+    assert (code, err) == (0, want)
 
 
 def test_a_users_modules_are_imported_anew(tmp_path, monkeypatch):

@@ -2,9 +2,7 @@
 
 import importlib.abc
 import importlib.machinery
-import inspect
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -42,24 +40,6 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         """There is nothing to run."""
-
-
-def inner(outer: Callable[..., Any], name: str, **closed: Any) -> Callable[..., Any]:
-    """The function of this name that is defined in ``outer``, of what it closes over.
-
-    Its decorators are left out.
-    """
-    outer = inspect.unwrap(outer)
-    code = next(x for x in _within(outer.__code__) if x.co_name == name)
-    cells = tuple(types.CellType(closed[x]) for x in code.co_freevars)
-    return types.FunctionType(code, outer.__globals__, name, None, cells)
-
-
-def _within(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _within(constant)
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

@@ -42,31 +42,6 @@ def test_each_program_has_its_function_and_an_answer_that_it_may_give():
         assert is_open or {*options} <= {*known}, program.name
 
 
-def train(rate):
-    def schedule(count):
-        return rate * count
-
-    def step(w, x):
-        @jax.jit
-        def loss(w):
-            return ((x @ w) ** 2).mean()
-
-        return w - rate * jax.grad(loss)(w)
-
-    assert schedule(1) == rate
-    return step
-
-
-@pytest.mark.slow
-def test_a_function_within_another_is_called_as_it_is():
-    step = adapt.inner(train, "step", rate=0.5)
-    w = np.ones(3, np.float32)
-    x = np.eye(3, dtype=np.float32)
-    np.testing.assert_array_equal(step(w, x), train(0.5)(w, x))
-    with pytest.raises(KeyError, match="rate"):
-        adapt.inner(train, "step")
-
-
 def test_packages_that_a_step_does_not_use_are_empty(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, adapt.Absent(["of_logs"])])
     for name in ("of_logs", "of_logs.io.files"):

@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from tests.foreign.adapt import Devices, Made, images, inner, normal
-from towerjax.testing import placed
+from tests.foreign.adapt import Devices, Made, images, normal
+from towerjax.testing import inner, placed
 
 
 def vit_by_jit(devices: Devices, **config: Any) -> Made:
     """A step of a vision transformer by jit with shardings."""
-    import big_vision.optax as bv_optax
     from big_vision import train
     from big_vision.models import vit
     from ml_collections import ConfigDict
@@ -29,7 +28,6 @@ def vit_by_jit(devices: Devices, **config: Any) -> Made:
     step = inner(
         train.main,
         "update_fn",
-        bv_optax=bv_optax,
         config=given,
         devices_flat=devices,
         model=net,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.foreign.adapt import Devices, Made, inner, normal
-from towerjax.testing import copies, parts
+from tests.foreign.adapt import Devices, Made, normal
+from towerjax.testing import copies, inner, parts
 
 
 def ppo(devices: Devices, **options: Any) -> Made:

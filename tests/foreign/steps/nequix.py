@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.foreign.adapt import Devices, Made, inner, normal
-from towerjax.testing import copies
+from tests.foreign.adapt import Devices, Made, normal
+from towerjax.testing import copies, inner
 
 
 def nequix(devices: Devices, atoms: int | None = None) -> Made:

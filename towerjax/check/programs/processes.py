@@ -28,6 +28,9 @@ from towerjax.types.boundary import api_boundary
 _FORCED = r"--xla_force_host_platform_device_count=\S*"  # by a flag, before JAX 0.5
 _LAST = 12  # the number of printed lines of a dead process to show
 _MAIN = "__main__"
+_NOTE_OF_JAX = (
+    "For simplicity, JAX has removed"  # the end of what JAX prints of an error
+)
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
     " from towerjax.check.programs.processes import answer; answer(sys.argv.pop())"
@@ -223,9 +226,14 @@ def _told_of_death(label: str, code: int, last: list[str]) -> str:
         how += f" by {signal.Signals(-code).name}"
     if not code:
         how = "ended before it gave a result"
-    printed = [line for line in last if line.strip()]
+    printed = [line for line in last if _is_told(line)]
     told = f"The last line that it printed: {printed[-1]}" if printed else ""
     return f"The process of {label} {how}. {told or 'It printed nothing.'}"
+
+
+def _is_told(line: str) -> bool:
+    """Whether a line has words, and is not the note that JAX ends an error with."""
+    return bool(line.strip(" -")) and not line.startswith(_NOTE_OF_JAX)
 
 
 @api_boundary
