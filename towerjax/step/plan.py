@@ -60,9 +60,14 @@ RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
 Next: TypeAlias = Callable[..., Sequence[PyTree]]
 """``(donated, kept, what passes merged, what they looked at) -> results``, traced.
 
-Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`. Without
-passes it is ``(proofs, donated, kept, *batch) -> results``: it runs whole steps, and
-adds the proof of each to the list.
+Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
+"""
+
+
+WholeSteps: TypeAlias = Callable[..., tuple[PyTree, Any]]
+"""``(donated, kept, batch) -> (results, the proof of all)``, traced.
+
+It runs whole steps in place of passes. Its results are given to `Next` as merged.
 """
 
 
@@ -70,7 +75,7 @@ adds the proof of each to the list.
 class Passes:
     """Passes one after another, each given the merged result of the one before."""
 
-    each: tuple[Pass, ...]  # none where the plan's ``next`` runs whole steps
+    each: tuple[Pass, ...]  # none where there are whole steps
     # ``(first pass, what was merged so far) -> passes``, where they are found while
     # they are traced; such a pass is given all that was merged.
     found: Callable[[Pass, list[PyTree]], Iterator[Pass]] | None = None
@@ -80,6 +85,7 @@ class Passes:
     why_not_proved: str = ""
     # Whether the update of the state is a part of what towers trace.
     hold_update: bool = False
+    whole_steps: WholeSteps | None = None  # in place of passes
 
     @property
     def is_of_one_loss(self) -> bool:
@@ -92,10 +98,13 @@ class Passes:
         return dataclasses.replace(self, each=each)
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """``(donated, kept, what each merged, what each looked at)``."""
-        if not self.each:
-            return tuple(args)
+        """``(donated, kept, what each merged, what each looked at)``.
+
+        Whole steps get the batch in place of what is merged.
+        """
         donated, kept, *batch = args
+        if self.whole_steps is not None:
+            return donated, kept, batch, []
         state = TrainState(**donated, **kept)
         merged = list[PyTree]()
         finite = list[PyTree]()

@@ -280,7 +280,7 @@ class _Work:
         groups = _groups_of(columns, todo, order)
         build = functools.partial(self._build, fixed)
         with _explain_tracing(self.traced):
-            members = Members(build, groups[0][0])
+            members = Members.of(build, groups[0][0])
         train = functools.partial(self._train, fixed)
         for numbers, configs in groups:
             for record in _trained(members, numbers, configs, train, self.evaluate):

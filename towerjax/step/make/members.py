@@ -1,23 +1,27 @@
 """One program for several trainings, whose hyperparameters are arrays of the state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
-from towerjax.step.plan import Passes, Plan, state_ins
+from towerjax.step.plan import Passes, Plan, StepOptions, state_ins
 from towerjax.step.run.compile import inline
 from towerjax.step.run.prove import Proof
 from towerjax.step.state.accumulators import unmark_per_tower
 from towerjax.step.state.checks import check_is_state
+from towerjax.step.state.first_state import placed_state
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.step.step import Step
-from towerjax.towers.executors import vmap_members
+from towerjax.towers.executors import Static, vmap_members
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.refusals import a_type
 
@@ -26,6 +30,7 @@ BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
 """``numbers -> (step, state)``, traced: the numbers are arrays ``()``."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Members:
     """A step that is built inside its own program, from numbers that its state holds.
 
@@ -38,103 +43,154 @@ class Members:
 
     Attributes:
       step: The step, of `begin`'s states.
+      together: Whether it trains all members.
+      first_state: ``numbers -> (state, how it was built)``, on no particular device.
     """
 
-    def __init__(self, build: BuildMember, numbers: Numbers) -> None:
-        self._build = build
-        self._together = any(x.ndim for x in numbers.values())
-        self._over = vmap_members if self._together else lambda fn: fn
-        self._begin = jax.jit(self._over(self._begin_one))
-        jax.eval_shape(self._begin, numbers)
-        strategy = self._built.strategy
-        options = self._built.options
-        if self._together and strategy.placement.specs is not None:
+    step: Step
+    together: bool
+    first_state: Callable[[Numbers], tuple[TrainState, Static]]
+
+    @classmethod
+    def of(cls, build: BuildMember, numbers: Numbers) -> "Members":
+        """The members that ``build`` makes, of numbers with these names and shapes.
+
+        Raises:
+          ValueError: ``build`` returns something else than a step and a state, or
+            members that train together have ``specs``.
+        """
+        together = any(x.ndim for x in numbers.values())
+        of_one = functools.partial(_first_state, build)
+        first_state = jax.jit(_of_members(of_one, together))
+        _, built = jax.eval_shape(first_state, numbers)
+        strategy, options = built.value
+        if together and strategy.placement.specs is not None:
             raise ValueError(
                 "Members that train together are stacked, but specs=..."
                 " describe one member."
                 " Say tj.sweep(..., order='in_turn'), or leave specs out."
             )
-        self._layout = state_layout(strategy)
-        if self._together:
-            own: Any = Layout.PER_TOWER_STEPS
-            self._layout = dataclasses.replace(self._layout, local=own)
-        if options.on_nonfinite == "raise":
-            options = dataclasses.replace(options, on_nonfinite="skip")
-        options = dataclasses.replace(options, donate=True)
-        ins = state_ins(strategy, self._layout)
-        outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
-        plan = Plan(
-            strategy,
-            options,
-            Passes(()),
-            self._finish,
-            _OfMembers(strategy),
-            ins,
-            outs,
-            donates=True,
-            gives_step_flag=True,
-            audited=self._first,
-        )
-        self.step = Step(plan)
-
-    def _begin_one(self, numbers: Numbers) -> TrainState:
-        """A member's first state; its step is kept to know how it was built."""
-        made = self._build(numbers)
-        if not isinstance(made, tuple) or len(made) != 2:
-            kind = a_type(made)
-            raise ValueError(f"build returned {kind}: write return step, state.")
-        self._built, state = made
-        check_is_state(state)
-        return dataclasses.replace(state, extra=(numbers, state.extra))
+        plan = _plan_of_members(build, strategy, options, together=together)
+        return cls(Step(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""
-        state = self._begin(numbers)
+        state, _ = self.first_state(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
-        return place(state, self.step.strategy.placement, self._layout, state.params)
+        strategy = self.step.strategy
+        layout = _layout(strategy, self.together)
+        return place(state, strategy.placement, layout, state.params)
 
     def of_member(self, values: np.ndarray, index: int) -> np.ndarray:
         """One member's part of results that are stacked over steps, ``[n, ...]``."""
-        return values[:, index] if self._together else values
+        return values[:, index] if self.together else values
 
     def member(self, state: TrainState, index: int) -> TrainState:
         """One member's state, as a step built for it alone would have it."""
-        if self._together:
-            parts = dataclasses.replace(state, step=None)  # the same for all members
-            parts = jax.tree.map(lambda x: x[index], parts)
-            state = dataclasses.replace(parts, step=state.step)
-        return self.step.place(dataclasses.replace(state, extra=state.extra[1]))
+        return _member(self.step.strategy, self.together, state, index)
 
-    def _first(self, state: TrainState) -> tuple[Plan, TrainState]:
-        """The first member's plan and state."""
-        numbers = state.extra[0]
-        if self._together:
+
+def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
+    """A function of one member, or if they train together of all, by ``vmap``."""
+    return vmap_members(fn) if together else fn
+
+
+def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Static]:
+    """A member's first state, and the strategy and options of its step."""
+    made = build(numbers)
+    if not isinstance(made, tuple) or len(made) != 2:
+        kind = a_type(made)
+        raise ValueError(f"build returned {kind}: write return step, state.")
+    step, state = made
+    check_is_state(state)
+    state = dataclasses.replace(state, extra=(numbers, state.extra))
+    return state, Static((step.strategy, step.options))
+
+
+def _layout(strategy: Strategy, together: bool) -> TrainState:
+    """The layout of the state; if members train together, they come before towers."""
+    layout = state_layout(strategy)
+    if not together:
+        return layout
+    local: Any = Layout.PER_TOWER_STEPS
+    return dataclasses.replace(layout, local=local)
+
+
+def _member(
+    strategy: Strategy, together: bool, state: TrainState, index: int
+) -> TrainState:
+    """One member's state, without its numbers."""
+    if together:
+        parts = dataclasses.replace(state, step=None)  # the same for all members
+        parts = jax.tree.map(lambda x: x[index], parts)
+        state = dataclasses.replace(parts, step=state.step)
+    _, extra = state.extra
+    return placed_state(strategy, dataclasses.replace(state, extra=extra))
+
+
+def _plan_of_members(
+    build: BuildMember, strategy: Strategy, options: StepOptions, *, together: bool
+) -> Plan:
+    """The plan of a step that runs the step of each member."""
+    if options.on_nonfinite == "raise":
+        options = dataclasses.replace(options, on_nonfinite="skip")
+    options = dataclasses.replace(options, donate=True)
+    steps = functools.partial(_train_members, build, strategy.placement, together)
+    ins = state_ins(strategy, _layout(strategy, together))
+
+    def first_member(state: TrainState) -> tuple[Plan, TrainState]:
+        numbers, _ = state.extra
+        if together:
             numbers = jax.tree.map(lambda x: x[0], numbers)
-        return self._build(numbers)[0].plan, self.member(state, 0)
+        step, _ = build(numbers)
+        return step.plan, _member(strategy, together, state, 0)
 
-    def _finish(
-        self, proofs: list[Proof], donated: PyTree, kept: PyTree, *batch: PyTree
-    ) -> Outcome:
-        """One step of all members, of which each traces and proves its own."""
-        placement = self.step.strategy.placement
+    return Plan(
+        strategy,
+        options,
+        Passes((), whole_steps=steps),
+        _next_of_members,
+        _StatesOfMembers(strategy),
+        ins,
+        Outcome(ins["state"], *[Layout.MIRRORED] * 3),
+        donates=True,
+        gives_step_flag=True,
+        audited=first_member,
+    )
 
-        def train(donated: PyTree, rng: jax.Array) -> tuple[PyTree, ...]:
-            numbers, extra = donated["extra"]
-            plan = self._build(numbers)[0].plan
-            given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
-            out, traced = inline(plan, placement, given)
-            proofs.append(traced.proof)
-            now = {name: x for name, x in out.now.items() if name != "step"}
-            donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-            return donated, now, unmark_per_tower(out.metrics), out.step_flag
 
-        donated, now, metrics, refused = self._over(train)(donated, kept["rng"])
-        now["step"] = kept["step"] + 1
-        return Outcome(donated, now, metrics, refused.max())
+def _train_members(
+    build: BuildMember,
+    placement: Placement,
+    together: bool,
+    donated: PyTree,
+    kept: PyTree,
+    batch: list[PyTree],
+) -> tuple[Outcome, Proof]:
+    """One step of all members, and its proof, which is the same for all."""
+
+    def train(donated: PyTree, rng: jax.Array) -> tuple[Outcome, Static]:
+        numbers, extra = donated["extra"]
+        step, _ = build(numbers)
+        given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
+        out, traced = inline(step.plan, placement, given)
+        now = {name: x for name, x in out.now.items() if name != "step"}
+        donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
+        metrics = unmark_per_tower(out.metrics)
+        return Outcome(donated, now, metrics, out.step_flag), Static(traced.proof)
+
+    out, proof = _of_members(train, together)(donated, kept["rng"])
+    return out, proof.value
+
+
+def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
+    """The outcome of all members, with one step number and one step flag."""
+    now = {**trained.now, "step": kept["step"] + 1}
+    return trained._replace(now=now, step_flag=trained.step_flag.max())
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfMembers(StatePolicy):
+class _StatesOfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:

@@ -25,7 +25,7 @@ from towerjax.step.state.accumulators import (
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
-from towerjax.towers.executors import over_devices
+from towerjax.towers.executors import Static, over_devices
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.trees import shapes_of
@@ -38,9 +38,9 @@ class Traced:
     plan: Plan
     args: tuple[PyTree, ...]  # their shapes, ``(donated, kept, *batch)``
     passes: tuple[TracedPass, ...]
-    finish: ClosedJaxpr  # of the plan's ``next``
+    finish: ClosedJaxpr  # of the plan's whole steps, if any, and its ``next``
     shapes: PyTree  # those of its results
-    inner: Sequence[Proof] = ()  # of whole steps that it runs
+    of_whole_steps: Proof | None = None  # the proof of these
 
     @functools.cached_property
     def proof(self) -> Proof:
@@ -51,7 +51,9 @@ class Traced:
         """
         on_devices = self.update_on_devices
         proof = prove(self.passes, self.finish, update_on_devices=on_devices)
-        return join_proofs([proof, *self.inner])
+        if self.of_whole_steps is None:
+            return proof
+        return join_proofs([proof, self.of_whole_steps])
 
     @property
     def out(self) -> PyTree:
@@ -149,15 +151,17 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
         passes.append(_trace_pass(pass_, (*of_step, shapes_of(before))))
         return passes[-1].out
 
-    inner = list[Proof]()
-    proofs = () if plan.passes.each else (inner,)
-
-    def finish(*given: PyTree) -> PyTree:
-        return plan.next(*proofs, *unmark_per_tower(given))
+    def finish(*given: PyTree) -> tuple[PyTree, Static]:
+        donated, kept, merged, looked_at = unmark_per_tower(given)
+        proof = None
+        if (whole_steps := plan.passes.whole_steps) is not None:
+            merged, proof = whole_steps(donated, kept, merged)
+        return plan.next(donated, kept, merged, looked_at), Static(proof)
 
     given = plan.passes.run(call, args)
-    closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
-    return Traced(plan, tuple(args), tuple(passes), closed, shapes, inner)
+    closed, out = jax.make_jaxpr(finish, return_shape=True)(*given)
+    shapes, proof = out
+    return Traced(plan, args, tuple(passes), closed, shapes, proof.value)
 
 
 def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
