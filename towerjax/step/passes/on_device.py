@@ -322,21 +322,28 @@ class DeviceTowers:
         """What one micro-batch returns, with the gradient of its loss."""
         axes = self.axes
         lookups = self._lookups
+        calls = axes.num_towers
+        if of_several:
+            lookups = lookups.of_towers(axes.num_local)
+            calls = axes.num_devices
         ops = self.pass_.strategy.cross_tower_ops
-        calls = axes.num_devices if of_several else axes.num_towers
         targets = targets_of(ops, trained, axes, lookups.tables)
+
+        def of_values(values: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
+            return of_micro_batch(targets.put(values), zeros)
+
         tree, gradient = gradient_of(
-            lambda values, zeros: of_micro_batch(targets.put(values), zeros),
+            of_values,
             targets.values,
-            lookups.of_towers(axes.num_local) if of_several else lookups,
+            lookups,
             loss=self.pass_.loss,
             denominators=self._added if weights is None else lambda _: weights,
             share=1 / (calls * self.pass_.micro_batches),
         )
         grads = targets.gradients(gradient.grads)
         gradient = dataclasses.replace(gradient, grads=grads)
-        grads = gradient.returned(as_sums=self.pass_.merges_sums)
-        return {**tree, "grads": as_returned(grads)}
+        returned = gradient.returned(as_sums=self.pass_.merges_sums)
+        return {**tree, "grads": as_returned(returned)}
 
     def _call_together(
         self, own: PerTowerArgs, index: Any, *replicated: PyTree

@@ -70,25 +70,15 @@ def lower(
     program of a training takes the step flag of the call before as a last argument.
     """
     plan = traced.plan
-    ins = plan.ins
-    outs: Any = traced.outs
     args = traced.args
-    given = dict(zip(ins, args, strict=True))
-    params = given["state"]["params"]
-    shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
+    in_shardings = _in_shardings(traced, placement)
     if plan.gives_step_flag:
-        shardings["step_flag"] = placement.sharding(Layout.MIRRORED)
+        in_shardings["step_flag"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
-    state = ins["state"]
     jitted = jax.jit(
-        _step_of(traced, [*shardings], full_rows),
-        in_shardings=tuple(shardings.values()),
-        # The next state lies as the state does.
-        out_shardings=jax.tree.map(
-            lambda x: shardings["state"] if x is state else placement.sharding(x),
-            outs,
-            is_leaf=lambda x: x is state,
-        ),
+        _step_of(traced, [*in_shardings], full_rows),
+        in_shardings=tuple(in_shardings.values()),
+        out_shardings=_out_shardings(traced, placement, in_shardings["state"]),
         donate_argnums=(0,) if plan.donates else (),
     )
     in_trace = jitted.trace(*args)
@@ -101,6 +91,26 @@ def lower(
             " over must be the same on all.",
         )
     return lowered
+
+
+def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
+    """By its name a sharding for each leaf of an argument."""
+    params = traced.args[0]["params"]
+    named = zip(traced.plan.ins.items(), traced.args, strict=True)
+    return {
+        name: placement.shardings(layouts, arg, params)
+        for (name, layouts), arg in named
+    }
+
+
+def _out_shardings(traced: Traced, placement: Placement, of_state: PyTree) -> PyTree:
+    """A prefix tree of the results' shardings; the next state lies as the state."""
+    state = traced.plan.ins["state"]
+    return jax.tree.map(
+        lambda x: of_state if x is state else placement.sharding(x),
+        traced.outs,
+        is_leaf=lambda x: x is state,
+    )
 
 
 def compile_step(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.core
@@ -25,7 +26,7 @@ from towerjax.step.state.accumulators import (
     ROWS,
     SAME,
     Returned,
-    put_sums,
+    as_one_tree,
     values_of,
 )
 from towerjax.towers.executors import trace_one_tower
@@ -124,22 +125,39 @@ def _prove_pass(traced: TracedPass) -> Proof:
 def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
     fn = _values_to_mask(pass_, towers.axes, towers.programs)
-    names = _all_names([*pass_.ins], args)
     jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
-    body = jaxpr.jaxpr
-    by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
-    by_count = depends(body, [n if n == "num_valid" else None for n in names])
+    names = _all_names([*pass_.ins], args)
+    rows = [name if name.startswith("batch") else None for name in names]
+    count = [name if name == "num_valid" else None for name in names]
+    by_rows = depends(jaxpr.jaxpr, rows)
+    by_count = depends(jaxpr.jaxpr, count)
     outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
     unmasked = [name for name, rows, count in outputs if rows and not count]
-    calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
+    calls = zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
+    return list(dict.fromkeys(unmasked + _unmasked_calls([*calls])))
+
+
+def _unmasked_calls(
+    calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
+) -> list[str]:
+    """What towers send of their rows without saying which of them are padding.
+
+    Each call is there twice: as it depends on the rows, and on which are padding.
+    """
     # Weights that are sent mask what is sent; added up alone, what is gathered.
-    known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
-    sent = {x.name for x in known if not x.is_sum}
-    for x, weight in calls:
-        is_masked = weight.source or _is_masked(x, known, sent)
-        if x.source and not is_masked:
-            unmasked.append(f"what {x.name} is given of {x.source} at {x.line}")
-    return list(dict.fromkeys(unmasked))
+    known = [
+        call
+        for call, weight in calls
+        if weight.source and not (call.is_sum and call.source)
+    ]
+    sent = {call.name for call in known if not call.is_sum}
+    unmasked = []
+    for call, weight in calls:
+        is_masked = weight.source or _is_masked(call, known, sent)
+        if call.source and not is_masked:
+            what = f"what {call.name} is given of {call.source} at {call.line}"
+            unmasked.append(what)
+    return unmasked
 
 
 def _values_to_mask(
@@ -178,24 +196,32 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     """
     is_differentiated = pass_.trained is not None
     name = "micro-batch" if is_differentiated else "tower"
-    keys = [key for key in programs if key[0] == name]
-    if not keys:  # of values that are traced, whose programs are not kept
+    key = next((key for key in programs if key[0] == name), None)
+    if key is None:  # it closes over traced values, so its program is not kept
         return False
-    _, _, given, *_ = keys[0]
-    program, returned = programs[keys[0]]
+    program, returned = programs[key]
+    of_loss = _results_of_loss(returned, with_gradient=not is_differentiated)
+    if not of_loss:
+        return False
+    is_of_loss = [number in of_loss for number in range(returned.num_leaves)]
+    _, _, arguments, *_ = key
+    is_read = arguments.unflatten(inputs_read(program, is_of_loss))
+    _, own, _, _, state, _, replicated, merged = is_read
+    may_be_read = own.rows, own.local, state.rng, replicated, merged
+    return not any(jax.tree.leaves(may_be_read))
+
+
+def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
+    """The numbers of a tower's results that are its loss, if it returns one.
+
+    An earlier pass may have it. ``with_gradient``: only if it returns its gradient.
+    """
     numbers = range(returned.num_leaves)
-    sums, (rest, _) = returned.unflatten(numbers)
-    out = values_of(put_sums(rest, sums))
-    expected = {"loss"} if is_differentiated else {"loss", "grads"}
+    out = values_of(as_one_tree(returned, numbers))
+    expected = {"loss", "grads"} if with_gradient else {"loss"}
     if not (isinstance(out, dict) and expected <= out.keys()):
-        return False
-    of_loss = {*jax.tree.leaves(out["loss"])}
-    if not of_loss:  # an earlier pass has it
-        return False
-    are_read = inputs_read(program, [i in of_loss for i in numbers])
-    _, own, _, _, state, _, replicated, merged = given.unflatten(are_read)
-    reads = own.rows, own.local, state.rng, replicated, merged
-    return not any(jax.tree.leaves(reads))
+        return set()
+    return {*jax.tree.leaves(out["loss"])}
 
 
 def _is_masked(
