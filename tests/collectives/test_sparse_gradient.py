@@ -206,8 +206,8 @@ BOTH = {
 }
 KINDS = {
     "stands inside a jit, scan, cond, while_loop, remat, custom_jvp or custom_": INSIDE,
-    "got a table that is computed from the parameters, which takes all its": COMPUTED,
-    "params['t']: looked up by tj.sparse.take and used otherwise too, so that": BOTH,
+    "got a table that is computed from the parameters, so that all its rows": COMPUTED,
+    "params['t']: the loss looks up rows by tj.sparse.take, and also": BOTH,
 }
 
 

@@ -937,7 +937,7 @@ TABLES = (
        "step.passes.looked_up:Lookups._refuse_dense",
        "sorted(tables.intersection(reads))", "()",
        "sparse_gradient::what_would_need_all_rows_is_refused[params['t']:"
-       " looked up by tj.sparse.take and used otherwise too, so that]"),
+       " the loss looks up rows by tj.sparse.take, and also]"),
     _m("K06", "a derivative of a step does not go through its rows",
        "step.passes.looked_up:Lookups.evaluate",
        "table = held(table)", "table = jax.lax.stop_gradient(table)",

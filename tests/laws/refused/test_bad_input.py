@@ -795,7 +795,7 @@ def of_gathered(params, batch, tower):
 @pytest.mark.parametrize("fn", [of_reduced, of_gathered])
 def test_what_micro_batches_tell_each_other_alone_is_warned_of(fn, towers):
     """Such a loss is another one for each number of micro-batches."""
-    text = rf"Each of 2 micro-batches calls tower\.\w+ at \S+ \({fn.__name__}\), of its"
+    text = rf"Each of 2 micro-batches calls tower\.\w+ at \S+ \({fn.__name__}\) with"
     with pytest.warns(UserWarning, match=text):
         check(fn, on_one(towers), micro_batches=2)()
     check(fn, on_one(towers))()

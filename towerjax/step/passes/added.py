@@ -1,4 +1,4 @@
-"""Sums of a device's towers, and their sums over all towers."""
+"""The sums over all towers, in flat buffers or scattered in shards."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from towerjax.types import PyTree
 def dim_of_shards(
     ops: CrossTowerOps, params: PyTree, axes: TowerAxes
 ) -> Callable[[Any], int | None]:
-    """A function of a sum's shape: the dim along which it is scattered, or None.
+    """A function that returns the dim along which a sum is scattered, or None.
 
-    What has the shape of parameters that devices hold in shards is scattered as they
-    are.
+    A sum is scattered along the dim of the shards of parameters that have its shape, if
+    the op sends it alone.
     """
     held = [x for x in jax.tree.leaves(params, is_leaf=is_shard) if is_shard(x)]
     dims = {x.shape: x.dim for x in held}
@@ -39,7 +39,10 @@ def dim_of_shards(
 def sums_in_shards(
     run: Callable[..., PyTree], dim_of: Callable[[Any], int | None]
 ) -> Callable[..., PyTree]:
-    """``run(*args) -> (sums, rest)`` of shards, which scatters sums by ``dim_of``."""
+    """``run(*args) -> (sums, rest)``, which takes shards and scatters the sums.
+
+    ``dim_of`` gives the dim along which a sum is scattered.
+    """
 
     def dims(out: PyTree) -> list[int | None]:
         return [dim_of(x) for x in jax.tree.leaves(out[0])]
@@ -50,9 +53,10 @@ def sums_in_shards(
 def targets_of(
     ops: CrossTowerOps, trained: PyTree, axes: TowerAxes, tables: Iterable[int | None]
 ) -> Targets:
-    """By what a loss is differentiated; ``tables`` number those leaves that are tables.
+    """The arrays by which a loss is differentiated.
 
-    Of these rows have a gradient, and none is of shards.
+    ``tables`` are the numbers of the leaves that are tables. Only rows of a table have
+    a gradient, so it is never scattered.
     """
     whole = {*tables}
 
@@ -67,9 +71,9 @@ class Added:
     """Sums over all towers.
 
     Attributes:
-      sums: Those in flat buffers, whole on each device.
-      shards: A tree of a `Shard` for each of the others, None for these.
-      number: How many leaves of ``sums`` are guarded, which come first.
+      sums: The sums that are sent in flat buffers, replicated over devices.
+      shards: A tree with a `Shard` for each other sum, and None for those in ``sums``.
+      number: The number of guarded leaves of ``sums``, which are its first ones.
     """
 
     sums: Sums
@@ -80,10 +84,11 @@ class Added:
     def of(
         cls, ops: CrossTowerOps, own: PyTree, params: PyTree, axes: TowerAxes
     ) -> "Added":
-        """Those of ``own``, two trees of a device's sums, of which one is guarded.
+        """The sums over all towers of ``own``, a device's sums.
 
-        A gradient of shards is such a sum already; what is scattered like parameters
-        that are shards becomes one here.
+        ``own`` is two trees, of which the first is guarded. A gradient by a `Shard` is
+        already added over devices. A sum in the shape of sharded parameters is added
+        and scattered here.
         """
         dim_of = dim_of_shards(ops, params, axes)
 
@@ -99,7 +104,7 @@ class Added:
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 
     def tree(self) -> PyTree:
-        """All of them, as the trees that were added."""
+        """All sums, in the structure of the trees that were added."""
         if not jax.tree.leaves(self.shards):
             return self.sums.tree()
         is_leaf = lambda x: x is None or is_shard(x)  # noqa: E731
@@ -107,7 +112,7 @@ class Added:
         return jax.tree.map(either, self.shards, self.sums.tree(), is_leaf=is_leaf)
 
     def are_finite(self, rows: list[IndexedRows]) -> jax.Array:
-        """Whether all that is guarded is finite, with rows of tables."""
+        """Whether all guarded sums and ``rows``, those of tables, are finite."""
         finite = [jnp.isfinite(x.values).all() for x in rows]
         if shards := jax.tree.leaves(self.shards[0]):
             own = all_finite(shards).astype(jnp.int32)

@@ -1,9 +1,8 @@
 """The gradient of a loss: the losses are added first, and then differentiated once.
 
-``of_micro_batch(trained, zeros)`` gives the results of one micro-batch, of one tower or
-of all towers of a device, whose losses it has added; and the ids of its lookups. So one
-derivative is the sum of the gradients of these towers, and no program of gradients is
-added up.
+``of_micro_batch(trained, zeros)`` returns the results of one micro-batch and the ids of
+its lookups. It computes one tower, or all towers of a device and the sum of their
+losses. So the gradient of these towers together costs one derivative.
 """
 
 import dataclasses
@@ -28,19 +27,23 @@ OfMicroBatch: TypeAlias = Callable[[PyTree, Zeros], tuple[Any, Ids]]
 
 
 class Tables(Protocol):
-    """Tables of which rows have a gradient; `Lookups` are these."""
+    """The tables whose gradient has only some rows; `Lookups` implements it."""
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Zeros to add to the rows of each lookup, for a derivative by them."""
+        """Zeros that are added to the rows of lookups, one array for each lookup.
+
+        The gradient by these zeros is the gradient by the rows.
+        """
         ...
 
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """The gradients, of tables the rows of those lookups that have one.
+        """The gradients; that of a table has only the rows that were looked up.
 
-        ``reads`` are the numbers, of all that is trained and then of the zeros, of what
-        has a gradient. Raises where a table has one of all rows.
+        ``grads`` and ``rows`` are the gradients by the trained values and by the zeros.
+        ``reads`` are the numbers of those leaves of both, trained values first, that
+        the loss depends on. Raises if the loss also uses a table in another way.
         """
         ...
 
@@ -50,17 +53,18 @@ class LossSums:
     """The sums of a loss that are differentiated, and their divisors."""
 
     sums: list[jax.Array]  # () each
-    # One for each sum; none where the loss is a total, which nothing divides.
+    # One for each sum; none where the loss is a total, which is not divided.
     weights: list[Any]
-    shared: list[jax.Array]  # the term that all towers share, if it stands by itself
+    # The term that is the same on all towers, if it is not part of ``sums``.
+    shared: list[jax.Array]
 
     @classmethod
     def of(cls, loss: Weighted | Means | Sum) -> "LossSums":
-        """Those of a loss that towers returned."""
+        """The sums of a loss that towers returned."""
         if isinstance(loss, Sum):
             return cls([loss.value], [], [])
         if isinstance(loss, Means):
-            # A device's towers return a row of it each, which are the same.
+            # Each tower of a device returns a row of it, and all rows are the same.
             penalty = jnp.ravel(loss.penalty)[0]
             loss = dataclasses.replace(loss, penalty=penalty)
         if (mean := one_mean(loss)) is not None:
@@ -70,19 +74,19 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """Those of each term, with the shared term by itself."""
+        """The sums of all terms, with the shared term apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
     @classmethod
     def each(cls, loss: Any) -> "list[LossSums]":
-        """Those of a loss, or of each in a list of losses."""
+        """The sums of a loss, or of each loss in a list: always a list."""
         return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
 
     @property
     def is_of_several(self) -> bool:
-        """Whether there are several denominators, which no one division serves."""
+        """Whether there are several denominators, so that one division cannot do."""
         return len(self.weights) > 1
 
     @property
@@ -91,7 +95,10 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """What the sums are multiplied by; ``total`` has the `denominators` of all."""
+        """The factors of the sums; ``total`` is the `denominators`, added over towers.
+
+        ``share`` is the factor of the shared term.
+        """
         factors = [jnp.ones_like(x) for x in self.sums]
         if self.is_of_several:
             factors = [ratio(jnp.ones_like(w), w) for w in total]
@@ -109,11 +116,12 @@ class LossSums:
 class Gradient:
     """The gradient of the sums of a loss, and what it is divided by."""
 
-    grads: PyTree  # of several losses a list
-    weight: jax.Array | None  # of a lone mean, which is divided when all is added
+    grads: PyTree  # a list, if there are several losses
+    # That of a single mean, which is divided after all towers are added.
+    weight: jax.Array | None
 
     def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
-        """As towers return it, or as sums without the weight."""
+        """The gradient with its weight, as towers return it; or as sums without it."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
             return Sum(grads)
@@ -127,8 +135,8 @@ def vjp(
 ) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, set[int]]], Any]:
     """``(values, pull_back, aux)`` of ``fn(trained, zeros) -> (values, aux, ids)``.
 
-    ``pull_back(cotangents)`` gives the gradient, which is of tables the rows, and the
-    numbers of those leaves that the values depend on.
+    ``pull_back(cotangents)`` returns the gradient, in which a table has only its rows,
+    and the numbers of the leaves that the values depend on.
     """
     reads: set[int] = set()
 
@@ -156,11 +164,11 @@ def gradient_of(
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """What a micro-batch returns, a dict, and the gradient of its loss by ``trained``.
+    """The dict that a micro-batch returns, and the gradient of its loss by ``trained``.
 
     ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
-    are those of several means, over all towers and micro-batches. ``share``: which
-    part of a shared term each of all calls counts.
+    adds the weights of several means over all towers and micro-batches. ``share`` is
+    the part of the shared term that one call counts, so that all calls count it once.
     """
 
     def sums_of(
@@ -191,7 +199,7 @@ def gradient_of(
 def gradients_of_terms(
     of_micro_batch: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
-    """What ``of_micro_batch(trained)`` returns, and the gradient of each sum alone."""
+    """What ``of_micro_batch(trained)`` returns, and the gradient of each single sum."""
 
     def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
         tree = of_micro_batch(trained)
@@ -219,7 +227,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """The loss; raises if the derivative by ``trained`` is taken of a weight in it."""
+    """The loss; its derivative by ``trained`` raises where a weight depends on it."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -230,7 +238,7 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """The values; the numbers of leaves that have a derivative go into ``reads``."""
+    """The values; a derivative puts the numbers of the leaves it needs in ``reads``."""
     leaves, treedef = jax.tree.flatten(values)
 
     @jax.custom_vjp
@@ -250,10 +258,9 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """The value; taking its derivative raises a ``ValueError``.
+    """The value, whose derivative by ``by`` raises a ``ValueError``.
 
-    ``by`` are values by which that derivative is taken. So the rule below runs in this
-    derivative, and in none by other values.
+    ``by`` are arguments of the rule below, so that it runs in the derivative by them.
     """
     first = jax.tree.leaves(by)[:1]
     if not first:
@@ -274,7 +281,7 @@ def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-    """A value by which a derivative is taken; of what is made of it, none is."""
+    """The value; no derivative is taken through it: its tangent is a symbolic zero."""
 
     @jax.custom_jvp
     def same(x: jax.Array) -> jax.Array:
@@ -289,15 +296,16 @@ def held(x: jax.Array) -> jax.Array:
 
 
 _MOVING_WEIGHTS = (
-    "The weights of the loss depend on the parameters, and a mean's gradient is taken"
-    " with weights that stay. Write tj.Weighted.mean(losses,"
-    " jax.lax.stop_gradient(weight)); where weights learn too, differentiate in a"
-    " second pass of tj.build_step tj.Weighted(loss.sum - mean * loss.weight,"
-    " jax.lax.stop_gradient(loss.weight)), of the first's mean."
+    "The weights of the loss depend on the parameters, but the gradient of a mean is"
+    " taken with constant weights. Write tj.Weighted.mean(losses,"
+    " jax.lax.stop_gradient(weight)). To train the weights as well, compute the mean in"
+    " a first pass of tj.build_step, and differentiate"
+    " tj.Weighted(loss.sum - mean * loss.weight, jax.lax.stop_gradient(loss.weight))"
+    " in a second one."
 )
 _NO_GRADIENT = (
     "The loss depends on no parameter, so that every gradient is 0. Call the model with"
     " the params that the loss function is given, and not with those that it closes"
-    " over; a count of hits (argmax, >, rounding) and jax.lax.stop_gradient have no"
-    " gradient. Where none is meant, add 0 * a parameter."
+    " over. A count of hits (argmax, >, rounding) and jax.lax.stop_gradient have no"
+    " gradient. If you mean a loss without a gradient, add 0 * a parameter."
 )

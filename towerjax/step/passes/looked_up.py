@@ -1,7 +1,7 @@
-"""Rows that a loss looks up in a table: only these have a gradient.
+"""The gradient of a table, of which a loss looks up some rows: it has only these rows.
 
 `tj.sparse.take` is one equation of the loss's program. Zeros are added to the rows that
-it gives, and the gradient of these zeros is that of the rows.
+it returns, and the gradient by these zeros is the gradient by the rows.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class Lookups:
     """The lookups of a program whose rows have a gradient.
 
     Attributes:
-      program: That of a loss, of one tower.
-      eqns: Its lookups; none where no table is trained.
-      tables: For each the number, among the values that are trained, of its table; None
-        where that is not one of them.
-      names: The names of the values that are trained.
-      towers: How many towers evaluate the program together, whose rows, ids and
-        gradients are stacked; None for one.
+      program: One tower's program of the loss.
+      eqns: The lookups in the program; none, if no table is trained.
+      tables: One entry for each lookup: its table's number among the trained values, or
+        None if the table is none of these.
+      names: The names of the trained values.
+      towers: The number of towers that evaluate the program together; their rows, ids
+        and gradients are then stacked. None for one tower.
     """
 
     program: ClosedJaxpr
@@ -53,7 +53,7 @@ class Lookups:
 
     @classmethod
     def of(cls, program: ClosedJaxpr, first: int, trained: PyTree) -> "Lookups":
-        """Those of a program whose inputs from ``first`` on are ``trained``."""
+        """The lookups of a program, whose inputs from ``first`` on are ``trained``."""
         if not (jax.tree.leaves(trained) and _has_lookups(program)):
             return cls(program)
         names = tuple(name for name, _ in named_leaves("params", trained))
@@ -73,11 +73,11 @@ class Lookups:
         return cls(program, eqns, tuple(map(number, eqns)), names)
 
     def of_towers(self, towers: int) -> "Lookups":
-        """The same, of several towers that evaluate the program together."""
+        """The same lookups, by several towers that evaluate the program together."""
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Zeros to add to the rows of each lookup, for a derivative by them."""
+        """See `Tables.zeros`."""
         lead = () if self.towers is None else (self.towers,)
         avals: list[Any] = [eqn.outvars[0].aval for eqn in self.eqns]
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
@@ -85,7 +85,8 @@ class Lookups:
     def evaluate(self, leaves: Sequence[Any], zeros: Zeros) -> tuple[list[Any], Ids]:
         """The program's results for one tower, and the ids of each lookup.
 
-        Without ``zeros`` a lookup is as any other, and has no ids here.
+        Without ``zeros`` a lookup is evaluated like any other equation, and no ids are
+        returned.
         """
         walk = Interpreter(self.program.jaxpr, self.program.consts, leaves)
         number_of = {id(eqn): i for i, eqn in enumerate(self.eqns) if zeros}
@@ -109,7 +110,7 @@ class Lookups:
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """The gradients, of tables the rows of those lookups that have one."""
+        """See `Tables.gradients`."""
         self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:
@@ -122,30 +123,31 @@ class Lookups:
         return treedef.unflatten(leaves)
 
     def _refuse_dense(self, reads: set[int]) -> None:
-        """Raise where one of ``reads``, which have a whole gradient, is a table."""
+        """Raise if one of ``reads``, the values with a dense gradient, is a table."""
         tables = {x for x in self.tables if x is not None}
         if names := [self.names[i] for i in sorted(tables.intersection(reads))]:
             raise ValueError(
-                f"{listed(names)}: looked up by tj.sparse.take and used otherwise too,"
-                " so that the gradient is of all rows. Write table[ids] for such a"
-                " table; or jax.lax.stop_gradient(table) where it is used otherwise."
+                f"{listed(names)}: the loss looks up rows by tj.sparse.take, and also"
+                " uses the table in another way, so that all its rows have a gradient."
+                " Write table[ids] for such a table, or jax.lax.stop_gradient(table) in"
+                " the other place."
             )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A function of what is trained, which was called once, for its program.
+    """The program of a function of the trained values, which was called once for it.
 
-    It takes the gradient of one tower, or of no towers at all.
+    Its derivative is that of one tower's loss, or of a loss without towers.
     """
 
     program: ClosedJaxpr
     lookups: Lookups
-    returned: PyTree  # what it has returned while it was traced
+    returned: PyTree  # what the function returned while it was traced
 
     @classmethod
     def of(cls, fn: Callable[[PyTree], PyTree], trained: PyTree) -> "TracedLoss":
-        """That of a function, at values that have the types of ``trained``."""
+        """The program of ``fn`` for values of the shapes and dtypes of ``trained``."""
         leaves, treedef = jax.tree.flatten(trained)
         returned: PyTree = None
 
@@ -165,9 +167,10 @@ class TracedLoss:
     def vjp(
         self, trained: PyTree, differentiated: Callable[[Any, PyTree], PyTree]
     ) -> tuple[PyTree, Callable[[PyTree], PyTree], Any]:
-        """``(values, pull_back, results)``.
+        """``(values, pull_back, results)``, with a derivative of the values.
 
-        ``differentiated(results, trained)`` gives the values of the function's results.
+        ``results`` are what the function returns. ``differentiated(results, trained)``
+        returns the values to differentiate, and ``pull_back(cotangents)`` the gradient.
         """
 
         def of_micro_batch(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Any, Ids]:
@@ -183,7 +186,7 @@ class TracedLoss:
         return values, pull_back, results
 
     def gradient(self, trained: PyTree) -> tuple[PyTree, Gradient]:
-        """``(rest, gradient of the loss)`` of a function that returns (loss, rest)."""
+        """``(rest, gradient of the loss)``; the function returns ``(loss, rest)``."""
 
         def of_micro_batch(
             trained: PyTree, zeros: Zeros
@@ -217,16 +220,16 @@ def _is_lookup(eqn: JaxprEqn) -> bool:
 def _computed(eqn: JaxprEqn) -> str:
     return (
         f"tj.sparse.take at {user_line((eqn, None))} got a table that is computed from"
-        " the parameters, which takes all its rows. Look up first, and compute with the"
-        " rows, as in tj.sparse.take(params['table'], ids).astype(...); or write"
-        " table[ids]."
+        " the parameters, so that all its rows have a gradient. Look up first, and"
+        " compute with the rows, as in tj.sparse.take(params['table'],"
+        " ids).astype(...); or write table[ids]."
     )
 
 
 def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
-    """Raise for lookups in inner programs, out of which the rows have no way.
+    """Raise for lookups in inner programs, because their rows cannot be handed out.
 
-    Their tables may be values of which no gradient is taken: those in ``free``.
+    A lookup in a table of ``free``, the values without a gradient, is allowed.
     """
     for eqn in open_jaxpr(program).eqns:
         if _is_lookup(eqn):
@@ -234,15 +237,15 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
                 raise ValueError(
                     f"tj.sparse.take at {user_line((eqn, None))} stands inside a jit,"
                     " scan, cond, while_loop, remat, custom_jvp or custom_vjp in the"
-                    " loss function, out of which its rows have no way. Look up before"
+                    " loss function, which cannot hand its rows out. Look up before"
                     " it, all ids at once, and pass the rows in; or write table[ids],"
-                    " whose gradient is of all rows."
+                    " whose gradient has all rows."
                 )
             continue
         for inner in sub_jaxprs(eqn):
             given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = zip(inner.invars, given, strict=False)
-            is_known = eqn.primitive.name != "while"  # whose operands lie otherwise
+            is_known = eqn.primitive.name != "while"  # its operands have another order
             known = {own for own, outer in pairs if is_known and _is_free(outer, free)}
             _refuse_inside(inner, known | {*inner.constvars}, is_top=False)
 

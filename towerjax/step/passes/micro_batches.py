@@ -34,17 +34,18 @@ def scan_micro_batches(
     *,
     of_several: bool,
 ) -> PyTree:
-    """The merged results of ``A`` micro-batches, which are run by ``scan``.
+    """The merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
 
     Args:
       of_micro_batch: ``(index, rows, local) -> tree`` of `Returned`.
-      numbered: The numbers of all, ``[A]``, and their rows, leaves ``[A, ...]``.
-      local: The towers' variables before the first one.
-      of_several: Whether ``of_micro_batch`` is that of a device's towers, which has
-        added their sums and returns a row of each other value for each tower.
+      numbered: The numbers of the micro-batches, ``[A]``, and their rows, with leaves
+        ``[A, ...]``.
+      local: The towers' variables before the first micro-batch.
+      of_several: Whether ``of_micro_batch`` computes all towers of a device. Then its
+        sums are already added over them, and each other value has a row for each tower.
 
     Returns:
-      A tree of `Returned`, as of one micro-batch.
+      A tree of `Returned`, like that of one micro-batch.
     """
     first = jax.tree.map(lambda x: x[0], numbered)
     program, shapes = jax.make_jaxpr(of_micro_batch, return_shape=True)(*first, local)
@@ -53,7 +54,7 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """The towers' variables, as the micro-batches so far have left them."""
+        """The towers' variables after the micro-batches so far."""
         pairs = zip(totals, parts, strict=True)
         carried = [total for total, part in pairs if part.how is CARRIED]
         if not carried:
@@ -82,7 +83,7 @@ def scan_micro_batches(
 
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
-    """What the first micro-batch adds to; variables go on from ``local``."""
+    """The values to which the first micro-batch adds; variables start as ``local``."""
     carried = [x.value for x in parts if x.how is CARRIED]
     if carried:
         structure = jax.tree.structure(carried)
@@ -94,13 +95,13 @@ def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
 def numbered_rows(
     rows: PyTree, count: int, *, of_several: bool
 ) -> tuple[jax.Array, PyTree]:
-    """The numbers of micro-batches, and their rows, ``[A, ...]``."""
+    """The numbers of ``count`` micro-batches, ``[A]``, and their rows, ``[A, ...]``."""
     split = functools.partial(split_micro_batches, parts=count)
     if of_several:  # rows are [k, b, ...]
         of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))
         leaves, treedef = jax.tree.flatten(rows)
 
-        # Of leaves: vmap takes sparse arrays apart in another way.
+        # It takes leaves, because vmap takes sparse arrays apart in another way.
         def of_tower(leaves: list[jax.Array]) -> list[jax.Array]:
             return jax.tree.leaves(split(treedef.unflatten(leaves)))
 
@@ -116,11 +117,12 @@ def numbered_rows(
 def check_micro_batch(
     closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str], count: int
 ) -> None:
-    """Refuse what varies, and warn of calls that see the rows of one micro-batch.
+    """Raise if a bare value differs between micro-batches; warn of calls by tower.
 
-    ``closed`` is one tower's program of one micro-batch. ``tree`` has its results, as
-    `Returned` of their numbers; ``kinds`` say of each input whether it is of the
-    micro-batch's ``"rows"``, of the tower's ``"local"`` variables or neither.
+    A call such as ``tower.mean`` sees the rows of one micro-batch only. ``closed`` is
+    one tower's program of one micro-batch. ``tree`` is the tree of its results, each as
+    `Returned` with its number. ``kinds`` says of each input whether it belongs to the
+    micro-batch's ``"rows"``, to the tower's ``"local"`` variables or to neither.
     """
     analysis, names = _differences(closed, tree, kinds)
     refuse_varying(analysis, names)
@@ -128,9 +130,9 @@ def check_micro_batch(
     if calls:
         each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
         warn(
-            f"Each of {count} micro-batches calls {listed(each)}, of its own rows, so"
-            " that the numbers change with micro_batches=. What all rows are to tell,"
-            " compute in an earlier pass of tj.build_step, as in"
+            f"Each of {count} micro-batches calls {listed(each)} with its own rows, so"
+            " that the results depend on micro_batches=. Compute what depends on all"
+            " rows in an earlier pass of tj.build_step, as in"
             f" {page('how_to/several_losses', 'A function of a mean')}"
         )
 
@@ -138,15 +140,18 @@ def check_micro_batch(
 def _differences(
     closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str]
 ) -> tuple[Analysis, Sequence[str | None]]:
-    """What differs between micro-batches; and the outputs' names, if they may not."""
+    """What differs between micro-batches, and the names of outputs that may not differ.
+
+    An output that may differ has None in place of a name.
+    """
     each = parts_of(Returned, tree)
     outs = closed.jaxpr.outvars
     carried = [x for x in each if x.how is CARRIED]
-    # What becomes of each variable, in the order in which they are given.
+    # The new value of each variable, in the order in which the variables are given.
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
     def label(var: Any, kind: str) -> str | None:
-        if kind == "local":  # one that is returned as it came in is the same in each
+        if kind == "local":  # one that is returned unchanged is the same in each
             return None if next(after, var) is var else "its rows"
         return "its rows" if kind == "rows" else None
 

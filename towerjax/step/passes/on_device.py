@@ -1,8 +1,8 @@
-"""A device's share of a pass: its towers, their micro-batches, one derivative.
+"""How a device runs its towers in a pass: their micro-batches, and the derivative.
 
-One tower's program of one micro-batch is traced once. Where the towers of a device run
-together, their losses are added and differentiated. Where each tower's own gradient is
-needed, or towers run one after another, the loss of each is differentiated by itself.
+One tower's program of one micro-batch is traced once. If the towers of a device run
+together, their losses are added and differentiated once. If each tower's own gradient
+is needed, or towers run one after another, each loss is differentiated by itself.
 """
 
 import dataclasses
@@ -66,9 +66,10 @@ from towerjax.types.trees import has_tracers, parts_of, put_parts
 def on_device(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The function that each device runs: ``(merged, what the pass looks at)``.
+    """The function that each device runs.
 
-    What is merged and each tower's own is `PerTowerValue`.
+    It returns ``(merged, seen)``: the merged results, and what the pass looks at. A
+    merged result that stays per tower is a `PerTowerValue`.
     """
 
     def run(*args: PyTree) -> tuple[PyTree, PyTree]:
@@ -90,7 +91,7 @@ def on_device(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceTowers:
-    """The towers of a device, in one pass, and its arguments there."""
+    """The towers of a device in one pass, with the arguments that the device holds."""
 
     pass_: Pass
     axes: TowerAxes
@@ -108,7 +109,8 @@ class DeviceTowers:
             return False
         if self.axes.num_local == 1:
             return True
-        # Else the gradients of towers would be added up in these few bits.
+        # If the losses of several towers are added first, the gradients by a value of
+        # few bits are added up in these few bits.
         program, _ = self._program_of_micro_batch
         shapes = jax.tree.structure(self._micro_batch_shapes)
         tower_id, own, _, trained, *_ = shapes.unflatten(program.jaxpr.invars)
@@ -134,7 +136,7 @@ class DeviceTowers:
 
     @functools.cached_property
     def replicated_args(self) -> tuple[PyTree, ...]:
-        """What is replicated over towers: the trained values, if any, and others."""
+        """The arguments that are replicated over towers, the trained values first."""
         pass_ = self.pass_
         trained = None
         read = None
@@ -145,14 +147,14 @@ class DeviceTowers:
         if pass_.reads_local:
             ops = pass_.strategy.cross_tower_ops
             read = read_local_over_towers(self.state.local, ops, self.axes)
-        # Their shapes may not depend on ``D``: local values are those of row 0.
+        # These shapes may not depend on ``D``, so local values are those of row 0.
         first = jax.tree.map(lambda x: x[0], plain(self.state.local))
         local = with_local_values(self.state.local, first)
         state = dataclasses.replace(self.state, local=local)
         return trained, state, read, self.replicated, self.merged
 
     def run(self) -> tuple[PyTree, PyTree]:
-        """The sums over these towers, and what each has of its own, ``[k, ...]``."""
+        """The sums over these towers, and their other results, ``[k, ...]``."""
         if self.pass_.micro_batches > 1:
             self._check_micro_batch()
         weights = self._weights() if self.takes_gradient else None
@@ -169,10 +171,10 @@ class DeviceTowers:
         return own, (rest, None)
 
     def run_for_masks(self) -> PyTree:
-        """What towers return, with the gradient of each sum of their loss.
+        """What towers return, with the gradient of each sum of their loss, undivided.
 
-        Denominators depend on which rows are padding, so that a gradient that was
-        divided by them would always seem to be masked.
+        Denominators depend on which rows are padding, so a gradient that is divided by
+        them would always seem to be masked.
         """
         if not self.takes_gradient:
             own, (tree, _) = self.run()
@@ -192,35 +194,35 @@ class DeviceTowers:
         return self._for_micro_batches(run, self.own, of_several=True)
 
     def run_micro_batch(self, index: jax.Array) -> tuple[PyTree, PyTree]:
-        """What one micro-batch returns, the rows of which these are: sums, and others.
+        """The sums and other values that one micro-batch returns, without a gradient.
 
-        No gradient is taken of its loss.
+        The rows of these towers are those of the micro-batch.
         """
         given = self._micro_batch, self.axes, self.own, index, *self.replicated_args
         sums, (rest, _) = over_local_towers(*given, stack_sums=False)
         return sums, rest
 
     def _weights(self) -> list[jax.Array] | None:
-        """The denominators of several means, where they must be known beforehand."""
+        """The denominators of several means, if a derivative needs them beforehand."""
         runs_once = self.is_added_first and self.pass_.micro_batches == 1
         program, tree = self._program_of_micro_batch
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
         means = parts_of(Means, values_of(as_one_tree(tree, shapes)[self.pass_.loss]))
         if runs_once or not any(len(x.terms) > 1 for x in means):
             return None
-        # The same program once more, of which XLA keeps what the weights need.
+        # The same program runs once more; XLA keeps only what the weights need.
         alone = dataclasses.replace(self.pass_, differentiates=False, looks_at=None)
         own, (rest, _) = dataclasses.replace(self, pass_=alone).run()
         losses = LossSums.each(values_of(put_sums(rest, own)[self.pass_.loss]))
         return self._added([w for x in losses for w in x.denominators])
 
     def _added(self, values: list[jax.Array]) -> list[jax.Array]:
-        """The sums over all towers."""
+        """The sums of ``values`` over all towers."""
         ops = self.pass_.strategy.cross_tower_ops
         return sum_over_towers(ops, values, self.axes).tree()
 
     def _run_each(self, weights: list[jax.Array] | None) -> tuple[PyTree, PyTree]:
-        """As `run`, of towers that each work off their own micro-batches."""
+        """Like `run`, for towers that each compute all their micro-batches alone."""
         looks_at = self.pass_.looks_at
 
         def tower_fn(
@@ -251,27 +253,27 @@ class DeviceTowers:
 
     @property
     def _needs_program(self) -> bool:
-        """Whether the program of one micro-batch is needed for more than to run it."""
+        """Whether the pass needs the traced program of one micro-batch."""
         return self.pass_.trained is not None or self.pass_.micro_batches > 1
 
     @functools.cached_property
     def _is_on_shards(self) -> bool:
-        """Whether the program of each tower is run on shards, and its sums are shards.
+        """Whether one tower's program runs on shards, and returns shards of its sums.
 
-        Else that of a device's towers is, with each tower's own gradient.
+        Otherwise the program of all towers of a device runs on shards.
         """
         held = jax.tree.leaves(self.replicated_args, is_leaf=is_shard)
         is_one = self.axes.in_turn or self.axes.num_local == 1
         return is_one and not self.needs_each and any(map(is_shard, held))
 
     def _on_shards(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """``run(*args) -> (sums, rest)``, of replicated values that may be shards."""
+        """``run(*args) -> (sums, rest)``, whose replicated arguments may be shards."""
         ops = self.pass_.strategy.cross_tower_ops
         params = self.state.params
         return sums_in_shards(run, dim_of_shards(ops, params, self.axes))
 
     def _lowered(self, fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
-        """A function of one tower, on these devices."""
+        """The function of one tower, lowered to these devices."""
         how = fn, self.axes, self.programs, name
         return self._on_shards(functools.partial(run_lowered, *how))
 
@@ -284,9 +286,10 @@ class DeviceTowers:
         *,
         of_several: bool,
     ) -> PyTree:
-        """What all micro-batches return, merged, with the gradient of their loss.
+        """The merged results of all micro-batches, with the gradient of their loss.
 
-        ``call(own, index, *replicated)`` is one of them, of one tower or of several.
+        ``call(own, index, *replicated)`` computes one micro-batch, of one tower or of
+        several.
         """
         trained, *others = replicated
 
@@ -305,7 +308,7 @@ class DeviceTowers:
     def _for_micro_batches(
         self, run: Callable[..., PyTree], own: PerTowerArgs, *, of_several: bool
     ) -> PyTree:
-        """What ``run(index, rows, local)`` returns of each micro-batch, merged."""
+        """The merged results of ``run(index, rows, local)`` for each micro-batch."""
         if self.pass_.micro_batches == 1:
             return run(None, own.rows, own.local)
         count = self.pass_.micro_batches
@@ -348,9 +351,9 @@ class DeviceTowers:
     def _call_together(
         self, own: PerTowerArgs, index: Any, *replicated: PyTree
     ) -> tuple[PyTree, Ids]:
-        """One micro-batch of all towers of a device, their sums added.
+        """One micro-batch of all towers of a device, with their sums added.
 
-        A tree of `Returned`, and the ids that each tower looked up.
+        Returns a tree of `Returned`, and the ids that each tower looked up.
         """
         part = self._micro_batch_of_program
         how = {"programs": self.programs, "name": "micro-batch"}
@@ -374,7 +377,7 @@ class DeviceTowers:
     def _micro_batch_of_program(
         self, tower_id: Any, own: PerTowerArgs, *others: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
-        """As `_micro_batch`, without another call of the user's function."""
+        """The result of `_micro_batch`, computed by its traced program."""
         args = tower_id, own._replace(zeros=()), *others
         values, ids = self._lookups.evaluate(jax.tree.leaves(args), own.zeros)
         _, tree = self._program_of_micro_batch
@@ -414,7 +417,7 @@ class DeviceTowers:
         return tower_program(self._micro_batch, *known, "micro-batch")
 
     def _check_micro_batch(self) -> None:
-        """Refuse, once a program, what may not differ between micro-batches."""
+        """Check a new program of one micro-batch: see `check_micro_batch`."""
         before = len(self.programs)
         program, tree = self._program_of_micro_batch
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
@@ -438,15 +441,15 @@ class DeviceTowers:
         replicated: PyTree,
         merged: PyTree,
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
-        """What one tower returns of one micro-batch: its sums, and other `Returned`.
+        """What one tower returns for one micro-batch: its sums, and other `Returned`.
 
-        Beside these there is a place for the ids that `_micro_batch_of_program` gives.
+        The empty list stands where `_micro_batch_of_program` returns the looked-up ids.
         """
         pass_ = self.pass_
         rows = own.rows
         count = num_rows(rows)
         seen = own.local if read is None else read
-        # Else the tower's program may not depend on the number of devices.
+        # The program of an exact strategy may not depend on the number of devices.
         may_depend = not pass_.strategy.exact
         tower = tower_of(
             pass_.strategy,

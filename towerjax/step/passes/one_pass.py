@@ -1,4 +1,4 @@
-"""A pass: what towers compute once, and what is made of it. Nothing runs here."""
+"""A pass: one run of all towers, and how it merges their results; nothing runs here."""
 
 import dataclasses
 import functools
@@ -30,46 +30,46 @@ from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.trees import map_parts
 
 Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
-"""What a step adds up: the sums, and rows of tables."""
+"""The guarded sums of a step over all towers, and the rows of tables."""
 
 
 class Look(Protocol):
-    """What a pass looks at, on each tower and where all is merged."""
+    """What a pass returns for a guard: a look at each tower, and at the merged sums."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """What one tower says of the `Returned` that it has."""
+        """What one tower's tree of `Returned` shows, before any sum."""
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """The result, of what each tower said."""
+        """The result for all towers; ``own`` is what each tower's tree showed."""
 
 
 class FiniteSums:
-    """Whether all that is added up but metrics is finite, rows of tables included."""
+    """A look at whether all sums except metrics are finite, rows of tables included."""
 
     def at_tower(self, tree: PyTree) -> None:
-        """Nothing: what is not finite shows in the sum."""
+        """None: a tower's value that is not finite shows in the sum."""
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> jax.Array:
-        """``()`` bool."""
+        """Whether the sums and rows are finite, ``()`` bool."""
         added, rows = guarded
         return added.are_finite(rows)
 
 
 class TowersFlags:
-    """`Flags` of what is not finite on each tower, before any sum."""
+    """A look at which values of each tower are not finite, before any sum."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """Those of what the tower returns."""
+        """The `Flags` of the values that the tower returns."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """Those of all towers, and of the parameters."""
+        """The `Flags` of all towers, with those of the parameters."""
         flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
         replicated = on_shards(flag, params, replicated=True)
         return all_gather_rows(join_flags(replicated, own), axes)
@@ -78,18 +78,18 @@ class TowersFlags:
 TowerFn: TypeAlias = Callable[..., PyTree]
 """``(state, rows, tower) -> tree`` of one tower, merged by the types of its leaves.
 
-A later pass is given ``merged``, of the pass before, as a last argument. The function
-of a pass with ``trained`` is given these values as a first one.
+In a later pass the last argument is ``merged``, the result of the pass before. In a
+pass with ``trained`` the first argument is the trained values.
 """
 
 
 class PerTowerArgs(NamedTuple):
-    """What one tower has of its own, or each of several, stacked."""
+    """The per-tower arguments of one tower; or of several towers, stacked."""
 
     rows: PyTree
     num_valid: jax.Array
-    local: PyTree  # its variables
-    zeros: Zeros = ()  # what is added to the rows that it looks up
+    local: PyTree  # the tower's variables
+    zeros: Zeros = ()  # to be added to the rows that the tower looks up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,30 +98,30 @@ class Pass:
 
     tower_fn: TowerFn
     strategy: Strategy
-    micro_batches: int = 1  # parts of a tower's rows, one after another
-    # Whether towers see local variables reduced: such a pass evaluates, and what it
-    # merges is returned and not computed with.
+    micro_batches: int = 1  # a tower computes these parts of its rows in turn
+    # Whether towers see local variables reduced over towers. Such a pass evaluates: its
+    # merged results are returned, and no later pass computes with them.
     reads_local: bool = False
-    looks_at: Look | None = None  # what it returns beside what is merged
+    looks_at: Look | None = None  # what the pass returns beside the merged results
     # Whether bare and local results are a state that the user's function made. Padding
-    # must not count in that state, and that of a single tower needs no proof.
+    # must not count in that state. The state of a single tower needs no proof.
     of_state: bool = False
-    # Whether Rows are used later, padding included: then one leaf must be a weight.
+    # Whether Rows are used later, with their padding: then one leaf must be a weight.
     rows_used_later: bool = False
     advice: str | None = None  # for the error about a bare value that differs
-    # ``(state, *merged) -> values``, by which the pass differentiates the loss that
-    # towers return; the gradient is merged as ``grads``.
+    # ``(state, *merged) -> values``: the pass differentiates the towers' loss by these
+    # values, and merges the gradient under the key ``grads``.
     trained: Callable[..., PyTree] | None = None
-    # Where towers return what is differentiated. There may be a list of losses; then
-    # ``trained`` gives a list too, of the values that each depends on.
+    # The key under which towers return their loss, or a list of losses. With a list,
+    # ``trained`` returns a list too: for each loss the values that it depends on.
     loss: str = "loss"
     # Whether gradients are merged as sums, which an update divides by a loss's weight.
     merges_sums: bool = False
-    differentiates: bool = True  # False: the loss of such a pass alone
-    loss_reduction: Reduction | None = None  # as a user says it, for errors
+    differentiates: bool = True  # False: the pass computes its loss only
+    loss_reduction: Reduction | None = None  # as the user gave it, for errors
 
-    # By its name, a prefix tree of layouts for each argument, a global value: merged
-    # is a tuple, of the result of the pass before, if any.
+    # A prefix tree of layouts for each argument, by its name. Arguments are global
+    # values. ``merged`` is a tuple of the result of the pass before, if there is one.
     ins: ClassVar[dict[str, PyTree]] = {
         "state": STATE_LAYOUT,
         **BATCH_LAYOUT,
@@ -129,7 +129,10 @@ class Pass:
     }
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
-        """Which parameters, and sums of their shapes, devices hold in shards."""
+        """Which arguments and results devices hold in shards; None if they hold none.
+
+        These are the parameters, and sums of their shapes.
+        """
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
             return None
@@ -139,8 +142,8 @@ class Pass:
         ours = jax.tree.map(lambda x: split, state.params)
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
         if exact := self.strategy.exact:
-            shapes = set()  # their sums are whole
-        # What an earlier pass has merged lies as it was left.
+            shapes = set()  # the sums are replicated
+        # The result of an earlier pass has the layout in which that pass returned it.
         *rest, merged = rest
         of_merged = lambda x: split if x.shape in shapes else whole  # noqa: E731
         merged = jax.tree.map(of_merged, args[-1])
@@ -159,7 +162,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedPass:
-    """A pass: one tower's program, which is what all towers run."""
+    """A pass after it was traced: one tower's program, which all towers run."""
 
     pass_: Pass
     args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
@@ -167,12 +170,12 @@ class TracedPass:
 
     @functools.cached_property
     def layouts(self) -> tuple[PyTree, PyTree]:
-        """A prefix tree of the layouts of what it merges and looks at."""
+        """A prefix tree of layouts: of the merged results, and of what it looks at."""
         return layouts_of(self.towers.out)
 
     @property
     def out(self) -> tuple[PyTree, PyTree]:
-        """The shapes of what it merged and looked at, as global values."""
+        """The shapes of the merged results, and of its looks, as global values."""
         count = self.pass_.strategy.placement.num_towers
 
         def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -183,6 +186,6 @@ class TracedPass:
         )
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        """The results, of and as global values."""
+        """The results of running the pass; arguments and results are global values."""
         shards = self.pass_.shards(args, self.towers.out)
         return self.towers.run(self.layouts, args, shards=shards)
