@@ -223,7 +223,7 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
     def taken(params, batch, tower):
         return tj.TowerOutput(loss_fn(params, batch, tower), {"loss/0": tower.step})
 
-    refused(taken, r"'loss/0'\] is a name of a term of the loss; give yours another")
+    refused(taken, r"'loss/0'\] has the name of the loss or of a term of it. Give your")
     with pytest.raises(ValueError, match=r"mean \+ tj\.penalty\(.*\.value"):
         1.0 - tj.Weighted(2.0, 1.0)
     assert (0 - tj.Weighted(6.0, 3.0)).value == -2  # 0 is where sum() starts

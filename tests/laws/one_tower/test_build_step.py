@@ -430,12 +430,12 @@ RETURNED = {
     r"a\['b'\] is 'text'": (lambda s, b, t: {"a": {"b": "text"}}, {}),
     r"\ba\b.* row": (lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, {}),
     "PerTower": (lambda s, b, t: tj.PerTower(t.id), MICRO),
-    r"all of\s+state\.local, changed": (
+    r"all variables of\s+state\.local, with": (
         lambda s, b, t: tj.TowerLocal(jnp.zeros(3), R.SUM), MICRO),
     r"variables new/x, new/y, of .*, but the next micro-batch needs a, b, of": (
         lambda s, b, t: {"new": {"x": s.local["b"], "y": s.local["a"]}},
         MICRO | {"local": LOCAL}),
-    "returned TrainState, but it": update(same),
+    "returned TrainState, but must": update(same),
     "returned dict, dict, but": update({}, {}),
     "returned TrainState, list, but": update(same, []),
     "dict, bool, but .* also returns whether": update(same, {}, True),

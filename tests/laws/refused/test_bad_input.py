@@ -470,7 +470,7 @@ def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
             run(two, good(size))
         run(start(), good())
     for params in (two, {"v": two["w"]}, {"w": np.ones(3, np.int32)}):
-        text = "not as this step takes it: .*or parameters each"
+        text = "does not fit this step: .*or parameters each"
         with pytest.raises(ValueError, match=text):
             run(params, good())
 

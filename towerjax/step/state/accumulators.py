@@ -1,6 +1,6 @@
-"""How the towers' results become one value, by the type of each leaf.
+"""How results are merged, by the type of each leaf.
 
-The same four functions are used over a tower's micro-batches and over all towers.
+An `Accumulator` merges over a tower's micro-batches, and then over all towers.
 """
 
 import dataclasses
@@ -43,27 +43,27 @@ class PerTowerValue:
     value: PyTree
 
 
-_OF_TOWERS = Rows, PerTower, TowerLocal  # of which each tower has its own once merged
+_OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulator:
-    """How several values become one: of micro-batches in turn, then of towers."""
+    """How values are merged: those of micro-batches in turn, then those of towers."""
 
-    # The value, or its shapes, of a micro-batch -> what the first one adds to.
+    # (a micro-batch's value, or its shapes) -> the total before the first one
     start: Callable[[PyTree], PyTree]
-    # (so far, value) -> (so far, what is kept of each micro-batch)
+    # (total, value) -> (new total, what is kept of this micro-batch)
     add: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-    # (so far, what was kept, ``[n, ...]``) -> the tower's value
+    # (last total, what was kept, ``[n, ...]``) -> the tower's value
     finish: Callable[[PyTree, PyTree], PyTree]
-    # (values of a device's towers, ``[k, ...]``, or their sum; axes) -> that of all
+    # (values of a device's towers, ``[k, ...]``, or their sum; axes) -> the merged one
     merge: Callable[[PyTree, TowerAxes], PyTree]
 
 
 def _stacked(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """The values of micro-batches are kept, and joined when all have run."""
+    """An accumulator that keeps the values of micro-batches, and joins them last."""
     keep = lambda _, x: (None, x)  # noqa: E731
     return Accumulator(lambda _: None, keep, lambda _, xs: join(xs), merge)
 
@@ -79,7 +79,7 @@ def _so_far(so_far: PyTree, _: PyTree) -> PyTree:
 
 
 def _of_all(join: Callable[[PyTree], PyTree], x: PyTree, axes: TowerAxes) -> PyTree:
-    """All towers' values are gathered, and joined as those of micro-batches are."""
+    """The values of all towers, gathered and then joined by ``join``."""
     return join(all_gather_rows(x, axes))
 
 
@@ -92,22 +92,22 @@ def _row(index: int) -> Callable[..., PyTree]:
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """All rows of a table, end to end; those of one index are meant to be added."""
+    """All rows of a table, one after another; rows of one index stand for their sum."""
     return one_of(Reduction.SUM, rows)
 
 
 def _refuse_several(_: PyTree) -> PyTree:
     raise ValueError(
-        "A tower of several micro-batches returned tj.PerTower of an array: each"
-        " micro-batch has one. Say how they become one, such as"
+        "A tower of several micro-batches returned tj.PerTower of an array, but each"
+        " micro-batch has its own. Say how they are merged, as in"
         " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or a"
         " metric state of your own."
     )
 
 
-# Sums are added over a device's towers, and in few all-reduces over devices, elsewhere.
+# Their sums over towers are not taken here, but together, in few all-reduces.
 ADDED = _summed(lambda x, _: x)
-SHOWN = _summed(lambda x, _: x)  # the same, of metrics, which no guard looks at
+SHOWN = _summed(lambda x, _: x)  # the same for metrics, which no guard looks at
 MERGED = _stacked(merge_stacked, lambda *x: _of_all(merge_stacked, *x))
 JOINED = _stacked(_add_table_rows, lambda *x: _of_all(_add_table_rows, *x))
 SAME = _stacked(_row(-1), _row(0))  # bare values, proved to be the same in each
@@ -122,7 +122,7 @@ _KEPT = {x: dataclasses.replace(x, merge=_own) for x in (ADDED, MERGED, JOINED)}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """A leaf that a tower returned, and how several of it become one."""
+    """A leaf that a tower returned, and how it is merged."""
 
     value: PyTree
     how: Accumulator = dataclasses.field(metadata={"static": True})
@@ -134,7 +134,7 @@ def is_typed(x: Any) -> bool:
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
-    """A checked leaf as `Returned`; or as a tree of these, where it has several."""
+    """A checked leaf as `Returned`, or as a tree of these if it has several parts."""
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
@@ -157,7 +157,7 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
 
 
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
-    """The sums over towers, guarded and not, and the tree without them."""
+    """``((guarded, others), rest)``: the values to add over towers, and all others."""
     parts = parts_of(Returned, tree)
     sums = tuple([x.value for x in parts if x.how is how] for how in _ADDITIVE)
     rest = [Returned(None, x.how) if x.how in _ADDITIVE else x for x in parts]
@@ -181,7 +181,7 @@ def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """The values as they were returned."""
+    """The tree as it was returned, with a value for each `Returned`."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 
@@ -195,25 +195,28 @@ def layouts_of(tree: PyTree) -> PyTree:
 
 
 def is_per_tower_value(x: Any) -> bool:
-    """Whether each tower has its own."""
+    """Whether the value is a `PerTowerValue`."""
     return isinstance(x, PerTowerValue)
 
 
 def mark_per_tower(tree: PyTree) -> PyTree:
-    """The tree with `PerTowerValue` round what by its type is each tower's own."""
+    """The tree, in which each leaf that is per tower by its type is `PerTowerValue`."""
     return map_parts(_OF_TOWERS, PerTowerValue, tree)
 
 
 def unmark_per_tower(
     tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
 ) -> PyTree:
-    """The tree with each `PerTowerValue` replaced by its value, all changed at once."""
+    """The tree with each `PerTowerValue` replaced by its value.
+
+    ``change`` gets the list of these values, and returns those to put in their place.
+    """
     values = [x.value for x in parts_of(PerTowerValue, tree)]
     return put_parts(PerTowerValue, tree, change(values) if values else [])
 
 
 METRICS = ("metrics", "eval_metrics")
-"""Keys of what towers return that no guard looks at."""
+"""The keys of those results of towers that no guard looks at."""
 
 _GRADIENT = ("gradient", "params")
 _BY_KEY = {"loss": ("loss", "loss"), "grads": _GRADIENT, "minimized": ("loss", "loss")}
@@ -222,9 +225,9 @@ _ORDER = ("loss", "gradient", "metric", "value")
 
 
 def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
-    """What a tower returned, checked, each leaf as `Returned`.
+    """The result of a tower, checked, with each leaf as `Returned`.
 
-    Leaves of ``merged`` that a tower returns again are mirrored, in whatever container.
+    A leaf of ``merged`` that the tower returns again is mirrored, in any container.
     """
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
@@ -242,7 +245,7 @@ def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
 
 
 def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
-    """Raise unless tower-local variables come back by their names, of their types.
+    """Raise unless tower-local variables are returned with their names and types.
 
     The next micro-batch gets them in the order of the tree. A single variable may have
     any name.
@@ -264,12 +267,15 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
         raise ValueError(
             f"A tower of several micro-batches returned the variables {names[0]}, of"
             f" {new}, but the next micro-batch needs {names[1]}, of {old}. Return all"
-            " of state.local, changed, by these names."
+            " variables of state.local, with their new values, under these names."
         )
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
-    """A tower's sums by what they are: loss first, then gradients, then metrics."""
+    """A tower's sums, each with what it is: loss, gradient, metric or other value.
+
+    They are sorted in this order.
+    """
     tree = map_parts(PerTower, states_of, tree)
     parts = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
@@ -286,7 +292,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(own: PerTower) -> PyTree:
-    """A tower's own sums and metric states, None for bare values."""
+    """A tower's own sums and metric states; None for each bare value."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
@@ -301,7 +307,7 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
             return x
         if isinstance(x, Tracer):
             return x[np.flatnonzero(kept)]
-        # By way of the host: a slice on the devices compiles for every new size.
+        # The host cuts it: a slice on the devices would compile for every new size.
         return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
@@ -316,7 +322,7 @@ def _to_array(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
         return jnp.asarray(x)
     raise ValueError(
-        f"{name} is {shown(x)}. A tower returns arrays,"
+        f"{name} is {shown(x)}. A tower may return arrays,"
         " tj.Weighted and other metric states, tj.Sum, tj.Rows, tj.PerTower,"
         " tj.TowerLocal and tj.sparse.IndexedRows."
     )

@@ -31,10 +31,10 @@ def place_others(
     *,
     own: bool = False,
 ) -> PyTree:
-    """The tree with leaves that lie elsewhere placed; the same tree if none does.
+    """The tree, with leaves that lie elsewhere placed; the same object if none does.
 
-    With ``own`` a leaf that JAX has put there by default is copied, too. ``params``:
-    as for `Placement.shardings`.
+    With ``own`` a leaf that JAX has put there by default is copied, too. ``params`` are
+    those of `Placement.shardings`.
     """
     shardings = placement.shardings(layouts, tree, params)
 
@@ -53,10 +53,10 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """The checked state with each scalar placed that lies elsewhere.
+    """The checked state, with those scalars placed that lie elsewhere.
 
-    A learning rate written into the optimizer's state, for example. All processes call
-    this, and the first one's numbers are taken.
+    Such a scalar is a learning rate that was written into the optimizer's state, for
+    example. All processes call this, and get the numbers of the first process.
     """
     leaves, treedef = jax.tree.flatten(state)
     at = set(placement.jax_devices)
@@ -78,7 +78,7 @@ def with_numbers_placed(
 
 
 def _cast_number(name: str, value: Any, dtype: Any) -> Any:
-    """The value in this dtype; raises if the dtype cannot hold it."""
+    """The value, cast to ``dtype``; raises if the dtype cannot hold it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value
     plain = np.asarray(value).item()
@@ -115,7 +115,7 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
         )
 
 
-OTHER_STATE = "The state is not as this step takes it"
+OTHER_STATE = "The state does not fit this step"
 OF_THIS_STEP = (
     "Go on with a state of this step, step.init(params), build another step for this"
     " state, or cast it back. Give an evaluation a TrainState each time, or parameters"
@@ -124,14 +124,14 @@ OF_THIS_STEP = (
 
 
 def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
-    """Raise unless each field that a step makes has the leaves that the step makes."""
+    """Raise unless the fields that a step makes have the leaves that it makes."""
     wrong = []
     anew = []
     for field, needed in made.items():
         given = getattr(state, field)
         again = f"fresh.{field}"
         own = field == "local"  # `check_num_towers` looks at their first dim
-        if own:  # of others' variables a step knows nothing
+        if own:  # a step does not know the variables of others
             given = {k: x for k, x in given.items() if k in needed}
             again = "{**state.local, **fresh.local}"
         shapes = [
@@ -190,7 +190,7 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
 
 
 def check_leaves(state: TrainState) -> None:
-    """Raise unless a state holds numbers, and arrays that are still there."""
+    """Raise if a state has leaves that are traced, donated, or not numbers."""
     refuse_traced("state", state)
     check_not_donated(state)
     refuse_unheld("state", state)

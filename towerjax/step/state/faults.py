@@ -120,7 +120,7 @@ def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.nd
         copies = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
 
-    # One program a shape, where one for all leaves would compile for seconds.
+    # One program for each shape: a single one for all leaves compiles for seconds.
     prints = [_of_copies(as_placed(x), placement) for x in arrays]
     return np.asarray(jax.device_get(wait_on_cpus(_stack_on_all(prints, placement))))
 
@@ -169,10 +169,13 @@ def outliers(prints: np.ndarray) -> np.ndarray:
 
 
 NamedPart: TypeAlias = tuple[str, str, PyTree]
-"""``(part, root, tree)``: such as ``("gradient", "params", grads)``."""
+"""``(part, root, tree)``: what a tree is, the name it begins with, and the tree.
+
+Such as ``("gradient", "params", grads)``.
+"""
 
 KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
-"""The meaning of a flag."""
+"""The meaning of each flag that is not 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,14 +213,14 @@ class NonFiniteError(Portable, FloatingPointError):
         if by_tower:
             what = (
                 f"A tower's {looked_at.replace(' a ', ' ')} was not finite in step"
-                f" {step}. That tower left the step out, and the others trained; since"
-                " then the towers were merged, which is when it is told."
+                f" {step}. That tower left the step out, and the others trained. It is"
+                " reported now, because the towers were merged since then."
             )
         where = f" Found: {locations_text(locations)}." if locations else ""
         advice = (
             "Lower the learning rate, clip gradients, or look at the batch: an integer"
             " label that is not a class makes a loss NaN. on_nonfinite='skip' leaves"
-            " such batches out, and 'ignore' updates all the same."
+            " such batches out, and 'ignore' updates with them."
         )
         if any(location.part == "parameter" for location in locations):
             advice = (
@@ -232,7 +235,7 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """The range of each leaf of integers, which may be labels, as text."""
+    """A text with the range of each leaf of integers, which may be labels."""
     named = [
         (name, x)
         for name, x in named_leaves("batch", batch)
@@ -295,7 +298,7 @@ _all_finite = jax.jit(all_finite)
 
 
 def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
-    """Join the flags of leaves that local towers share with those of each tower."""
+    """The flags of each tower, with those of replicated leaves before its own."""
     rows = jnp.broadcast_to(
         replicated.table, (per_tower.table.shape[0], *replicated.table.shape)
     )
@@ -304,7 +307,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
 
 
 def _towers_text(towers: Sequence[int]) -> str:
-    """The towers as a text, such as ``"towers 0, 2-5"``."""
+    """A text for the towers, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
@@ -316,7 +319,7 @@ def _towers_text(towers: Sequence[int]) -> str:
 
 
 def locations_text(locations: Sequence[Location]) -> str:
-    """The locations as a text, in which several towers of one leaf are one entry."""
+    """A text for the locations, in which several towers of one leaf are one entry."""
     towers: dict[Location, list[int]] = {}
     for location in locations:
         towers.setdefault(dataclasses.replace(location, tower=0), []).append(

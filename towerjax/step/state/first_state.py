@@ -1,4 +1,4 @@
-"""The state that a step begins with: made, placed, or its shapes alone."""
+"""The first state of a step: made and placed, or only its shapes."""
 
 import dataclasses
 import functools
@@ -38,9 +38,10 @@ def first_state(
     extra: PyTree,
     rng: jax.Array | None,
 ) -> TrainState:
-    """The state of parameters, or of a function that makes them on the devices.
+    """The first state, from parameters or from a function that makes them on devices.
 
-    ``makes``: by its name a field that is made from parameters, where none is given.
+    ``makes`` has, by its name, a function for each field that the step makes from the
+    parameters. An ``opt_state`` that is given is not made.
     """
 
     def make(params: PyTree) -> PyTree:
@@ -74,7 +75,10 @@ def first_shapes(
     local: PyTree,
     extra: PyTree,
 ) -> TrainState:
-    """The shapes of that state; ``made_of(params)``: those of fields that are made."""
+    """The shapes of the first state.
+
+    ``made_of(params)`` returns the shapes of the fields that the step makes.
+    """
     given = {"params": params, "opt_state": opt_state, "local": local, "extra": extra}
     for name, tree in given.items():
         refuse_unheld(name, tree, shapes=True)
@@ -90,7 +94,7 @@ def first_shapes(
 
 
 def placed_state(strategy: Strategy, state: TrainState) -> TrainState:
-    """A copy of a state of as many towers, placed on the strategy's devices."""
+    """A copy of a state, placed on the devices of a strategy with as many towers."""
     check_is_state(state)
     check_not_donated(state)
     check_num_towers(state, strategy.placement.num_towers)

@@ -26,26 +26,32 @@ from towerjax.types.trees import is_key
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
 NONE = -1
-"""The step flag where no step was refused; else the flag is the first one's number."""
+"""The step flag if no step was refused; otherwise it is the refused step's number."""
 
 
 class Outcome(NamedTuple):
     """The result of a training step, or the layouts of the result."""
 
     donated: PyTree  # the donated fields of the next state, by their names
-    now: PyTree  # its other fields, those that changed
+    now: PyTree  # the other fields that changed
     metrics: PyTree  # name -> its value, or the towers' values as `PerTowerValue`
-    # The number of the step that was refused, or `NONE`; of a program the first one
-    # of this call and those before.
+    # The number of the refused step, or `NONE`. A program returns the first one of this
+    # call and of the calls before.
     step_flag: PyTree
 
 
 Update: TypeAlias = Callable[[TrainState, PyTree], tuple[PyTree, ...]]
-"""``(state, merged) -> (state, metrics)``, once, of global values; one that guards
-itself also returns whether all was finite, or which step it refused, or `NONE`."""
+"""``(state, merged) -> (state, metrics)``, which runs once, on global values.
+
+An update with a guard of its own also returns whether all values were finite; or the
+number of the step that it refused, or `NONE`.
+"""
 
 OtherLosses: TypeAlias = Callable[[list[PyTree]], Sequence[Weighted]]
-"""``what all passes merged -> means`` that guard a step besides its loss."""
+"""A function of the merged results of all passes, which returns means to be guarded.
+
+A step is refused if its loss or one of these means is not finite.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +59,8 @@ class NextState:
     """The part of a training step after its towers: one update, and its guard."""
 
     update_fn: Update
-    given: Callable[[list[PyTree]], PyTree]  # what it gets of what all passes merged
+    # What the update is given, from the merged results of all passes.
+    given: Callable[[list[PyTree]], PyTree]
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
@@ -66,7 +73,7 @@ class NextState:
         merged: list[PyTree],
         finite: Sequence[jax.Array | None],
     ) -> tuple[jax.Array | bool, PyTree, PyTree]:
-        """``(accepted, donated, rest)``, of which an `Outcome` is made."""
+        """``(accepted, donated, rest)``, from which an `Outcome` is made."""
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
             updated = self.update_fn(before, self.given(merged))
@@ -95,8 +102,8 @@ class NextState:
 
 
 _UPDATE = (
-    "update_fn, and give step.init(params, opt_state=..., extra=...) what it keeps"
-    " there; a gradient is at least float32, of narrower parameters take"
+    "update_fn, and give step.init(params, opt_state=..., extra=...) the values that it"
+    " keeps. Gradients are at least float32: for narrower parameters write"
     " optax.tree.cast_like(grads, state.params)"
 )
 
@@ -108,10 +115,10 @@ def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
     fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
     if not fits or any(x.shape or x.dtype not in (bool, jnp.int32) for x in given[2:]):
         raise ValueError(
-            f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but it"
-            " returns (state, metrics), such as (dataclasses.replace(state,"
-            " params=...), {'loss': merged['loss']}); an update that refuses by itself"
-            " what is not finite also returns whether all was, a bool ()."
+            f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but must"
+            " return (state, metrics), such as (dataclasses.replace(state,"
+            " params=...), {'loss': merged['loss']}). An update with a guard of its own"
+            " also returns whether all values were finite, a () bool."
         )
     after, metrics, *told = given
     for field in dataclasses.fields(TrainState):
@@ -128,7 +135,8 @@ def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
     ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
     if both := sorted(metrics.keys() & ours.keys()):
         raise ValueError(
-            f"metrics[{both[0]!r}] is a name of a term of the loss; give yours another."
+            f"metrics[{both[0]!r}] has the name of the loss or of a term of it. Give"
+            " your metric another name."
         )
     return {**metrics, **ours}
 
@@ -136,7 +144,11 @@ def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _evaluate_metrics(
     metrics: dict[str, Any], others: Sequence[Weighted]
 ) -> tuple[dict[str, PyTree], PyTree, jax.Array]:
-    """Values, whether there are examples, and whether what is guarded is finite."""
+    """``(values, has_examples, is_finite)``: the metrics' values, and what guards see.
+
+    ``is_finite``: whether the loss and ``others`` are finite; without a loss, whether
+    all values and ``others`` are.
+    """
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
     has_examples = jnp.bool_(True)
@@ -159,25 +171,29 @@ def _value_of_metric(name: str, x: Any) -> jax.Array:
     if is_key(value) or not (hasattr(value, "dtype") or isinstance(value, int | float)):
         kind = "a random key" if is_key(value) else a_type(value)
         raise ValueError(
-            f"metrics[{name!r}] is {kind}. A metric of a step is one array of numbers"
-            " or one state of one array, tj.Sum or tj.PerTower: make one of each part;"
-            " of tj.Rows pass the .value, [B, ...], padded rows included."
+            f"metrics[{name!r}] is {kind}. A metric of a step is one array of numbers,"
+            " or one metric state, tj.Sum or tj.PerTower of one array. Return each part"
+            " as a metric of its own, and of tj.Rows the .value, [B, ...], with its"
+            " padded rows."
         )
     return jnp.asarray(value)
 
 
 @contextlib.contextmanager
 def _explain_errors(before: TrainState) -> Iterator[None]:
-    """Explain errors of ``update_fn``: a collective, a merged value, no `opt_state`."""
+    """Explain errors of ``update_fn`` whose cause is known.
+
+    Such a cause is a collective, a merged value that is used like an array, or an empty
+    ``opt_state``.
+    """
     try:
         yield
     except NameError as error:
         if error.name is not None:  # Python's, of a name that is not defined
             raise
         raise ReplicationError(
-            f"The update must not communicate: {error}. It runs once, of what the"
-            " towers add up"
-            " to: leave the collective out."
+            f"The update must not communicate: {error}. It runs once, on the merged"
+            " values of all towers, so leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         if says(error, r"\b(Weighted|Means|Sum|Rows|PerTower)\b"):

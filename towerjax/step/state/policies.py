@@ -1,4 +1,4 @@
-"""The state that a step takes and the results of a call, in training or reading."""
+"""How a step takes a state and returns its results: in training, or when it reads."""
 
 import dataclasses
 import functools
@@ -41,10 +41,10 @@ from towerjax.types.refusals import refuse_unheld
 
 @dataclasses.dataclass(frozen=True)
 class StatePolicy:
-    """The states that a step takes, and the results of its calls, for training."""
+    """How a training step takes a state, and returns the next one with metrics."""
 
     strategy: Strategy
-    # By its name a field of the first state, made from parameters.
+    # By its name, a function that makes a field of the first state from parameters.
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
@@ -59,16 +59,16 @@ class StatePolicy:
         return made
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The state of what is given, shapes or traced: nothing is placed."""
+        """The given state, checked but not placed: it has shapes or traced values."""
         check_is_state(given)
         check_not_donated(given)
         check_made(given, self.made(given.params))
         return given
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The state checked, its numbers placed; itself, if that changes nothing.
+        """The given state, checked, with its scalars placed; itself if none had to be.
 
-        ``expected``: the shapes that the last program takes, if there is one.
+        ``expected`` has the shapes that the last program takes, if there is one.
         """
         check_is_state(given)
         check_leaves(given)
@@ -81,18 +81,18 @@ class StatePolicy:
         return placed
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The state where nothing is to be checked; None where it is to be started.
+        """The given state, if no check is needed; None if `start` must check it.
 
-        Several processes might have numbers of their own in it.
+        It must with several processes, because each might hold other numbers.
         """
         return given if self.strategy.placement.num_processes == 1 else None
 
     def kind(self, state: TrainState) -> Hashable:
-        """By what of a state programs differ; None where by nothing."""
+        """What tells apart states that need different programs, or None."""
         return None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """The result of a call from those of its program: ``(state, metrics)``."""
+        """``(state, metrics)``, the result of a call, from its program's results."""
         metrics = out.metrics
         if own := {
             name: x.value for name, x in metrics.items() if isinstance(x, PerTowerValue)
@@ -103,18 +103,18 @@ class StatePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Read(StatePolicy):
-    """A state, or parameters alone, which a step reads and does not change."""
+    """How a step takes a state, or bare parameters, that it reads and never changes."""
 
     @functools.cached_property
     def counters(self) -> PyTree:
-        """The step number and the key that go with what is no state."""
+        """The step number and the key that go with bare parameters."""
         # The value is cached, so it must not be traced. A key has no explicit transfer.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The part of a state, or of bare parameters, that is read."""
+        """The values that the step reads, from a state or from bare parameters."""
         if isinstance(given, TrainState):
             check_not_donated(given)
         else:
@@ -123,7 +123,7 @@ class Read(StatePolicy):
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The part of a state, or of bare parameters, that is read, on the devices."""
+        """The values that the step reads, checked and placed on the devices."""
         refuse_traced("state", given)
         if not isinstance(given, TrainState):
             _check_read(given)
@@ -134,11 +134,11 @@ class Read(StatePolicy):
         return place_others(model, *where, "state", model.params)
 
     def take(self, given: PyTree) -> TrainState | None:
-        """What is read, as it lies; parameters alone are placed."""
+        """The values that the step reads, unplaced; None for bare parameters."""
         return _model_part(given) if isinstance(given, TrainState) else None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """What towers returned under one name, without padding."""
+        """The value that towers returned under the single name, without padding."""
         placement = self.strategy.placement
         (merged,) = unmark_per_tower(out, lambda own: on_every_process(own, placement))
         (result,) = without_padding(merged, batch).values()
@@ -157,7 +157,7 @@ def _check_read(params: PyTree) -> None:
 
 
 def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
-    """A state, or parameters with these counters, without what is never read."""
+    """A state, or parameters with these counters, without values never read."""
     state = given
     if not isinstance(given, TrainState):
         number, rng = counters

@@ -1,4 +1,4 @@
-"""`TrainState`, which a step reads and changes: made, placed and split."""
+"""`TrainState`, which a step reads and changes: how it is made, placed and split."""
 
 import dataclasses
 import sys
@@ -182,7 +182,7 @@ def step_number(state: TrainState) -> int:
 def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
     """``(donated, kept)``: the two parts of a state that a program takes.
 
-    What is kept is not donated, so that old step numbers can still be read.
+    The kept fields are not donated, so that old step numbers can still be read.
     """
     donated = dict(vars(state))
     return donated, {"step": donated.pop("step"), "rng": donated.pop("rng")}
@@ -201,7 +201,7 @@ def init_state(
 ) -> TrainState:
     """The state of `make_state`, copied and placed on the strategy's devices.
 
-    ``like`` are parameters that are placed apart.
+    ``like`` are the parameters, if they are placed already and ``parts`` has others.
     """
     placement = strategy.placement
     state = make_state(placement.num_towers, *parts, **others)
@@ -223,10 +223,10 @@ def make_on_devices(
     make_opt_state: Callable[[PyTree], PyTree],
     rng: jax.Array | None,
 ) -> dict[str, PyTree]:
-    """Parameters that a function of a key makes, and their optimizer state, in place.
+    """The parameters that a function of a key makes, and their optimizer state.
 
-    One program makes them, sharded if they lie sharded. Draws from JAX's
-    counter-based keys do not depend on how an array is split.
+    One program makes both on the devices, sharded if the strategy shards them. Draws
+    from JAX's counter-based keys do not depend on how an array is split.
     """
     check_function("params", fn, "params(rng)")
     placement = strategy.placement
@@ -254,7 +254,7 @@ def make_state(
     rng: jax.Array | None = None,
     extra: PyTree = None,
 ) -> TrainState:
-    """The state before the first step, on no device."""
+    """The state before the first step, not yet placed."""
     params = check_params(params)
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)
@@ -269,7 +269,7 @@ def make_state(
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The tower-local variables that are given, and those that a step keeps itself."""
+    """A dict of the given tower-local variables and of those that a step keeps."""
     local = {} if local is None else local
     if not isinstance(local, Mapping) or local.keys() & more.keys():
         raise ValueError(
@@ -283,8 +283,8 @@ def refuse_result(given: Any) -> None:
     """Raise if the result of a step is given in place of a state or parameters."""
     if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
         raise ValueError(
-            "A state is expected, but this is what a step returned, (state, metrics)."
-            " Take it apart: state, metrics = step(state, batch)."
+            "A state is expected, but this is the result of a step, (state, metrics)."
+            " Unpack it: state, metrics = step(state, batch)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Trained leaves of a state, the optimizer's update, and refused steps."""
+"""The trained leaves of a state, the optimizer's update, and how a step is refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 
 _SAY_TRAINABLE = "Say trainable=lambda name, leaf: ... (or a tree of bool)"
 OF_MODELS = "Put it into tj.TrainState.create(..., extra=...), and read tower.extra,"
-"""What to do with a fixed leaf where no ``trainable`` is taken."""
+"""The advice for a fixed leaf, where there is no argument ``trainable``."""
 
 
 def trainable_flags(
@@ -55,7 +55,7 @@ def trainable_flags(
             "trainable=... chooses none of the params, so nothing would train. Their"
             f" names are {', '.join(few(names))}."
         )
-    # Without any that trains, all are told of.
+    # If no leaf trains, the error below names all.
     trains = chosen if any(chosen) else [True] * len(chosen)
     wide = [jnp.issubdtype(d, jnp.inexact) and d.itemsize > 1 for d in dtypes]
     if any([yes and not fits for yes, fits in zip(trains, wide, strict=True)]):
@@ -64,13 +64,13 @@ def trainable_flags(
         raise ValueError(
             "Each leaf of params that trains must be floating or complex, of 16 bits or"
             f" more, because it gets a gradient, but {listed(bad)}. {advice} where it"
-            " is fixed; cast inside the loss function to what is narrower."
+            " is fixed. Cast to a narrower dtype inside the loss function."
         )
     return treedef.unflatten(chosen)
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """The text of how a tree of bool is not a prefix of the parameters."""
+    """A text that says where a tree of bool is not a prefix of the parameters."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -120,7 +120,7 @@ def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
 
 
 def with_trained(part: PyTree, params: PyTree) -> PyTree:
-    """``params`` with the leaves that ``part`` has, which is None for the others."""
+    """``params`` with the leaves of ``part``; a leaf that is None there stays."""
     return jax.tree.map(
         lambda new, old: old if new is None else new,
         part,
@@ -130,10 +130,10 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
 
 
 _NEEDS_MORE = (
-    "A step gives it gradients, parameters and, as tj.apply_gradients(..., loss="
-    "merged['loss']) does, value=loss. What needs more, call in the update of a step of"
-    " your own, tj.build_step(tower_fn, update_fn, strategy), or around step.fn:"
-    f" {page('optimizers')}"
+    "A step gives it gradients and parameters, and value=loss, as"
+    " tj.apply_gradients(..., loss=merged['loss']) does. If it needs more, call it in"
+    " the update of your own step, tj.build_step(tower_fn, update_fn, strategy), or"
+    f" around step.fn: {page('optimizers')}"
 )
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
@@ -166,7 +166,8 @@ def pass_loss(
             extra_args.pop("value")
             return inner.update(updates, state, params, **extra_args)
         except (AttributeError, TypeError) as error:
-            raise ValueError(f"The optimizer: {error}. {_NEEDS_MORE}.") from error
+            what = f"The optimizer's update failed: {error}."
+            raise ValueError(f"{what} {_NEEDS_MORE}.") from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
@@ -179,7 +180,7 @@ def _node_types(tree: PyTree) -> set[str]:
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """Raise unless ``after`` has the types of ``before``; else without weak types."""
+    """``after`` without weak types; raises unless it has the types of ``before``."""
     what = "The step would change the type of its state, and so compile anew each time"
     check_like(root, after, before, what, f"Look at {culprit}.")
     # Drops the weak type of what was computed with Python numbers.
@@ -190,13 +191,15 @@ def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTre
 def guard_rows(
     walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
 ) -> list[Any] | None:
-    """Operands with which an equation writes no rows in a refused step.
+    """The operands with which an equation writes no rows if the step is refused.
 
-    Selecting between the new and the old array needs both at once: a copy of a whole
-    table for a few rows. This selects the rows that are written instead, so that XLA
-    writes into the donated buffer. ``left``: the leaf of the state that a refused step
-    leaves in a variable; the equation's result is added. None where the equation writes
-    no rows of a leaf.
+    None, if the equation does not write rows of a leaf of the state. ``left`` has, by
+    its variable, the leaf that is left there in a refused step; the equation's result
+    is added to it.
+
+    To select between the new and the old array needs both at once: a copy of a whole
+    table for a few rows. Here the written rows are selected, so that XLA writes into
+    the donated buffer.
     """
     first = eqn.invars[0]
     if isinstance(first, Literal) or first not in left:
@@ -228,7 +231,7 @@ def _drops(eqn: Any) -> bool:
 def accept_or_keep(
     step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """``(carry, rest)`` of ``step(carry)``; the old carry if the step is refused."""
+    """``(carry, rest)`` of ``step(carry)``, with the old carry if it is refused."""
     return accept(*jax.make_jaxpr(step, return_shape=True)(carry), carry)
 
 
@@ -238,14 +241,15 @@ def accept(
     carry: PyTree,
     *others: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """``(carry, rest)``: what a traced step returns of ``(carry, *others)``.
+    """``(carry, rest)`` of a traced step, called with ``(carry, *others)``.
 
-    It returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is refused, the
-    carry is the old one. The equations that the step flag needs run first. Each new
-    leaf of the carry is selected right where it is made, and later equations use the
-    selected value: the same one if the step is accepted, and unused if not. Selecting
-    at the end would keep old and new leaves alive at once, a copy of the whole state at
-    every step, and a ``cond`` would make the update wait for the last gradient.
+    The step returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is not
+    accepted, the carry is the old one. The equations that ``accepted`` needs run first.
+    Each new leaf of the carry is selected right where it is made, and later equations
+    use the selected value: the new one if the step is accepted; if not, what they make
+    of it is unused. Selecting at the end would keep old and new leaves alive at once, a
+    copy of the whole state at every step. A ``cond`` would make the update wait for the
+    last gradient.
     """
     jaxpr = closed.jaxpr
     before = jax.tree.leaves(carry)
@@ -299,15 +303,15 @@ def _evaluate_guarded(
     def leaf(var: Any, old: Any) -> Any:
         if not isinstance(var, Literal) and olds.get(var) is old:
             return walk.read(var)
-        # A constant, an unchanged input, a value that decides, or one that is two
-        # leaves: nothing has selected it yet.
+        # It is a constant, an unchanged input, a value that decides, or one variable
+        # for two leaves: it was not selected yet.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
     return [leaf(*pair) for pair in zip(after, before, strict=True)]
 
 
 def check_like_params(grads: PyTree, params: PyTree) -> None:
-    """Raise unless gradients, which may be rows, are a tree like the parameters."""
+    """Raise unless gradients, which may be rows, form a tree like the parameters."""
     needed, given = (
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (params, grads)
