@@ -63,7 +63,7 @@ FULL = whole(WORKERS, {"type": "worker", "index": 0})
 
 @pytest.mark.parametrize("spec, task, says", [
     (["a:1"], (), "cluster_spec is ['a:1'], which names no list of processes. Write"),
-    (whole(["a:1"], None), (), 'no list of processes. Write such as {"cluster":'),
+    (whole(["a:1"], None), (), 'no list of processes. Write, for example, {"cluster":'),
     ({"task": {"type": "worker", "index": 0}}, (), "no list of processes."),
     ({"worker": []}, WORKER_0, "leave all of it out for a job of one process."),
     ({"worker": "a:1"}, WORKER_0, "is {'worker': 'a:1'}, which names no list"),

@@ -93,7 +93,7 @@ def joined(arguments):
     jax.distributed.initialize(*arguments, initialization_timeout=120)
     cluster = tj.cluster.initialize()
     assert cluster == tj.cluster.initialize(*arguments)
-    with pytest.raises(RuntimeError, match="has run already and gave"):
+    with pytest.raises(RuntimeError, match="was called before and joined"):
         tj.cluster.initialize("127.0.0.1:1", 3, 2)
     print(f"\n{cluster}, chief {tj.cluster.is_chief()}", flush=True)
 
@@ -211,7 +211,7 @@ def test_one_process_needs_no_cluster_and_is_of_no_other(job):
     assert one.ended() == 0
     how = "one process: nothing in the environment names a cluster"
     assert said(0, 1, how) in one.text
-    assert "RuntimeError: tj.cluster.initialize() has run already and gave" in one.text
+    assert "tj.cluster.initialize() was called before and joined" in one.text
     assert "all came" in one.text
 
 
@@ -282,7 +282,7 @@ def test_who_does_not_come_is_named(job):
         assert there[i].ended() == 1
         who = f"towerjax: process {i} of 3, at {first[1]['coordinator']},"
         assert f"{who} waits for processes {others} (up to 1 s)\n" in there[i].text
-        ends = f"ends: processes {others} did not come, or not all of them."
+        ends = f"ends: processes {others} did not join, or not all of them did."
         assert f"{who} waited 1 s and {ends}" in there[i].text
 
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_is_refused(job):
         ({}, of_two_machines, "OMPI_COMM_WORLD_SIZE=4 is the number of processes in"),
         ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
         ({}, {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "1"}, "PMIX_RANK=2 is the"),
-        (taken, {}, f"process 0 must listen at {host}:{port}, but something on this"),
+        (taken, {}, f"process 0 must listen at {host}:{port}, but another program"),
         None,  # JAX is used
         ({}, {}, late),
         (named(2)[1][1], {}, late),
@@ -321,7 +321,7 @@ def test_a_process_that_comes_early_says_that_it_waits(job):
     first, late = job(early, named(2))
     assert (first.ended(), late.ended()) == (0, 0)
     values = "a value of all towers is read", "tower-local values are read"
-    for what in ("This is to be compared", *values):
+    for what in ("This is compared between processes", *values):
         assert f"process 0 waits for the others: {what}. Do all" in first.text
 
 

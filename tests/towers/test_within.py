@@ -711,9 +711,9 @@ def test_a_tower_is_of_one_process(monkeypatch):
     placement._check_owners(devices(0, 0, 1, 1), 2)
     with pytest.raises(ValueError, match=r"2 devices .* to the processes \[0, 1\]"):
         placement._check_owners(devices(0, 0, 0, 1), 2)
-    with pytest.raises(ValueError, match="as many of each, process after process"):
+    with pytest.raises(ValueError, match="equally many devices of each, process"):
         placement._check_owners(devices(1, 0), 1)
-    with pytest.raises(ValueError, match="as many of each, process after process"):
+    with pytest.raises(ValueError, match="equally many devices of each, process"):
         placement._check_owners(devices(0, 0, 1), 1)
 
 

@@ -1,4 +1,4 @@
-"""Name devices that this machine lacks, for which XLA compiles from shapes."""
+"""Devices that this machine lacks, by name: XLA compiles for them from shapes."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from jax.experimental import topologies
 
 from towerjax.types.options import check_text, check_whole, short_repr
 
-# The fields of a GpuTargetConfigProto that differ between GPUs, here of SXM modules.
+# Fields of a GpuTargetConfigProto that differ between GPUs; below are SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core
     shared_memory_per_block_optin l2_cache_size clock_rate_ghz memory_bandwidth
     device_memory_size""".split()
@@ -65,8 +65,8 @@ class Absent:
       target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; a topology of
         TPUs, ``"v5e:2x4"``; or XLA's description of a GPU, a ``GpuTargetConfigProto``
         as text.
-      number: The number of GPUs, up to 1,048,576; None for TPUs, whose topology has it.
-      hosts: The number of hosts, which share the GPUs evenly; None is one for each 8.
+      number: The number of GPUs, up to 1,048,576; None for TPUs: their topology has it.
+      hosts: The number of hosts, which share the GPUs evenly; None: a host for each 8.
 
     Raises:
       ValueError: The target is unknown, or hosts cannot share the number evenly.
@@ -159,7 +159,8 @@ class Absent:
         devices = tuple(make(self))
         if len(devices) != len(self):
             raise ValueError(
-                f"{self} has {len(devices)} devices according to its compiler."
+                f"{self} has {len(devices)} devices according to its compiler, and not"
+                f" {len(self)}. Name another topology."
             )
         return devices
 

@@ -1,4 +1,4 @@
-"""Translate device names to JAX devices, and bound the calls in flight on them."""
+"""Translate device names to JAX devices, and limit the calls in flight on them."""
 
 import contextlib
 import itertools
@@ -15,9 +15,9 @@ from towerjax.types import PyTree
 from towerjax.types.refusals import few
 
 Device: TypeAlias = Any
-"""A ``jax.Device``, which type checkers take for a variable."""
+"""A ``jax.Device``; type checkers take that name for a variable."""
 
-# "gpu:0", and TensorFlow's names of it in a job of one process.
+# "gpu:0", and TensorFlow's names for this device in a job of one process.
 _NAME = re.compile(
     r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
 )
@@ -101,7 +101,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def owners_of(names: Sequence[str]) -> set[int]:
-    """The processes that own the devices; none if a device is missing."""
+    """The processes that own the devices; the empty set if a device is missing."""
     try:
         return {device.process_index for device in find_devices(names)}
     except ValueError:
@@ -109,7 +109,7 @@ def owners_of(names: Sequence[str]) -> set[int]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Make JAX have this many CPU devices, unless it is in use already."""
+    """Let JAX have this many CPU devices, unless JAX is in use already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
 
@@ -159,9 +159,13 @@ def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
 
 
 def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
-    """Keep the first array of a call's results; wait for the one 16 calls ago."""
+    """Note a call's results, and wait for the oldest if more than 16 are in flight.
+
+    A call is noted by the first array of its results.
+    """
     # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    # devices deadlock. 16 cost nothing, and leave room for those of other libraries.
+    # devices deadlock. A limit of 16 costs no time, and leaves room for programs of
+    # other libraries.
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
     # A key cannot be asked whether it is ready.
     first = [x for x in leaves if type(x) is DeviceArray][:1]
@@ -171,7 +175,7 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         before = tuple(running)
     if len(before) > 16:
         any(_waits_for(x) for x in before)
-    # What has run is let go: calls run in turn, and predictions may be large.
+    # Drop results that are computed: calls run in turn, and predictions may be large.
     with _LOCK:
         ran = 0
         for count, x in enumerate(running, 1):
@@ -181,8 +185,8 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         del running[:ran]
 
 
-# The results of all steps' calls on some devices, since the limit is one of devices, in
-# all threads. A signal's handler may call a step, too.
+# By devices, the results of all steps' calls: the limit is one of the devices, for all
+# steps and threads. The lock is reentrant, since a signal's handler may call a step.
 _RUNNING: dict[tuple[str, ...], list[Any]] = {}
 _LOCK = threading.RLock()
 
@@ -191,7 +195,7 @@ def _waits_for(x: Any) -> bool:
     """Wait for a result; False if it was donated."""
     try:
         x.block_until_ready()
-    except (RuntimeError, ValueError):  # for who made the call: it is in its results
+    except (RuntimeError, ValueError):  # the caller sees the error in the results
         return not x.is_deleted()
     return True
 

@@ -15,14 +15,15 @@ class Terminated(SystemExit):
 
 
 class InterruptGuard:
-    """Inside of `call`, ``with guard:`` delays Ctrl-C and SIGTERM to its end.
+    """A guard that delays Ctrl-C and SIGTERM to the end of a ``with guard:`` block.
 
-    A step donates the buffers of the state it is given. An interrupt between the
-    call and the assignment of its result would lose both states. SIGTERM is handled
-    only if there is an ``exit_code``, with which it ends the process.
+    It does so inside of `call`. A step donates the buffers of the state it is given: an
+    interrupt between the call and the assignment of its result would lose both states.
+    SIGTERM is handled only if there is an ``exit_code``, with which it ends the
+    process.
 
     Attributes:
-      ended: Whether Ctrl-C is dropped, since what is called is over.
+      ended: Whether Ctrl-C is dropped, because the called function has ended.
     """
 
     def __init__(self, exit_code: int | None = None) -> None:
@@ -40,11 +41,11 @@ class InterruptGuard:
     ) -> Result:
         """The result of ``body``; ``attach`` gets the error or signal that ends it.
 
-        From then on Ctrl-C is dropped: it would end ``attach``. Signals are handled in
-        the main thread only.
+        After such an error Ctrl-C is dropped: it would end ``attach``. Signals are
+        handled in the main thread only.
         """
         seen = 0
-        # Python asks for signals at calls and jumps back, not at assignments.
+        # Python looks for signals at calls and jumps back, not at assignments.
         try:
             try:
                 self._install()
@@ -60,7 +61,7 @@ class InterruptGuard:
                 self._inside += 1
                 self._put_back()
         except BaseException as error:
-            if id(error) != seen:  # a Ctrl-C as signals were put back
+            if id(error) != seen:  # a Ctrl-C while the handlers were put back
                 attach(error)
             raise
 
@@ -91,7 +92,7 @@ class InterruptGuard:
                 signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:
-        """Note a Ctrl-C that Python cannot raise, and have it reported."""
+        """Note a Ctrl-C that Python cannot raise, and report it."""
         # Often in JAX's own callback: https://github.com/jax-ml/jax/issues/18246.
         self._dropped |= unraisable.exc_type is KeyboardInterrupt
         reporter(unraisable)
@@ -101,8 +102,8 @@ class InterruptGuard:
             return  # a second one would interrupt the saving after the first
         if number == signal.SIGINT and self.ended:
             return
-        # Also a second Ctrl-C: what one ends inside of JAX may raise another error, and
-        # not work again: https://github.com/jax-ml/jax/issues/9082.
+        # A second Ctrl-C waits, too: a call that it ends inside of JAX may raise
+        # another error, and not work again: https://github.com/jax-ml/jax/issues/9082.
         if self._must_wait(number):
             self._waiting.add(number)
         else:
@@ -123,7 +124,7 @@ class InterruptGuard:
             raise Terminated(self._exit_code)
 
     def raise_missed(self) -> None:
-        """Raise a signal again that Python dropped, and SIGTERM that was caught."""
+        """Raise again a Ctrl-C that Python dropped, or a SIGTERM that was caught."""
         if self._raised:
             raise Terminated(self._exit_code)
         if self._dropped:
@@ -131,7 +132,7 @@ class InterruptGuard:
 
     @contextlib.contextmanager
     def holding_sigterm(self) -> Iterator[None]:
-        """Hold SIGTERM, not Ctrl-C, back while results are read and hooks called."""
+        """Hold SIGTERM back, but not Ctrl-C, while results are read and hooks run."""
         self._holding += 1
         try:
             yield

@@ -2,10 +2,10 @@
 
 from towerjax.mesh.placement import Placement
 
-# FLOP/s of one device: dense products of bfloat16, added up in float32. Over each is
-# its source's title, and where the number was read. NVIDIA's sheets have twice as much,
-# of matrices of which half is 0 ("with sparsity"). The first name with which a kind
-# begins counts.
+# FLOP/s of one device: dense products of bfloat16, added up in float32. Above each
+# stands the title of its source, and where the number was read. NVIDIA's sheets have
+# twice the number, for matrices of which half is 0 ("with sparsity"). The first name
+# with which a kind begins counts.
 _PEAKS = {
     # "NVIDIA H100 Tensor Core GPU Datasheet": with sparsity 1,979 TFLOPS (SXM), 1,513
     # (PCIe). Read in a vendor's copy; NVIDIA's TensorRT-LLM names it for 989 and 756.
@@ -34,12 +34,12 @@ _PEAKS = {
     "TPU v6e": 918e12,
 }
 _TOPOLOGIES = {"v4:": "TPU v4", "v5e:": "TPU v5e", "v5p:": "TPU v5p", "v6e:": "TPU v6e"}
-# A part of a GPU, and a kind that begins like another and is less.
+# Kinds that begin like another one but have a lower peak: a part of a GPU, and a TPU.
 _LESS = (" MIG ", "TPU v4 lite")
 
 
 def peak_flops_of(kind: str) -> float | None:
-    """FLOP/s of one device by its kind, such as "NVIDIA H200"; None if not known."""
+    """The FLOP/s of a device of this kind, such as "NVIDIA H200"; None if unknown."""
     for topology, name in _TOPOLOGIES.items():
         if kind.startswith(topology):
             return _PEAKS[name]
@@ -49,7 +49,10 @@ def peak_flops_of(kind: str) -> float | None:
 
 
 def peak_flops_of_all(placement: Placement, given: float | None) -> float | None:
-    """FLOP/s of all devices of a strategy; ``given`` is that of one device, or None."""
+    """The FLOP/s of all devices of a strategy together; None if unknown.
+
+    ``given`` is the number for one device, or None to look it up.
+    """
     absent = placement.absent
     if given is None and absent is not None:
         given = peak_flops_of(absent.kind)

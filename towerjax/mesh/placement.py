@@ -1,7 +1,7 @@
 """Place the leaves of pytrees on the devices of the towers, by their layouts.
 
 ``T`` towers lie on ``D`` devices, ``k = T / D`` local towers on each, device after
-device: tower ``t`` is local tower ``t % k`` of device ``t // k``. Where a tower is of
+device: tower ``t`` is local tower ``t % k`` of device ``t // k``. If a tower has
 several devices, these are a mesh of their own, and ``D`` counts such groups.
 """
 
@@ -23,7 +23,7 @@ from towerjax.types import Layout, PyTree
 from towerjax.types.trees import is_key
 
 # Names that no user writes by chance: a psum over the device axis alone would leave out
-# the towers of the same device. Users have the tower axis, over all towers.
+# towers that share a device. Users get the tower axis, which is over all towers.
 DEVICE_AXIS = "towerjax_device"
 LOCAL_AXIS = "towerjax_local"
 TOWER_AXIS = "towerjax_tower"
@@ -35,16 +35,16 @@ SPECS = {
 }
 
 
-# A leaf of fewer elements a device stays whole: to gather it takes longer than to hold
-# it. On 8 CPU devices steps of small models take 0.8 to 1.0 of the time, for 0 to 7 %
-# more memory of a state of a megabyte or more.
+# A leaf with fewer elements for each device stays replicated: a step would take longer
+# to gather it. On 8 CPU devices steps of small models take 0.8 to 1.0 of the time, for
+# 0 to 7 % more memory for a state of a megabyte or more.
 LEAST_SHARD = 128
 NO_MESH = AbstractMesh((), ())
 WHOLE = PartitionSpec()
 
 
 def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
-    """The spec of an array split ``within`` a tower, and along ``dim`` over ``D``."""
+    """The spec of an array, split ``within`` a tower and along ``dim`` over ``D``."""
     if dim is None:
         return within
     entries = [*within, *[None] * (dim + 1 - len(within))]
@@ -58,24 +58,24 @@ def whole_on(mesh: Mesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class TowerAxes:
-    """The named axes over which a tower can communicate, and what they lie on."""
+    """The named axes over which a tower can communicate, and their devices."""
 
     num_devices: int  # D
     num_local: int  # k, towers on a device
-    # Is the device axis bound? Not on one device, where nothing has to travel.
+    # Whether the device axis is bound: not on one device, where nothing has to travel.
     device_axis: bool
-    in_turn: bool  # do the local towers run one after another (tower_loop="scan")?
-    platform: str  # "cpu", "gpu" ..., on which the choice of a method depends
+    in_turn: bool  # whether local towers run one after another (tower_loop="scan")
+    platform: str  # "cpu", "gpu" ...: the choice of a method depends on it
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
     num_processes: int = 1  # P; process p has devices p D / P and following
     tower_axis: str = TOWER_AXIS  # the axis over all towers in a tower function
-    # Is the tower axis the one bound axis? In a tower function it is.
+    # Whether the tower axis is the only bound axis, as it is in a tower function.
     as_one: bool = False
     mesh: AbstractMesh = NO_MESH  # `Placement.tower_mesh`
 
     @property
     def num_towers(self) -> int:
-        """``T``."""
+        """The number of towers, ``T``."""
         return self.num_devices * self.num_local
 
     @property
@@ -98,11 +98,11 @@ class Placement:
     executor: str = "shard_map"  # or "pmap"
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
-    # Of an array that is split over devices; see `split_dim`.
+    # The elements of each run of a shard are a multiple of this; see `split_dim`.
     shard_run: int = dataclasses.field(default=1, compare=False)
-    within: tuple[tuple[str, int], ...] = ()  # a tower's own axes, with their sizes
-    rows: str | None = None  # the one of these along which its rows are split
-    specs: Specs | None = None  # how its parameters are split over them
+    within: tuple[tuple[str, int], ...] = ()  # the axes within a tower, and their sizes
+    rows: str | None = None  # the axis of these along which a tower's rows are split
+    specs: Specs | None = None  # how its parameters are split over these axes
 
     @functools.cached_property
     def devices_each(self) -> int:
@@ -116,12 +116,12 @@ class Placement:
 
     @functools.cached_property
     def num_devices(self) -> int:
-        """``D``: devices, or groups of devices where a tower is of several."""
+        """``D``: the number of devices, or of groups if a tower has several devices."""
         return len(self.devices) // self.devices_each
 
     @property
     def tower_mesh(self) -> AbstractMesh:
-        """The mesh in which a tower function is traced: of its own axes, all Auto."""
+        """The mesh in which a tower function is traced; axes in a tower are Auto."""
         if not self.within:
             return NO_MESH
         mesh: Any = self.mesh_in_trace
@@ -132,7 +132,7 @@ class Placement:
 
     @functools.cached_property
     def platform(self) -> str:
-        """The platform of the first device."""
+        """The platform of the devices."""
         return self.devices[0].split(":")[0]
 
     def tower_on(self, device: str) -> int:
@@ -163,7 +163,7 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The axes of the same towers, one on each device; no device need exist."""
+        """The axes if each tower had a device of its own, which need not exist."""
         if self.num_towers == self.num_devices > 1:
             return self.axes
         spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
@@ -176,7 +176,7 @@ class Placement:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """``P``: how many processes own the devices; 1 where a device is missing."""
+        """``P``: the number of processes that own the devices; 1 if one is missing."""
         if self.absent is not None:
             return self.absent.num_hosts
         return len(owners_of(self.devices)) or 1
@@ -198,13 +198,13 @@ class Placement:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """A mesh of Auto axes over the devices: of ``D``, and of those in a tower."""
+        """A mesh of Auto axes over the devices: that of ``D``, and those in a tower."""
         sizes, names, kinds = self._mesh_axes
         return Mesh(np.array(self.jax_devices).reshape(sizes), names, axis_types=kinds)
 
     @property
     def mesh_in_trace(self) -> Mesh | AbstractMesh:
-        """The mesh; its shape alone where a device is missing, to prove a step."""
+        """The mesh; if a device is missing, only its shape, enough to prove a step."""
         if self.absent is None and not owners_of(self.devices):
             return AbstractMesh(*self._mesh_axes)
         return self.mesh
@@ -216,7 +216,7 @@ class Placement:
         return (*axes.values(),), (*axes,), (AxisType.Auto,) * len(axes)
 
     def require_present(self) -> None:
-        """Raise if nothing can be placed: devices are absent, or a mesh is set."""
+        """Raise if nothing can be placed: the devices are absent, or a mesh is set."""
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not on this machine, so nothing can be placed or"
@@ -227,18 +227,21 @@ class Placement:
         if names and DEVICE_AXIS not in names:
             raise ValueError(
                 f"jax.set_mesh has set a mesh of axes {names}, but a strategy makes its"
-                " own. Set yours only around your own programs: with"
+                " own mesh. Set yours only around your own programs: with"
                 " jax.set_mesh(mesh): ..."
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
-        """How a value of that layout is split over the devices."""
+        """The sharding of a value of that layout."""
         return NamedSharding(self.mesh, SPECS[layout])
 
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None
     ) -> PyTree:
-        """A sharding for each leaf, by a prefix tree of layouts and its parameter's."""
+        """A sharding for each leaf of ``values``, by a prefix tree of layouts.
+
+        Within a tower, a leaf is split like its parameter in ``params``.
+        """
         leaves, treedef = jax.tree.flatten(values)
         each = jax.tree.leaves(jax.tree.broadcast(layouts, values))
         specs = self.specs_within(values, params)
@@ -255,13 +258,16 @@ class Placement:
         return treedef.unflatten(found)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
-        """How each leaf is split over a tower's devices: as its parameter is."""
+        """The spec of each leaf over a tower's devices: that of its parameter."""
         if self.specs is None or params is None:
             return [WHOLE] * len(jax.tree.leaves(values))
         return specs_like(values, self.specs.table(params, dict(self.within)))
 
     def split_rows(self, rows: PyTree) -> PyTree:
-        """A tower's rows, split over its devices if they are; in a tower function."""
+        """A tower's rows, split over its devices if ``rows`` says so.
+
+        It is called in a tower function.
+        """
         size = self.row_shards
 
         def split(x: Any) -> Any:
@@ -279,9 +285,10 @@ class Placement:
         return rows if size == 1 else jax.tree.map(split, rows)
 
     def split_dim(self, x: Any, within: PartitionSpec = WHOLE) -> int | None:
-        """The longest dim, whole ``within`` towers, of a multiple of ``D``; or None.
+        """The longest dim that can be split over ``D`` devices; None if there is none.
 
-        A shard has at least `LEAST_SHARD` elements, and runs of ``shard_run``.
+        Its size is a multiple of ``D``, and ``within`` does not split it. A shard has
+        at least `LEAST_SHARD` elements, and runs of a multiple of ``shard_run``.
         """
         shape = np.shape(x)
         count = self.num_devices
@@ -299,7 +306,7 @@ class Placement:
 
 
 def _check_owners(devices: tuple[Device, ...], each: int) -> None:
-    """Raise unless one process owns all devices, or each equally many, in order."""
+    """Raise unless this process owns all devices, or each equally many, in order."""
     owners = [device.process_index for device in devices]
     groups = [owners[i : i + each] for i in range(0, len(owners), each)]
     if torn := [group for group in groups if len({*group}) > 1]:
@@ -314,6 +321,6 @@ def _check_owners(devices: tuple[Device, ...], each: int) -> None:
     if owners != sorted(owners) or len(counts) > 1:
         raise ValueError(
             f"The devices belong to the processes {owners} of {jax.process_count()},"
-            " but each process needs equally many. Name as many of each, process after"
-            " process, or leave devices out."
+            " but each process needs equally many. Name equally many devices of each,"
+            " process after process, or leave devices out."
         )

@@ -22,8 +22,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
 
-# The class of arrays on devices, which keys and tracers are not. To ask for it takes a
-# fifth of the time of ``isinstance(x, jax.Array)``.
+# The class of arrays on devices; keys and tracers are of other classes. To ask for it
+# takes a fifth of the time of ``isinstance(x, jax.Array)``.
 DeviceArray = ArrayImpl
 
 _COPIED = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
@@ -36,7 +36,10 @@ FoundNonFinite = api_util.InternalFloatingPointError
 def put(
     array: np.ndarray, sharding: NamedSharding, *, shared: bool = False
 ) -> jax.Array:
-    """A copy on the devices, in a quarter of the time of ``device_put``, or shared."""
+    """The array on the devices, in a quarter of the time of ``jax.device_put``.
+
+    It is a copy; or, if ``shared``, it shares the memory of ``array`` where XLA can.
+    """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
     with explicit_device_put_scope():  # ``jax.transfer_guard`` may allow these alone
         return xla_client.batched_device_put(
@@ -50,7 +53,7 @@ def put(
 
 @functools.lru_cache(1024)
 def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """The aval of an array of that sharding, each shard's index, and its device."""
+    """The aval of an array of that sharding, and each shard's index and device."""
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     parts = sharding.addressable_devices_indices_map(shape)
     aval = jax.device_put(zeros, sharding).aval
@@ -58,13 +61,13 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 
 def is_literal_zero(x: Any) -> bool:
-    """Whether ``x`` is a traced literal 0, as the tangent of a constant is."""
+    """Whether ``x`` is a traced literal 0, such as the tangent of a constant."""
     literal = getattr(x, "val", None)
     return isinstance(literal, Literal) and not np.any(literal.val)
 
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs of a program these of its outputs read."""
+    """Which inputs of a program are read by the outputs that are marked True."""
     return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # 0.10 to 0.12
 
 
@@ -111,10 +114,11 @@ def read_arguments(compiled: Any) -> list[int]:
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:
-    """Compiler options for a program of few runs, for which optimizing does not pay.
+    """Compiler options for a program that runs too seldom to be worth optimizing.
 
-    ``level`` is that of optimization: at 1 convolutions run ten times as fast as at 0,
-    and a loss with its gradient takes half as long again to compile.
+    ``level`` is the optimization level: at 1 convolutions run ten times as fast as at
+    0, and a loss with its gradient takes 1.5 times as long to compile. None where there
+    are no such options.
     """
     if platform != "cpu":
         return None
@@ -123,6 +127,6 @@ def least_effort(platform: str, level: int) -> dict[str, Any] | None:
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_parallel_codegen_split_count": 1,
     }
-    if jax.__version_info__ < (0, 11):  # which has still the older ones
+    if jax.__version_info__ < (0, 11):  # it still has the older emitters
         options["xla_cpu_use_fusion_emitters"] = False
     return options

@@ -23,7 +23,7 @@ _PATIENCE_S = 10
 
 
 def print_line(text: str) -> None:
-    """Print a line of towerjax to stderr."""
+    """Print a line to stderr that begins with "towerjax:"."""
     print(f"towerjax: {text}", file=sys.stderr, flush=True)
 
 
@@ -40,7 +40,7 @@ def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
 
 
 def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
-    """Print to stderr if the other processes do not arrive within some time."""
+    """A context that prints to stderr if the other processes do not join it in 10 s."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
     text = (
@@ -57,7 +57,7 @@ def require_same(what: str, text: str, advice: str) -> None:
     _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
     own = np.frombuffer(digest, np.uint8)
-    with says_if_alone(f"{what} is to be compared"):
+    with says_if_alone(f"{what} is compared between processes"):
         all_of_them = np.asarray(multihost_utils.process_allgather(own))
     differing = [
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
@@ -78,9 +78,9 @@ def _check_devices() -> None:
     counts = [owners.count(process) for process in range(jax.process_count())]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"The processes of this job have {counts} devices each; they need the same"
-            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES to the same in"
-            " all."
+            f"The processes of this job have {counts} devices, but all need the same"
+            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES so that each has"
+            " equally many."
         )
 
 
@@ -89,12 +89,12 @@ def from_first_process(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     _check_devices()
-    with says_if_alone("the first one's values are to be sent"):
+    with says_if_alone("process 0 sends its values"):
         return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
 def is_preempted(number: int) -> bool:
-    """Was a process sent SIGTERM, and is this the step, of JAX's choice, to stop at?"""
+    """Whether a process was sent SIGTERM, and JAX chose this step to stop at."""
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
         return False
@@ -106,7 +106,10 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values by the coordinator, without waiting for a step."""
+    """An all-gather of small values through the coordinator, and not the devices.
+
+    So it need not wait for a step that runs.
+    """
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
         self._name = name
@@ -129,7 +132,7 @@ class Exchange:
         return [json.loads(value) for value in values]
 
     def _wait_for(self, key: str, peer: int) -> str:
-        """Wait for the peer's value. A dead peer ends the job by JAX's heartbeat."""
+        """The peer's value, which is waited for; JAX ends the job if the peer dies."""
         for seconds in itertools.count():
             if self._stopped.is_set():
                 break

@@ -14,16 +14,16 @@ from towerjax.types.refusals import listed
 from towerjax.types.trees import leaf_name, readable_leaves
 
 Keys: TypeAlias = tuple[str, ...]
-"""The way to a leaf, as text."""
+"""The path to a leaf in its tree, each key as text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
     """`PartitionSpec`s of parameters, by their path in the tree or by a function."""
 
-    # Of a leaf, or of all leaves below.
+    # The spec of the leaf at each path, or of all leaves below it.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
-    # Of a name and a leaf; None where ``by_keys`` says it.
+    # A function of a leaf's name and the leaf; None if ``by_keys`` has the specs.
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:
@@ -35,7 +35,7 @@ class Specs:
 
     @classmethod
     def of(cls, given: Any) -> "Specs | None":
-        """Specs from a tree of them, its upper part, or a function; None from None."""
+        """The specs of a tree of specs, a prefix of it, or a function; or None."""
         if given is None or isinstance(given, Specs):
             return given
         if callable(given):
@@ -60,7 +60,10 @@ class Specs:
     def table(
         self, params: PyTree, sizes: Mapping[str, int]
     ) -> dict[Keys, tuple[tuple[int, ...], PartitionSpec]]:
-        """The shape and the spec of each parameter; ``sizes`` has a tower's axes."""
+        """The shape and the spec of each parameter, by its path.
+
+        ``sizes`` has the names and sizes of the axes within a tower.
+        """
         flat = jax.tree_util.tree_leaves_with_path(params)
         names = [name for name, _ in readable_leaves("", params)]
         table = {}
@@ -72,7 +75,7 @@ class Specs:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
             else:
-                # The longest way that leads to the leaf.
+                # The longest path that leads to the leaf counts.
                 fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
                 if not fits:
                     raise ValueError(
@@ -99,7 +102,7 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """For each leaf, the spec of the parameter with its shape and end of path."""
+    """For each leaf, the spec of the parameter that has its shape and ends its path."""
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         keys = _keys(path)
@@ -123,7 +126,7 @@ def check_split(
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
             f"specs= gives {spec!r:.200} for {name}. Return a"
-            " jax.sharding.PartitionSpec, or None for a leaf that is whole."
+            " jax.sharding.PartitionSpec, or None for a leaf that is not split."
         )
     told = f"specs= gives {spec} for {name}{list(shape)}"
     named = [axis for entry in spec for axis in axes_of(entry)]

@@ -27,8 +27,8 @@ from towerjax.types.trees import (
 )
 
 # XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
-# Bytes below which a program's own copy of an argument takes the least time, and from
-# which NumPy's does, whose pages are large.
+# Below _SMALL bytes a program's own copy of an argument takes the least time; from
+# _LARGE bytes on NumPy's copy does, whose memory pages are large.
 _ALIGNED = 64
 _SMALL = 2**17
 _LARGE = 2**20
@@ -44,7 +44,7 @@ def refuse_leaked(root: str, tree: PyTree) -> None:
         raise ValueError(
             f"{listed(leaked)} has no value, because a traced function computed it and"
             " put it aside, in a list, a global or an attribute. Return it from the"
-            " function; from a loss function return it as tj.TowerOutput(loss,"
+            " function instead; a loss function returns it as tj.TowerOutput(loss,"
             " metrics={...})."
         )
 
@@ -63,7 +63,10 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """A copy of process 0's values, which may be donated; all processes call this."""
+    """A copy of process 0's values on the devices, which may be donated.
+
+    All processes call this.
+    """
     refuse_unheld("value", tree)
     if is_traced(tree):
         return jax.tree.map(jnp.asarray, tree)
@@ -73,7 +76,7 @@ def place(
         own = [copy_to_host(key_data(leaves[i])) for i in on_host]
         kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
         advice = "Run the same program on every process."
-        require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
+        require_same("The value to place on devices", f"{treedef}: {kinds}", advice)
         for i, first in zip(on_host, from_first_process(own), strict=True):
             leaves[i] = like_key(first, leaves[i])
     return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts, params)
@@ -82,7 +85,7 @@ def place(
 def place_own(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Place each process's own values; a thread may call this."""
+    """Each process's own values, copied to its devices; a thread may call this."""
     placement.require_present()
     shardings = placement.shardings(layouts, tree, params)
     if placement.num_processes == 1:
@@ -94,7 +97,7 @@ def copy_to_host(leaf: Any) -> Any:
     """A new NumPy array, of a dtype that devices hold; a key stays a key."""
     if is_key(leaf):  # a key's own copy() would compile a program
         data = key_data(leaf)
-        if _is_global(data):  # which no device of this process alone could be given
+        if _is_global(data):  # one process cannot copy it on its devices
             on_host: Any = np.array(readable(data))
             return like_key(on_host, leaf)
         return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
@@ -109,7 +112,7 @@ def _is_global(leaf: Any) -> bool:
 
 
 def is_split(leaf: Any) -> bool:
-    """Whether shards lie on other processes, so that none can read the whole."""
+    """Whether the processes hold different shards, so that none can read all."""
     return _is_global(leaf) and not leaf.is_fully_replicated
 
 
@@ -126,7 +129,7 @@ _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
 
 
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array; this process places the shards of its own devices."""
+    """A global array, of which this process places the shards of its own devices."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -144,7 +147,10 @@ def has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Rows on the devices of their towers, copied: a loader may reuse its buffer."""
+    """The rows on the devices of their towers.
+
+    Rows of the host are copied, because a loader may reuse its buffer.
+    """
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
     placement.require_present()
@@ -157,7 +163,7 @@ def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
         return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
-    # XLA fails to copy an array without elements, and one part to several devices.
+    # XLA fails to copy an array without elements, or one piece to several devices.
     has_copies = len(sharding.mesh.axis_names) > 1
     if not 0 < x.nbytes < _LARGE or has_copies:
         return put(_copy_aligned(x, dtype), sharding, shared=True)
@@ -175,7 +181,7 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """A function that makes arrays like ``x`` arguments; None if none is needed."""
+    """A function that turns arrays like ``x`` into arguments; None if not needed."""
     # A program of one device places a copy of few rows in less time than `put`.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
@@ -185,7 +191,7 @@ def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] 
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
-    """Global arrays of which this process's rows are the part of its own towers."""
+    """Global arrays, in which the rows of this process are those of its own towers."""
     placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
@@ -195,7 +201,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """Return ``out``; wait for it first if it is on several CPUs: `bound_in_flight`."""
+    """``out``, after waiting for it if it is on several CPUs: see `bound_in_flight`."""
     for x in jax.tree.leaves(out):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             devices = x.sharding.device_set

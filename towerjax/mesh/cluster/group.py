@@ -14,9 +14,10 @@ from typing import IO, Any
 
 from towerjax.mesh.cluster import heartbeat
 
-# The first process of a job's group, which is not the launcher's. Its input ends when
-# the launcher dies, however it dies; by then each process has joined the group, since a
-# forked one holds the pipe until it has. Signals to the group are for the others.
+# The first process of a job's group, which is not the launcher's group. Its input ends
+# when the launcher dies, however it dies. By then each process has joined the group,
+# since a forked one holds the pipe until it has. This process ignores signals to the
+# group, which are for the others.
 _WATCHDOG = """
 import os, signal, sys
 for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
@@ -35,7 +36,7 @@ def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
 
 
 def write(target: Any, text: bytes) -> None:
-    """Write bytes and flush; decode them for a stream that takes text alone."""
+    """Write bytes and flush; decode them for a stream that takes only text."""
     raw = getattr(target, "buffer", None)
     if raw is None:
         target.write(text.decode(errors="replace"))
@@ -48,7 +49,7 @@ def write(target: Any, text: bytes) -> None:
 # Signals that the launcher forwards and that do not end the job.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.02
-# How long the output of a process that has ended may take; what it started may go on.
+# How long to wait for the output of a process that has ended: its children may go on.
 _DRAIN_S = 0.2
 
 # EX_TEMPFAIL: the exit code of a program that saved and is to be started again.
@@ -59,14 +60,14 @@ AGAIN = 75
 class End:
     """How the processes of a job ended."""
 
-    code: int = 0  # or the code of the first that failed; 128 + n for signal n
-    lost: int = 0  # how many were killed by others than the launcher, or hung
+    code: int = 0  # that of the first process that failed; 128 + n for signal n
+    lost: int = 0  # how many hung, or were killed by others than the launcher
     ended_by: int | None = None  # the signal that told the launcher to end
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """The timeouts of a job."""
+    """The timeouts of a job, in seconds."""
 
     grace_s: float  # from SIGTERM to SIGKILL
     failed_s: float  # the same, after a process has failed
@@ -84,7 +85,7 @@ def _signal_name(number: int) -> str:
 
 
 class _Worker:
-    """One process, what it has told so far, and the threads that read its pipes."""
+    """One process, what it reported so far, and the threads that read its pipes."""
 
     def __init__(
         self, index: int, command: Sequence[str], environ: Mapping[str, str], group: int
@@ -142,7 +143,7 @@ def run_group(
     timeouts: Timeouts,
     arrived: list[int],
 ) -> End:
-    """Run the command with each environment, as one job; signals are passed on."""
+    """Run the command once in each environment, as one job that gets the signals."""
     workers: list[_Worker] = []
     with _process_group() as group:
         try:
@@ -210,7 +211,7 @@ class _Job:
                 # A process that ends, or waits for a lost one, does no steps.
                 self._look_for_hangs()
             over = [x for x in self.running if x.popen.poll() is not None]
-            # Of two that ended in one moment one may have because the other did.
+            # If two ended in one moment, one may have ended because the other did.
             likely = {None: 1, signal.SIGABRT: 2}
             for worker in sorted(over, key=lambda x: likely.get(x.signal, 0)):
                 self._handle_end(worker)
@@ -258,7 +259,7 @@ class _Job:
         self.running.remove(worker)
         _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
-        # JAX aborts those that wait for another: they are not lost themselves.
+        # JAX aborts processes that wait for another one: they are not lost themselves.
         not_lost = self.sent | ({signal.SIGABRT} if self.end.code else set())
         if worker.signal is not None and worker.signal not in not_lost:
             self.end.lost += 1

@@ -23,7 +23,7 @@ def notify_launcher(word: bytes) -> bool:
     if name is None:
         return False
     pipe = int(name.partition(":")[0])
-    # A child inherits the variable and not the pipe: that number has another inode.
+    # A child inherits the variable but not the pipe: there the number is another inode.
     with contextlib.suppress(OSError):
         return pipe_name(pipe) == name and bool(os.write(pipe, word))
     return False

@@ -24,10 +24,10 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 class RestartPlan:
     """How many processes are to start, and how many restarts are left."""
 
-    processes: int  # how many there are without a loss
-    towers: int | None = None  # of the program; None: all are always started
+    processes: int  # their number before any is lost
+    towers: int | None = None  # of the program; None: all processes always start
     restarts: int | None = None  # how often the job may still be started again
-    lost: int = 0  # how many processes were
+    lost: int = 0  # the number of processes that were lost
 
     @property
     def count(self) -> int:
@@ -71,29 +71,33 @@ def launch(
     `initialize` in each process joins it to the job. Their output is printed line by
     line, each with the number of its process; they have no input. When one fails,
     this prints which and why, and ends the others: SIGTERM first, SIGKILL after
-    ``grace_s``. SIGINT, SIGTERM and SIGHUP are forwarded with the same grace (a second
-    one ends it), SIGUSR1 and SIGUSR2 without. Children end with the job, unless they
-    moved to another process group, and all of them when the launcher is killed.
+    ``grace_s``. SIGINT, SIGTERM and SIGHUP are forwarded with the same grace, which a
+    second signal ends; SIGUSR1 and SIGUSR2 are forwarded and end nothing. The children
+    of processes end with the job, unless they moved to another process group. All end
+    when the launcher is killed.
 
-    With ``restarts`` the job is started again after a process is lost, which is killed
-    or hangs, or exits with 75. The program must save itself and resume, as `run` with a
-    `Checkpointer` does.
+    With ``restarts`` the job is started again after a process is lost, because it was
+    killed or hangs, and after one exits with 75. The program must save itself and
+    resume, as `run` with a `Checkpointer` does.
 
     Args:
       command: The program and its arguments.
-      processes: How many to start.
-      devices_per_process: CPU devices of each, on JAX's platform CPU; None: as JAX has.
+      processes: The number of processes to start.
+      devices_per_process: The number of CPU devices of each process, on JAX's platform
+        CPU; None leaves the devices to JAX.
       grace_s: Seconds between SIGTERM and SIGKILL.
       port: Where process 0 listens, on the loopback interface; None finds a free one.
       env: Variables to add to the environment.
-      restarts: How often the job may be started again; None ends it with the first
-        loss, with its code, and 0 with 75.
-      towers: The number of towers of the program's strategy, by which the job goes on
-        without lost processes, in the most that divide it; None starts all again.
+      restarts: How often the job may be started again. None ends the job at the first
+        loss, with the code of that process; 0 ends it there with 75.
+      towers: The number of towers of the program's strategy. The job is then started
+        again without lost processes, with the largest number of processes that divides
+        the towers. None starts all processes again.
       hang_timeout_s: Seconds without a sign of life after which a process is killed,
         counted from its start; `initialize` gives the first sign.
-      step_timeout_s: Seconds without a step of any process after which those that did
-        the fewest are killed, once each did one in a `run` with a `Checkpointer`.
+      step_timeout_s: Seconds without a step of any process, after which the processes
+        with the fewest steps are killed. It counts once each process did a step in a
+        `run` with a `Checkpointer`.
 
     Returns:
       0 if all returned 0; else the code of the first that failed, 128 + n for signal
@@ -112,12 +116,12 @@ def launch(
     if not parts or not all(isinstance(x, str | os.PathLike) for x in parts):
         raise ValueError(
             f"command={command!r} must be a list of a program and its arguments, such"
-            " as ['python', 'train.py'], all of them texts."
+            " as ['python', 'train.py'], all of them strings."
         )
     texts = [*map(os.fspath, parts), *(env or {}).values()]
     if null := [x for x in texts if "\0" in str(x)]:
         raise ValueError(
-            f"{null[0]!r} contains a null byte, which an argument must not."
+            f"{null[0]!r} contains a null byte, which no argument or variable may have."
         )
     check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
@@ -129,7 +133,7 @@ def launch(
     if towers is not None and towers % processes:
         raise ValueError(
             f"{towers=} cannot be divided among {processes} processes. Start a number"
-            " of them that divides it."
+            " of processes that divides the number of towers."
         )
     if port is not None and not spec.is_free(port):
         raise ValueError(

@@ -27,7 +27,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a process can listen at this port, which JAX would share, or abort on."""
+    """Whether this port is free; JAX itself would share a port in use, or abort."""
     check_whole("port", port, 1, 65535)
     with socket.socket() as probe:
         # A port of a job that has just ended is free.
@@ -51,7 +51,7 @@ _EXAMPLE = (
     ' "task": {"type": "worker", "index": 0}}'
 )
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]+)")
-# What a part of a specification is not, and what to write.
+# The rest of the sentence about a wrong part of a specification, and what to write.
 _NO_ADDRESS = (
     "is not an address. Write 'host:port' with a port of 1 to 65535, such as"
     " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
@@ -72,9 +72,9 @@ class Cluster:
 
     Attributes:
       process_id: The number of this process, from 0.
-      num_processes: How many there are.
+      num_processes: The number of processes.
       coordinator: ``"host:port"`` at which process 0 listens; None for one process,
-        and where JAX alone knows it.
+        and if only JAX knows it.
       how: What named the cluster, in words.
     """
 
@@ -147,7 +147,7 @@ def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str,
         and isinstance(task, Mapping)
     ):
         raise ValueError(
-            f"{how} is {spec!r}, which names no list of processes. Write such as"
+            f"{how} is {spec!r}, which names no list of processes. Write, for example,"
             f" {_EXAMPLE}, or leave all of it out for a job of one process."
         )
     return jobs, task
@@ -159,7 +159,7 @@ def _is_address(x: Any) -> bool:
 
 
 def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
-    """The cluster of three arguments, else the launcher, else TF_CONFIG, else None."""
+    """The cluster that arguments, else the launcher, else TF_CONFIG name; or None."""
     names = ("coordinator", "num_processes", "process_id")
     given: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
     launched: dict[str, Any] = {name: environ.get(name) or None for name in VARIABLES}
@@ -172,12 +172,13 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
         return parse_spec(json.loads(text), how="TF_CONFIG")
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"TF_CONFIG: {text!r} is not JSON ({error}). Write such as {_EXAMPLE}."
+            f"TF_CONFIG: {text!r} is not JSON ({error}). Write, for example,"
+            f" {_EXAMPLE}."
         ) from error
 
 
 def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
-    """The cluster of a coordinator, a number of processes and one's own number."""
+    """The cluster of a coordinator, a number of processes and this one's number."""
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(
             f"{how}: {', '.join(values)} belong together, got {dict(values)}. Give"
@@ -194,8 +195,8 @@ def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
     return Cluster(process_id, num_processes, coordinator, how)
 
 
-# Of each launcher, the innermost first, the variables of a process's number, of how
-# many there are, and of the same on its machine.
+# The launchers, the innermost first. Each has variables for this process's number, for
+# the number of processes, and for the same two on this machine.
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -203,19 +204,19 @@ _LAUNCHERS = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-# What JAX calls its detection of these.
+# JAX's names for its detection of these launchers.
 _DETECTED = {"Slurm": "slurm", "Open MPI": "ompi"}
-# They say which process this is, and not how many there are.
+# Variables that say which process this is, and not how many there are.
 _RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
 _MEET = (
-    "Set MASTER_ADDR and MASTER_PORT alike in all, to the host of process 0 and a free"
-    " port there, and RANK and WORLD_SIZE if they are not set. On Kubernetes install"
-    " jax[k8s]."
+    "Set MASTER_ADDR and MASTER_PORT in all processes, to the host of process 0 and a"
+    " free port there, and RANK and WORLD_SIZE if they are not set. On Kubernetes"
+    " install jax[k8s]."
 )
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-    """The innermost launcher that started several, and its variables."""
+    """The innermost launcher that started several processes, and its variables."""
     several = []
     for launcher, names in _LAUNCHERS.items():
         me, count = (environ.get(name, "") for name in names[:2])
@@ -228,29 +229,32 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """Why this process, ``but`` ..., may not work by itself; None if it may."""
+    """An error text if a launcher started several processes; None if none did.
+
+    ``but`` is the clause that says why this process would be alone.
+    """
     return _alone(_sign_of_several(environ, _RANKS), but, _MEET)
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """Why a process that joined no other may not work by itself; None if it may."""
+    """An error text for a process of several that joined no other; or None."""
     count = environ.get(VARIABLES[1], "")
     if count.isdecimal() and int(count) > 1:
         sign = f"{VARIABLES[1]}={count} {_COUNTS}", VARIABLES
     elif (tasks := _count_tasks(environ)) > 1:
         sign = f"TF_CONFIG names {tasks} processes of one job", ("TF_CONFIG",)
-    else:  # the index of a pod may number jobs of their own
+    else:  # the index of a pod may number separate jobs
         sign = _sign_of_several(environ, _RANKS[:1])
-    # Of `srun --pty` the first task alone has the terminal, such as a shell's.
+    # With `srun --pty` only the first task has the terminal, for example of a shell.
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
     if is_shell and sign is not None and sign[1][0] in _LAUNCHERS["Slurm"]:
         return None
     how = "Call tj.cluster.initialize() at the start, before JAX is used."
-    return _alone(sign, "JAX knows of this one alone", how)
+    return _alone(sign, "JAX knows of this one only", how)
 
 
 _COUNTS = "is the number of processes in a job of several"
-# What says that there are several processes, in words, and the variables that do.
+# A clause that says there are several processes, and the variables that tell so.
 _Sign: TypeAlias = tuple[str, tuple[str, ...]] | None
 
 
@@ -266,7 +270,7 @@ def _sign_of_several(environ: Mapping[str, str], ranks: tuple[str, ...]) -> _Sig
 
 
 def _count_tasks(environ: Mapping[str, str]) -> int:
-    """How many processes ``TF_CONFIG`` names as this one's job."""
+    """The number of processes that ``TF_CONFIG`` names for the job of this one."""
     try:
         jobs, task = _jobs_and_task(json.loads(environ.get("TF_CONFIG", "")), "")
     except ValueError:  # `initialize` says what is wrong with it
@@ -287,7 +291,7 @@ def _alone(sign: _Sign, but: str, how: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster of the innermost launcher; None if nothing says where it is."""
+    """The cluster of the innermost launcher; None if nothing gives its address."""
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
@@ -295,7 +299,7 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
     port = environ.get("MASTER_PORT", "")
     address = environ.get("JAX_COORDINATOR_ADDRESS")
     if not address and host and port.isdecimal():
-        # There torchrun itself may listen.
+        # At MASTER_PORT torchrun itself may listen.
         port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
         is_here = environ.get(names[3]) == environ[names[1]]  # all are on this machine
         host = LOOPBACK if is_here else f"[{host}]" if ":" in host else host
@@ -307,16 +311,16 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def detection(environ: Mapping[str, str]) -> str | None:
-    """JAX's way to find the cluster of the innermost launcher; None: any, if at all."""
+    """The method by which JAX is to detect the cluster; None leaves that to JAX."""
     if (launched := _innermost(environ)) is not None:
         return _DETECTED.get(launched[0], "deactivate")
-    # JAX makes a job of a lone step, at the port of its allocation's other steps, too:
-    # https://github.com/jax-ml/jax/pull/12152.
+    # JAX makes a cluster of a single task, too, at the port that the other steps of its
+    # allocation use: https://github.com/jax-ml/jax/pull/12152.
     return "deactivate" if environ.get("SLURM_STEP_NUM_TASKS") == "1" else None
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Which of its machine's accelerators a process takes that shares it; None: all."""
+    """The accelerators for a process that shares its machine; None for all."""
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     local, local_count = (environ.get(name, "") for name in launched[1][2:])

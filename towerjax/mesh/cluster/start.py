@@ -32,34 +32,34 @@ def initialize(
 ) -> spec.Cluster:
     """Join this process to the others of its job; JAX then has the devices of all.
 
-    The cluster is taken from the first of: the arguments; what ``towerjax launch`` set;
-    ``TF_CONFIG``; the variables of a launcher with ``MASTER_ADDR`` and ``MASTER_PORT``,
-    as torchrun sets them; what JAX detects (Slurm, Open MPI 4, Kubernetes, TPU). If
-    none of them names one, this is a job of one process and nothing is started, so that
-    the same program runs everywhere. Where JAX is initialized already, and at a second
-    call, it is the running one.
+    The first of these that names a cluster counts: the arguments; what ``towerjax
+    launch`` set; ``TF_CONFIG``; the variables of a launcher with ``MASTER_ADDR`` and
+    ``MASTER_PORT``, as torchrun sets them; what JAX detects (Slurm, Open MPI 4,
+    Kubernetes, TPU). If none names one, this is a job of one process and nothing is
+    started, so that the same program runs everywhere. If JAX is initialized already, or
+    at a second call, the cluster is the one that this process has joined.
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
     the coordinator's port; at a loopback address to this machine only.
 
-    Note: an uncaught exception ends a process of several at once, by ``os._exit``: it
-    would wait for the others, which wait for it.
+    Note: in a job of several processes an uncaught exception ends its process at once,
+    by ``os._exit``. Otherwise this process would wait for the others, and they for it.
 
     Note: from then on JAX holds SIGTERM back, so that a job can save before it is
-    preempted: `run` with a `Checkpointer` saves; other programs are ended by SIGKILL.
+    preempted. `run` with a `Checkpointer` saves; other programs go on until SIGKILL.
     After ``sys.exit(1)`` the process waits for the others at its end, up to
     ``shutdown_timeout_s``: raise an exception instead.
 
     Args:
       coordinator: ``"host:port"`` at which process 0 listens.
-      num_processes: How many processes there are.
-      process_id: Which one this is, from 0; process 0 is the chief.
-      heartbeat_timeout_s: JAX ends the other processes after so long without a sign of
-        life from one.
-      initialization_timeout_s: How long to wait for the others to join. Then the
-        process prints which are missing and exits with code 1: no exception can end
-        this wait.
-      shutdown_timeout_s: How long to wait for the others at the end.
+      num_processes: The number of processes.
+      process_id: The number of this process, from 0; process 0 is the chief.
+      heartbeat_timeout_s: The seconds without a sign of life from one process, after
+        which JAX ends the others.
+      initialization_timeout_s: The seconds to wait for the others to join. After these
+        the process prints whom it waited for and exits with code 1: no exception can
+        end this wait.
+      shutdown_timeout_s: The seconds to wait for the others at the end.
 
     Returns:
       The `Cluster`.
@@ -85,8 +85,8 @@ def initialize(
             running, coordinator=known, how=named.how
         ):
             raise RuntimeError(
-                f"tj.cluster.initialize() has run already and gave {running}; this call"
-                f" means {named}. A process joins one cluster: call it once."
+                f"tj.cluster.initialize() was called before and joined {running}, but"
+                f" this call names {named}. A process joins one cluster: call it once."
             )
         return running
     heartbeat.start()
@@ -105,7 +105,7 @@ def initialize(
 def shutdown() -> None:
     """Wait for the other processes and leave the job; without a job do nothing.
 
-    Every process does this at its end. Call it to know that all came this far.
+    Every process does this at its end. After a call all processes came this far.
     """
     if _process.excepthook is not None:
         sys.excepthook = _process.excepthook
@@ -145,9 +145,9 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
     if named is not None and (count, me) != (named.num_processes, named.process_id):
         raise RuntimeError(
             f"{named.how}: this is {_name_of(named)} but to JAX it is process {me} of"
-            f" {count}. Its devices do not communicate between processes, or in another"
-            " order, or JAX was initialized before: check the platform, or leave the"
-            " cluster to JAX to detect."
+            f" {count}. Either its devices do not communicate between processes, or"
+            " their order is another one, or JAX was initialized before. Check the"
+            " platform, or let JAX detect the cluster."
         )
     if named is None and count == 1:
         _refuse_to_be_alone("to JAX it is the only one")
@@ -163,8 +163,8 @@ def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
     address = str(named.coordinator)
     if named.process_id == 0 and not spec.is_free(int(address.rpartition(":")[2])):
         raise RuntimeError(
-            f"process 0 must listen at {address}, but something on this machine"
-            " does already. End it, or choose another port for all processes."
+            f"process 0 must listen at {address}, but another program on this machine"
+            " does already. End that program, or choose another port for all processes."
         )
     options = {
         **options,
@@ -180,7 +180,7 @@ def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
 def _join_detected(options: dict[str, Any]) -> bool:
     """Join the job that JAX detects; False if it detects none."""
     method = spec.detection(os.environ)
-    # JAX would try a way of which it says that it does not function here.
+    # JAX would try a method although it says itself that this one does not work here.
     finds_none = not detects_cluster(method)
     method = "deactivate" if finds_none else method
     try:
@@ -201,13 +201,13 @@ def _initialize_jax(
     who: str = "this process",
     others: str = "the others of the cluster",
 ) -> None:
-    """Join, and print what is waited for; exit if that takes too long."""
+    """Join the cluster; print what is waited for, and exit after the timeout."""
     limit_s = options["initialization_timeout"]
 
     def end() -> None:
         print_line(
-            f"{who} waited {limit_s} s and ends: {others} did not come, or not all of"
-            " them. Do they call tj.cluster.initialize(), and is the address right?"
+            f"{who} waited {limit_s} s and ends: {others} did not join, or not all of"
+            " them did. Do they call tj.cluster.initialize(), and is the address right?"
         )
         os._exit(1)
 
