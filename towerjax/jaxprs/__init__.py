@@ -1,1 +1,1 @@
-"""Reading JAX programs: equations, an interpreter, tags."""
+"""How JAX programs are read: equations, an interpreter, tags."""

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from towerjax.jaxprs import tags
 
-# Primitives of JAX whose params hold code: of derivatives, of partitioning, of random
-# keys, or code that the params hold as a jaxpr too.
+# Primitives of JAX whose params hold functions that hide nothing: those of derivatives,
+# of partitioning or of random keys, or code that the params hold as a jaxpr, too.
 _TRUSTED = frozenset(
     "checkpoint composite core_map custom_jvp_call custom_lin custom_partitioning "
     "custom_vjp_call custom_vmap_call debug_callback inspect_sharding linear_call "
@@ -30,7 +30,8 @@ _TRUSTED = frozenset(
     "random_seed random_split random_unwrap random_wrap reduce reduce_window remat2 "
     "remat_opt run_state scan select_and_gather_add select_and_scatter_add".split()
 )
-# Functions of their operands alone: their params hold no code, no jaxpr and no axis.
+# Primitives that depend on their operands alone: their params hold no code, no jaxpr
+# and no axis.
 _PLAIN_NAMES = """
     abs acos acosh add add_jaxvals and argmax argmin asin asinh atan atan2 atanh
     bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
@@ -43,11 +44,11 @@ _PLAIN_NAMES = """
     select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice
     sort sqrt square squeeze sub tan tanh top_k transpose xor
 """
-_KNOWN = vars(primitives)  # of which a version of JAX may lack some
+_KNOWN = vars(primitives)  # a version of JAX may lack some
 PLAIN: frozenset[Primitive] = frozenset(
     _KNOWN[f"{name}_p"] for name in _PLAIN_NAMES.split() if f"{name}_p" in _KNOWN
 )
-"""Primitives that no rule, and no walk through a program, has to look into."""
+"""Primitives into which no rule, and no walk through a program, has to look."""
 
 _LEAF_TYPES = (str, bytes, int, float, complex, type(None), type, slice, range)
 _LEAF_TYPES += (np.generic, np.ndarray, np.dtype, jax.Array)
@@ -92,7 +93,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def is_hidden(eqn: JaxprEqn) -> bool:
-    """Whether an equation hides what it does in a function among its params."""
+    """Whether a function among an equation's params hides what the equation does."""
     if eqn.primitive in PLAIN or eqn.primitive.name in _TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
@@ -101,7 +102,7 @@ def is_hidden(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_high(primitive: Primitive) -> bool:
-    """Whether a hijax class defines what an equation does."""
+    """Whether a hijax class defines what a primitive does."""
     has_class = type(primitive).to_lojax is not Primitive.to_lojax
     return has_class or primitive.name.startswith("call_hi_primitive")
 
@@ -114,7 +115,7 @@ def given_name(eqn: JaxprEqn) -> str | None:
     return high.name if type(high).__name__.startswith("CheckpointName") else None
 
 
-# What a function raises, JAX's errors of tracers included, that takes other input.
+# What a function raises if it cannot take tracers, JAX's own errors included.
 _UNTRACEABLE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(NameError, NotImplementedError, RecursionError, TypeError, ValueError),
@@ -122,7 +123,7 @@ _UNTRACEABLE = (
 
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
-    """Trace the code that a primitive hides; None if it cannot be traced."""
+    """The jaxpr of the code that a primitive hides; None if it cannot be traced."""
     primitive = eqn.primitive
     code: Callable = primitive.to_lojax if _is_high(primitive) else primitive.impl
     avals: list[Any] = [v.aval for v in eqn.invars]
@@ -133,7 +134,7 @@ def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
             axis_env=list(sizes.items()),
         )(*shapes)
     except _UNTRACEABLE:
-        return None  # It needs arrays, a device, or an axis: nothing is known of it.
+        return None  # It needs arrays, a device, or an axis: what it does is unknown.
     return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
 
 
@@ -144,10 +145,10 @@ REDUCTIONS = frozenset(
 """Collectives whose result is the same on all towers."""
 
 SUMS = frozenset("psum psum_invariant unreduced_psum".split())
-"""Those of `REDUCTIONS` that add up, and count equal values ``T`` times."""
+"""Those of `REDUCTIONS` that add up: a value that towers share counts ``T`` times."""
 
 EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
-"""Those of `REDUCTIONS` that copies of a value do not change."""
+"""Those of `REDUCTIONS` that take the largest or smallest: copies change nothing."""
 
 # Output i is operand i; some have an `axes` param, but none communicates.
 IDENTITIES = (
@@ -156,8 +157,8 @@ IDENTITIES = (
     "sharding_constraint name"
 ).split()
 
-# Code in another language or on another device, which no jaxpr shows: the results may
-# differ even if the operands are the same.
+# Primitives whose code no jaxpr shows, because it is in another language or on another
+# device. Their results may differ even if the operands are the same.
 _FOREIGN = frozenset(
     "ffi_call call_exported buffer_callback cudnn_fusion custom_fusion "
     "tpu_custom_call mosaic_gpu_p triton_kernel_call rng_uniform "
@@ -185,7 +186,7 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
 
 
 def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """The axes over which each dim is split; a spec with `unreduced` is no iterable."""
+    """The axes over which each dim is split, by number: a spec may be no iterable."""
     dims = [spec[i] for i in range(len(spec))]
     return [x if isinstance(x, tuple) else (x,) for x in dims]
 
@@ -196,7 +197,7 @@ def names_in(spec: PartitionSpec) -> set[str]:
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
-    """The meshes with at least one axis among the params of an equation."""
+    """The meshes among the params of an equation that have at least one axis."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
     kinds = Mesh, jax.sharding.AbstractMesh
     return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
@@ -218,7 +219,7 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
-    """The ``axis_index_groups`` of a collective; None where one group is all."""
+    """The ``axis_index_groups`` of a collective; None if one group has all towers."""
     given = eqn.params.get("axis_index_groups")
     if given is None or len(given) > 1:
         return given
@@ -251,8 +252,8 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
     """The program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
 
-    With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` they are objects of
-    classes of JAX. None for another object.
+    With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` these are objects
+    of JAX's own classes. For any other object it is None.
     """
     kind = type(high)
     if not kind.__module__.startswith("jax."):
@@ -284,9 +285,10 @@ def all_sites(
     plain: bool = False,
     outer: "Site | None" = None,
 ) -> list["Site"]:
-    """Each equation with those around it; ``enter`` says which inner jaxprs are read.
+    """The site of each equation of a jaxpr, and of the inner jaxprs that are entered.
 
-    Those that are `PLAIN` only where ``plain`` says so.
+    ``enter(eqn)``: whether to enter the jaxprs inside an equation. ``plain``: whether
+    equations of `PLAIN` primitives are listed, too.
     """
     sites: list[Site] = []
     for eqn in open_jaxpr(jaxpr).eqns:
@@ -307,7 +309,7 @@ def needed_eqns(
     results: Iterable[Any],
     always: Iterable[Any] = (),
 ) -> list[Any]:
-    """The equations that results depend on, and those that always run, in order."""
+    """The equations, in order, that ``results`` depend on or that ``always`` run."""
     wanted = {x for x in results if not isinstance(x, Literal)}
     runs = set(map(id, always))
     needed = []
@@ -330,7 +332,10 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 
 
 def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
-    """For each output, the input that calls and scans pass on unchanged, or None."""
+    """For each output, the entry of ``given`` that it is, passed on unchanged, or None.
+
+    ``given`` has an entry for each input. Calls and scans are looked into.
+    """
     forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
         inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
@@ -339,7 +344,7 @@ def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
             inner = [open_jaxpr(hidden)]
         if inner:
             inside = [forwarded.get(id(x)) for x in eqn.invars]
-            if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
+            if eqn.primitive.name == "scan":  # only xs can be passed on, as ys
                 once = sum(loop_sizes(eqn))
                 inside[:once] = [None] * once
             outside = forwarded_inputs(inner[0], inside)
@@ -362,7 +367,7 @@ _REF = "AbstractRef"
 
 
 Site: TypeAlias = tuple[JaxprEqn, Any]
-"""An equation and the site of the one around it, or None."""
+"""An equation, and the site of the equation around it, or None."""
 
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
@@ -376,7 +381,7 @@ def outwards(site: Site | None) -> Iterator[JaxprEqn]:
 
 
 def scopes_of(site: Site) -> list[str]:
-    """The scopes that a site's equations stand in, from the outermost."""
+    """The name scopes around a site's equation, the outermost first."""
     stacks = [x.source_info.name_stack.stack for x in outwards(site)]
     return [
         (tags.TRANSPOSED if x.name == "transpose" else "")
@@ -398,7 +403,7 @@ def user_line(site: Site | None) -> str:
 
 
 def is_in_mean(eqn: JaxprEqn) -> bool:
-    """Whether `jax.lax.pmean` wrote a sum, and divides it."""
+    """Whether a sum is part of a `jax.lax.pmean`, which divides it."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return "pmean" in [frame.function_name for frame in frames]
@@ -411,7 +416,7 @@ def is_library(file: str) -> bool:
 
 
 def format_line(file: str, line: int, function: str) -> str:
-    """A line of code as text, such as "train.py:12 (loss_fn)"."""
+    """A text for a line of code, such as "train.py:12 (loss_fn)"."""
     path = Path(file)
     here = Path.cwd()
     below = path.is_relative_to(here)

@@ -1,4 +1,4 @@
-"""Count the arithmetic of a program: loops by their trips, recomputation apart."""
+"""Count a program's arithmetic: loops by their trips, recomputation separately."""
 
 import dataclasses
 import math
@@ -27,13 +27,14 @@ class Flops:
     """The arithmetic of one run of a program, in FLOPs.
 
     Attributes:
-      products: Of dot products and convolutions: a multiplication and an addition for
-        each pair of numbers. This is what is called the model's FLOPs.
-      elementwise: One for each number that other operations compute. As XLA counts
-        them: no moves of data, no transcendental functions, no random bits.
-      recomputed: Products that `jax.checkpoint` computes once more; not in
-        ``products``.
-      uncounted: What is not counted, or not fully, with its line of code.
+      products: The FLOPs of dot products and convolutions: a multiplication and an
+        addition for each pair of numbers. They are called the model's FLOPs.
+      elementwise: One FLOP for each number that other operations compute. As in XLA's
+        count, moves of data, transcendental functions and random bits count nothing.
+      recomputed: The FLOPs of products that `jax.checkpoint` computes once more; they
+        are not in ``products``.
+      uncounted: The operations that are not counted, or not fully, each with its line
+        of code.
     """
 
     products: int
@@ -68,13 +69,14 @@ NO_FLOPS = Flops(0, 0, 0)
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
-    """The arithmetic of a program, of all devices of a ``shard_map`` together.
+    """The arithmetic of a program; a ``shard_map`` counts on all its devices together.
 
-    Of the branches of a ``cond`` the largest counts, and the body of a ``while`` whose
-    trips are not known counts once. What no result needs is left out.
+    The largest branch of a ``cond`` counts. The number of trips of a ``while`` is
+    unknown, so its body counts once. Operations that no result needs are left out.
 
     Args:
-      jaxpr: Of ``jax.make_jaxpr(fn)(*args)``, or ``.jaxpr`` of a traced ``jax.jit``.
+      jaxpr: The result of ``jax.make_jaxpr(fn)(*args)``, or ``.jaxpr`` of a traced
+        ``jax.jit``.
 
     Returns:
       The `Flops`.
@@ -96,14 +98,14 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
     return _count(body, [True] * len(body.outvars), False, None)
 
 
-# The scope in which JAX writes what a derivative computes once more.
+# The scope that JAX gives to operations that a derivative computes once more.
 _REMATTED = "rematted_computation"
 
 
 def _count(
     jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
 ) -> Flops:
-    """The arithmetic that the used results need; ``is_again``: it was done before."""
+    """The arithmetic that the used results need; ``is_again``: it is recomputation."""
     total = NO_FLOPS
     results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     wanted = {x for x in results if not isinstance(x, Literal)}
@@ -197,7 +199,7 @@ def _of_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_ragged_dot(eqn: JaxprEqn) -> int:
-    """Each row of the left side meets one group's matrix."""
+    """The FLOPs of a product in which each row on the left meets one group's matrix."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     other = {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -207,7 +209,10 @@ def _of_ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_conv(eqn: JaxprEqn) -> int:
-    """Two FLOPs for each number of the kernel that meets the image, without padding."""
+    """Two FLOPs for each pair of a number of the kernel and one of the image.
+
+    Pairs with padding do not count.
+    """
     params = eqn.params
     numbers = params["dimension_numbers"]
     image, kernel = map(_shape, eqn.invars[:2])
@@ -288,7 +293,7 @@ _OPERATIONS: dict[str, Callable[[JaxprEqn], int]] = {
         _of_updates,
     ),
 }
-# Neither arithmetic nor, by XLA's count, among its operations.
+# XLA does not count these among its operations.
 _TRANSCENDENTAL = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
@@ -308,5 +313,5 @@ _MOVES = """
     random_wrap random_clone threefry2x32 rng_bit_generator rng_uniform
 """
 _FREE = frozenset([*_TRANSCENDENTAL.split(), *_MOVES.split(), *IDENTITIES, *REDUCTIONS])
-# One for each result, beside those that are `PLAIN`.
+# One FLOP for each number of a result, as for primitives that are `PLAIN`.
 _ELEMENTWISE = frozenset("add_any eq_to le_to lt_to mul_add one_minus_square".split())

@@ -12,7 +12,7 @@ from towerjax.jaxprs.equation import PLAIN, user_line
 
 
 class Interpreter:
-    """Holds the values of a jaxpr while a caller evaluates its equations."""
+    """The values of a jaxpr, while a caller evaluates its equations."""
 
     def __init__(self, body: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]):
         self.values: dict[Any, Any] = dict(zip(body.invars, inputs, strict=True))
@@ -26,7 +26,7 @@ class Interpreter:
         """Evaluate an equation and store its results; ``operands`` replace its own."""
         if operands is None:
             operands = []
-            for x in eqn.invars:  # without a call for each: there are many
+            for x in eqn.invars:  # this calls no function, because there are many
                 operands.append(x.val if isinstance(x, Literal) else self.values[x])
         try:
             results = evaluate_eqn(eqn, operands)
@@ -48,7 +48,7 @@ def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def eqn_context(eqn: Any) -> Iterator[None]:
-    """Trace with an equation's line, name stack and JAX settings."""
+    """A context for tracing with an equation's line, name stack and JAX settings."""
     at = eqn.source_info
     names = current_name_stack() + at.name_stack
     with user_context(at.traceback, name_stack=names), eqn.ctx.manager:
@@ -58,7 +58,7 @@ def eqn_context(eqn: Any) -> Iterator[None]:
 def as_call(
     eqn: JaxprEqn, fn: Callable[..., Any], axes: Sequence[tuple[str, int]] = ()
 ) -> JaxprEqn:
-    """Results of ``fn`` as one call, with ``axes`` bound, in place of an equation."""
+    """An equation that calls ``fn``, in place of ``eqn``; ``axes`` are bound in it."""
     avals: list[Any] = [v.aval for v in eqn.invars]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     closed = jax.make_jaxpr(fn, axis_env=[*axes])(*shapes)
@@ -70,7 +70,7 @@ def as_call(
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
-    """An equation with ``change(jaxpr)`` in place of each jaxpr in its params."""
+    """The equation, with ``change(jaxpr)`` in place of each jaxpr in its params."""
     if eqn.primitive in PLAIN:
         return eqn
     params = {key: _changed(value, change) for key, value in eqn.params.items()}

@@ -12,28 +12,28 @@ class Tag(str):
     __hash__ = object.__hash__
 
 
-# Scope of the sums that a step itself makes: losses, gradients, metrics.
+# The scope of the sums that a step itself makes: of losses, gradients and metrics.
 SUMMED_BY_STEP = Tag("towerjax.sums")
 
-# Scope of a gradient that `TowerOptimizer.compute_gradients` gives of a mean's sum.
+# The scope of a gradient of a mean's sum, in `TowerOptimizer.compute_gradients`.
 OF_A_SUM = Tag("towerjax.gradient_of_sum")
 
-# Scope of the loops over a device's towers, and over a tower's micro-batches.
+# The scope of the loops over a device's towers, and over a tower's micro-batches.
 IN_TURN = Tag("towerjax.in_turn")
 
-# Stands for the scope of a derivative's backward, which JAX itself makes.
+# This stands for the scope that JAX gives to the backward part of a derivative.
 TRANSPOSED = Tag("transpose")
 
-# The flag that a tower has examples, which no row's value decides.
+# The name of the flag that a tower has examples. It depends on no value of a row.
 HAS_EXAMPLES = Tag("towerjax.has_examples")
 
-# A mean's factor, or a term beside it, that is the same on all towers.
+# The name of a mean's factor, or of a term beside it, that must be replicated.
 MUST_BE_REPLICATED = Tag("towerjax.replicated")
 
-# Scope of the sums of a batch norm, which each micro-batch has of its own.
+# The scope of the sums of a batch norm: each micro-batch has its own.
 BATCH_NORM = Tag("TowerBatchNorm")
 
-# Scopes of the collectives that a tower function calls on ``tower``.
+# The scopes of the collectives that a tower function calls on ``tower``.
 REDUCED, GATHERED, MERGED = TOWER_CALLS = (
     Tag("tower.reduce"),
     Tag("tower.all_gather"),
