@@ -23,7 +23,7 @@ from towerjax.types.trees import widen_dtype
 SplitDims: TypeAlias = Sequence[int | None]
 """For each value the dim that is split over the devices; None for a whole value."""
 
-# Primitives that compute each element by itself; of several operands.
+# Primitives that compute each element by itself, from one operand or several.
 _OF_SEVERAL = frozenset(
     "abs add add_any and cbrt ceil clamp cos div eq erf exp exp2 expm1 floor ge gt"
     " integer_pow le log log1p logistic lt max min mul ne neg nextafter not or pow rem"
@@ -33,17 +33,20 @@ _OF_SEVERAL = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Which leaves of a device's arguments and results are shards, along which dims."""
+    """Which arguments and results of a device function are shards, along which dims."""
 
     args: Any  # the treedef of the arguments
-    given: SplitDims
-    taken: SplitDims  # the dims of whole arguments of which only shards are used
+    given: SplitDims  # of the arguments
+    taken: SplitDims  # of whole arguments: the function uses only a shard of these
     out: Any  # the treedef of the results
-    wanted: SplitDims
-    exact: bool = False  # whether the bits are to be those of one device
+    wanted: SplitDims  # of the results
+    exact: bool = False  # whether the bits must be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """The specs of arguments and results, from prefix trees for whole leaves."""
+        """The specs of arguments and results.
+
+        ``specs`` are two prefix trees, with the specs of leaves that are not shards.
+        """
         treedefs = (self.args, self.given), (self.out, self.wanted)
 
         def each(prefix: PyTree, treedef: Any, dims: SplitDims) -> PyTree:
@@ -60,9 +63,9 @@ class Shards:
         return first, last
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """``fn`` of arrays alone; ``fn`` is given a `Shard` for each sharded value.
+        """``fn`` as a function of arrays, which gets a `Shard` for each sharded one.
 
-        Its results may be a `Shard`, too. Inside a device function.
+        Results of ``fn`` may be a `Shard`, too. This is called in a device function.
         """
 
         def run(*args: PyTree) -> PyTree:
@@ -91,10 +94,11 @@ def shards_of(
     taken: PyTree = None,
     exact: bool,
 ) -> Shards:
-    """The `Shards` of arguments and of results, each with a prefix tree of layouts.
+    """The `Shards` of arguments and of results.
 
-    ``taken``, for replicated values: prefix tree, SHARDED where only shards of whole
-    arguments are used. ``params``: as for `Placement.shardings`.
+    ``args`` and ``out`` are pairs: the values, and a prefix tree of their layouts.
+    ``taken`` is a prefix tree that is SHARDED for whole arguments of which a shard is
+    used. ``params`` are those of `Placement.shardings`.
     """
 
     def dim(layout: Where, x: Any, within: PartitionSpec) -> int | None:
@@ -117,10 +121,10 @@ def shards_of(
 class Shard:
     """This device's shard of a replicated value, split along ``dim``.
 
-    With ``exact``, what is whole is what one device has, in the layout that it has
-    there, so that products of it have the same bits. Of a value ``is_trained`` a
-    derivative is taken, see `gather_cast`; the cast to ``dtype`` is then done where it
-    is gathered, so that gradients are added in the bits of ``source``.
+    If ``exact``, the gathered value has the memory layout that it has on one device, so
+    that products with it have the same bits. If ``is_trained``, a derivative is taken
+    by the value, see `gather_cast`: it is cast to ``dtype`` where it is gathered, so
+    that gradients are added in the bits of ``source``.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class Shard:
         self._make = make
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arrays, and what else there is."""
+        """``(arrays, meta)``: the shard's arrays, and its other attributes."""
         meta = self.dim, self.dtype, self.is_trained, self.exact
         return (self.source, self.sink), meta
 
@@ -157,13 +161,13 @@ class Shard:
 
     @property
     def data(self) -> jax.Array:
-        """The shard's array."""
+        """The shard's array, cast to ``dtype``."""
         same = self.dtype == self.source.dtype
         return self.source if same else self.source.astype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole value."""
+        """The shape of the whole value."""
         size = lax.axis_size(DEVICE_AXIS)
         shape = list(self.source.shape)
         shape[self.dim] *= size
@@ -172,7 +176,10 @@ class Shard:
     def of(
         self, shard: jax.Array, make: Callable[[], jax.Array] | None = None
     ) -> "Shard":
-        """The shard of a value that is computed of this one, element by element."""
+        """The `Shard` of a value that is computed element by element from this one.
+
+        ``make()`` computes the whole value, if that is not to be gathered.
+        """
         return Shard(shard, self.dim, exact=self.exact, make=make)
 
     def moved(
@@ -181,14 +188,17 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """The same elements elsewhere, by a function of the shard, and of the whole."""
+        """A `Shard` of the same elements in other places.
+
+        ``move`` moves those of the shard, and ``move_whole`` those of the whole value.
+        """
         dim = self.dim if dim is None else dim
         sink = None if self.sink is None else move_whole(self.sink)
         meta = dim, self.dtype, self.is_trained, self.exact
         return Shard.tree_unflatten(meta, (move(self.source), sink))
 
     def cast(self, dtype: Any) -> "Shard":
-        """The same, cast."""
+        """The `Shard` of the value cast to ``dtype``."""
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         if not (self.is_trained and is_float):
             return self.of(self.data.astype(dtype))
@@ -196,39 +206,44 @@ class Shard:
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def row(self) -> "Shard":
-        """Of a row along the first dim, which is not the one that is split."""
+        """The `Shard` of one row, for a ``source`` that is such a row of this shard.
+
+        The first dim, which a row lacks, is not the split one.
+        """
         meta = self.dim - 1, self.dtype, self.is_trained, self.exact
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def fresh(self) -> "Shard":
-        """The same, to be gathered anew in the program that uses it."""
+        """A copy of this `Shard`, which the program that uses it gathers anew."""
         same = Shard.tree_unflatten(*self.tree_flatten()[::-1])
         same._make = self._make
         return same
 
     @functools.cached_property
     def whole(self) -> jax.Array:
-        """All shards, gathered at its first use; or computed of whole values."""
+        """The whole value, gathered at its first use, or computed from whole values."""
         if self._make is not None:
             return self._make()
         if self.is_trained:
             return gather_cast(self.source, self.sink, self.dim, self.dtype)
         x = gather(self.data, self.dim)
-        # XLA would lay it out as it was gathered, and multiply in another order.
+        # XLA would keep the layout in which it was gathered, and multiply in another
+        # order.
         order = Layout(tuple(range(x.ndim)))
         return with_layout_constraint(x, order) if self.exact else x
 
 
 is_shard: Callable[[Any], bool] = Shard.__instancecheck__
-"""Whether devices hold a value in shards; asked of each leaf, without our own call."""
+"""Whether a value is a `Shard`: a method without a call of our own, because it is asked
+for each leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Targets:
-    """Arrays by which a function of a tree is differentiated, which may have a `Shard`.
+    """The arrays by which a function of a tree is differentiated.
 
-    The gradient by a shard is a shard of the sum over devices, where the op sends the
-    leaf alone; else it is whole, and this device's own.
+    The tree may have a `Shard`. If the op sends that leaf alone, its gradient is a
+    `Shard` of the sum over devices; otherwise it is whole, and this device's own.
     """
 
     treedef: Any
@@ -237,7 +252,10 @@ class Targets:
 
     @classmethod
     def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
-        """Those of a tree; ``is_sent_alone(number, shape)`` says so of a leaf."""
+        """The targets of a tree.
+
+        ``is_sent_alone(number, shape)``: whether the op sends that leaf alone.
+        """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
         wide = [widen_dtype(x.dtype) for x in leaves]
         shapes = map(jax.ShapeDtypeStruct, [x.shape for x in leaves], wide)
@@ -250,7 +268,7 @@ class Targets:
 
     @property
     def values(self) -> PyTree:
-        """The tree of arrays."""
+        """The arrays by which the function is differentiated, as a tree."""
 
         def of(x: Any, is_scattered: bool) -> Any:
             if not is_shard(x):
@@ -261,7 +279,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, self.scattered))
 
     def put(self, values: PyTree) -> PyTree:
-        """The tree of which these are the `values`."""
+        """The argument of the function, a tree like the given one, made of `values`."""
 
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
@@ -275,7 +293,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, each, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
-        """Those by the values, with a `Shard` for each that is scattered."""
+        """The gradients by `values`, with a `Shard` for each that is scattered."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
@@ -294,17 +312,17 @@ class Uniform:
 
     @property
     def dtype(self) -> Any:
-        """That of the number."""
+        """The dtype of the number."""
         return jnp.result_type(self.number)
 
     @property
     def whole(self) -> jax.Array:
-        """The array."""
+        """The whole array."""
         return jnp.broadcast_to(self.number, self.shape)
 
 
 def whole(x: Any) -> Any:
-    """The value of a `Shard`, of a `Uniform`, or of anything else."""
+    """The whole value of a `Shard` or a `Uniform`; anything else unchanged."""
     return x.whole if isinstance(x, Shard | Uniform) else x
 
 
@@ -316,20 +334,20 @@ def cut_shard(x: jax.Array, dim: int) -> jax.Array:
 
 
 def take_shard(x: jax.Array, dim: int) -> Shard:
-    """A `Shard` of a whole value, with the bits of one device."""
+    """The `Shard` of a whole value, whose bits are those of one device."""
     return Shard(cut_shard(x, dim), dim, exact=True, make=lambda: x)
 
 
 def as_shards(
     values: Sequence[Any], dims: SplitDims, *, exact: bool = False
 ) -> list[Any]:
-    """The values, each as a `Shard` where it is sharded."""
+    """The values, each with a dim as a `Shard` along that dim."""
     pairs = zip(values, dims, strict=True)
     return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
 
 def scatter_shard(x: Any, dim: int) -> Shard:
-    """The sum over devices of a value, each device with its own shard."""
+    """This device's `Shard` of the sum of a value over devices."""
     return Shard(scatter(whole(x), dim), dim)
 
 
@@ -353,15 +371,15 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes each element by itself, of one or more operands."""
+    """Whether an equation computes each element by itself, from any operands."""
     return eqn.primitive.name in (*_OF_SEVERAL, "convert_element_type")
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Elements of shards of replicated values; None where they do not match.
+    """The result of an elementwise equation on shards; None if these do not match.
 
-    Where they are needed whole, they are computed of whole operands: so a norm is added
-    up as on one device, of squares that no program has split.
+    If its whole value is needed, that is computed from whole operands. So a norm is
+    added up as on one device, from squares that were never split.
     """
     first = next(x for x in operands if isinstance(x, Shard))
 
@@ -370,7 +388,7 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
             return jnp.broadcast_to(x.number, first.data.shape)
         return x.data if isinstance(x, Shard) else x
 
-    # A shard cut out of an array here would keep compilers from fusing one step.
+    # To cut a shard out of an array here would keep XLA from fusing a step.
     numbers = [x for x in operands if not isinstance(x, Shard | Uniform)]
     dims = {x.dim for x in operands if isinstance(x, Shard)}
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
@@ -383,10 +401,10 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of an equation that needs only each shard, else None.
+    """The results of an equation that needs no more than each shard; else None.
 
-    Of shards alone: a result of shards and of per-tower values is no shard, since it
-    differs between devices.
+    All operands must be shards: a result of shards and of per-tower values is no shard,
+    since it differs between devices.
     """
     name = eqn.primitive.name
     if name in IDENTITIES and len(operands) == len(eqn.outvars):
@@ -417,13 +435,13 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
-    """Whether each element is true, of each device's shard."""
+    """Whether all elements are true, in the shards of all devices."""
     [flag] = evaluate_eqn(eqn, [shard.data])
     return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
 
 
 def _moved(eqn: JaxprEqn, shard: Shard) -> list[Any] | None:
-    """A shard whose elements are moved along other dims; None for another equation."""
+    """The result of an equation that moves elements along other dims; else None."""
     name = eqn.primitive.name
     params = eqn.params
     dim = shard.dim
