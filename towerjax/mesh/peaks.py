@@ -17,7 +17,8 @@ _PEAKS = {
     # 1,671 (NVL). Read where others quote it.
     "NVIDIA H200 NVL": 835.5e12,
     "NVIDIA H200": 989.5e12,
-    # No source was found: it has the chip of an H100.
+    # "NVIDIA GH200 Grace Hopper Superchip Datasheet": with sparsity 1,979 TFLOPS. Read
+    # where others quote its table.
     "NVIDIA GH200": 989.5e12,
     # "NVIDIA Blackwell Datasheet", HGX B200: with sparsity 4.5 PFLOPS. Read in a copy.
     "NVIDIA B200": 2250e12,
