@@ -154,7 +154,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]]
         "evidence/memory.svg",
         held,
         memory,
-        "Memory of a device: a state in parts takes a fraction of a mirrored one",
+        "Memory of a device: a sharded state takes a fraction of a mirrored one",
     ),
     "sweep": (
         "how_to/sweep.svg",

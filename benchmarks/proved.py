@@ -74,8 +74,8 @@ def main() -> None:
     for padded in (False, True):
         layout = "padded" if padded else "full"
         for kind, deck, said, seconds in asked(decks, padded, options.most):
-            verdicts = [says for says, _ in said.values()]
-            counts = [verdicts.count(x) for x in ("proved", "unknown", "refuted")]
+            answers = [says for says, _ in said.values()]
+            counts = [answers.count(x) for x in ("proved", "unknown", "refuted")]
             each = seconds / max(len(said), 1)
             table.row(f"{kind}: {deck}", layout, len(said), *counts, each)
             unproved += [

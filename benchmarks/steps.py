@@ -145,7 +145,7 @@ def by_towerjax(work: Work, strategy: Strategy) -> Contender:
     seconds = time.perf_counter() - start
 
     def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        # As `run` calls it: verdicts are read later, once they are there.
+        # As `run` calls it: step flags are read later, once they are there.
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 
