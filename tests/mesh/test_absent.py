@@ -255,23 +255,24 @@ def bytes_of(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-# XLA joins all their all-reduces, and holds what they add up at once.
-HOLDS_MORE = {"ResNet-50": 1.04, "GPT-2-small": 1.05}
+# XLA orders its operations otherwise on 8 devices: on 512 it holds less than by hand.
+HOLDS_MORE = {"GPT-2-small": 1.04}
 
 
 def test_the_page_shows_no_more_sent_and_held_than_by_hand():
-    rows = re.findall(r"\| (.+) \| (towerjax|by hand) \|(.*)\|", PAGE.read_text())
-    assert len(rows) == 12
-    for (name, us, ours), (again, hand, theirs) in zip(
-        rows[::2], rows[1::2], strict=True
-    ):
-        assert (us, hand, name) == ("towerjax", "by hand", again)
-        one, two = ([float(x.split()[0]) for x in y.split("|")] for y in (ours, theirs))
-        (state, peak, number, sent, *_) = one
-        (state_, peak_, number_, sent_, *_) = two
-        assert (state, sent) == (state_, sent_) and number <= number_, name
+    rows = re.findall(r"\| (.+) \| (towerjax|by hand.*?) \|(.*)\|", PAGE.read_text())
+    steps = "towerjax", "by hand", "by hand, guarded"
+    assert [step for _, step, _ in rows] == 6 * [*steps]
+    for of_program in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        [name] = {name for name, _, _ in of_program}
+        figures = [
+            [float(x.split()[0]) for x in row.split("|")] for *_, row in of_program
+        ]
+        (state, peak, number, sent, *_), hand, guarded = figures
+        for state_, _, number_, sent_, *_ in (hand, guarded):
+            assert (state, sent) == (state_, sent_) and number <= number_, name
         most = HOLDS_MORE.get(name, 1.02)
-        assert peak <= most * peak_ + 0.001, name  # rounded
+        assert peak <= most * guarded[1] + 0.001, name  # rounded
 
 
 @pytest.mark.slow
