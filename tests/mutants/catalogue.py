@@ -81,10 +81,10 @@ REGISTRY = (
        "tf1.estimator.optimizer:TowerOptimizer.__new__",
        "out, after = tj.sparse.update_with_rows(\n"
        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
-       "        )", "grads = map_values(lambda g: g * 2, grads)\n"
+       "        )", "grads = map_gradients(lambda g: g * 2, grads)\n"
        "        out, after = tj.sparse.update_with_rows(\n"
        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
-       "        )\n" "        out = map_values(lambda u: u / 2, out)",
+       "        )\n" "        out = map_gradients(lambda u: u / 2, out)",
        f"{_ONE_TOWER}[3]"),
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
        "step.passes.on_device:on_device", _GIVEN,
@@ -172,7 +172,7 @@ REGISTRY = (
        "data.batch_rows:counts_of_towers", "np.clip(left, 0, rows)",
        "np.clip(left, 0, rows - 1)", f"{_ONE_TOWER}[5]"),
     _m("B29", "the towers' predictions are joined in another order",
-       "step.state.policies:Read.result", "on_every_process(own, placement)",
+       "step.state.policies:StatePolicy.returned", "on_every_process(own, placement)",
        "jax.tree.map(lambda x: jnp.concatenate(\n"
        "        jnp.split(x, self.strategy.num_towers)[::-1]), own)",
        f"{_ONE_TOWER}[6]"),
@@ -199,10 +199,11 @@ REGISTRY = (
     _m("B36", "prefetch repeats a batch", "data.stream:_fill", "feed.add(*pair)",
        "feed.add(*pair)\n                feed.add(*pair)", "feed::order_is_kept[1]"),
     _m("B37", "a state that goes on has another key", "towers.saved:restore_on",
-       "value = place(value, placement, layout)",
-       "if jnp.issubdtype(jnp.result_type(new), jax.dtypes.prng_key):\n"
+       "if is_variable(old):",
+       "if jax.numpy.issubdtype(jax.numpy.result_type(new),"
+       " jax.dtypes.prng_key):\n"
        "            value = jax.random.split(value, 1)[0]\n"
-       "        value = place(value, placement, layout)",
+       "        if is_variable(old):",
        "variables::a_train_state_moves_to_another_number_of_towers"),
     _m("B38", "the packed reduce never packs",
        "collectives.ops:AllReduce.sum_over_towers", "self.max_group or math.inf",
@@ -215,7 +216,8 @@ REGISTRY = (
        "compiled::pinned_tree_moves_its_parts_once"),
     _m("B40", "a SUM over towers is restored to each tower undivided",
        "towers.saved:restore_on", "fit_copies(old, new, placement.num_towers)",
-       "jnp.stack([jnp.asarray(new, old.value.dtype)] * placement.num_towers)",
+       "jax.numpy.stack(\n"
+       "            [jax.numpy.asarray(new, old.value.dtype)] * placement.num_towers)",
        "variables::saved_on_four_towers_and_restored_on_others"),
 )
 
@@ -327,12 +329,12 @@ MODELS = (
        "rows = _like_losses(valid, losses)",
        "rows = _like_losses(valid, losses) * 0 + 1", f"{_ONE_TOWER}[9]"),
     _m("M06", "what towers meet about comes to nothing",
-       "tf1.estimator.split_program:SplitProgram._walk",
+       "step.passes.split_program:SplitProgram._walk",
        "outcomes = jax.tree.leaves((loss, grads))",
        "outcomes = [0 * x for x in jax.tree.leaves((loss, grads))]",
        f"{_IN_TURN}[4-2-Mode.TRAIN]"),
     _m("M07", "gradients that towers hand out are one tower's, and not added",
-       "tf1.estimator.split_program:_as_sums", "Sum(x)", "x",
+       "step.passes.split_program:_as_sums", "Sum(x)", "x",
        "replicate_steps::a_step_is_kept_for_the_examples_of_any_of_its_losses"),
     _m("M10", "data is gone through once too often",
        "tf1.estimator.train:_EpochsIterator.__next__", "left - 1", "left",
@@ -627,7 +629,7 @@ OTHER = (
        "return jax.random.fold_in(key, context.micro_batch)", "return key",
        f"{_ONE_TOWER}[6]"),
     _m("O07", "the rows of a weight are clipped as if they were examples",
-       "step.state.update:pass_loss", "if _OF_EXAMPLES in _node_types(state):",
+       "step.make.train:pass_loss", "if _OF_EXAMPLES in node_types(state):",
        "if False:", "proof_optax::what_takes_more_is_refused[dpsgd]"),
     _m("O08", "an update of another shape is broadcast",
        "step.make.train:apply_gradients",
@@ -669,7 +671,7 @@ VALUES = (
        "with_fixed_weights(values_of(tree[loss]), trained)", "values_of(tree[loss])",
        "means::weights_that_move_with_the_parameters_are_refused"),
     _m("V22", "a gradient through the weights of a model's loss is left out",
-       "tf1.estimator.optimizer:_differentiate",
+       "step.make.gradient:pull_back",
        "with_fixed_weights(loss, params)", "loss",
        "means::weights_that_move_with_the_parameters_are_refused"),
     _m("V15", "a function that chooses by readable names freezes nothing",
@@ -765,7 +767,8 @@ CHECKPOINTS = (
        _RESUMED),
     _m("C05", "each of other towers gets the whole SUM", "towers.saved:restore_on",
        "fit_copies(old, new, placement.num_towers)",
-       "replicate(new, placement.num_towers)",
+       "jax.tree.map(lambda x: jax.numpy.broadcast_to(x,"
+       " (placement.num_towers, *x.shape)), new)",
        "checkpoint::other_towers_deal_out_what_was_there_and_go_on"),
     _m("C06", "a resumed run does all of its steps again", "loop.loop:Loop._run",
        "end - point.number", "self._options.steps or 0", _RESUMED),
@@ -1019,7 +1022,7 @@ ALONE = (
        "malformed::all_odd_options_are_refused_by_name[EarlyStopping]"),
     _m("D04", "a call that finds fewer batches does the last one again",
        "tf1.steps:_run_steps", "lax.fori_loop(0, count,",
-       "lax.fori_loop(0, len(num_valid),",
+       "lax.fori_loop(0, len(arrays[1]),",
        "multi_step::the_last_call_takes_what_is_left_and_is_no_other_program"),
     _m("D06", "what is read at a tower's own index is the same on all",
        "proof.analysis:_propagate", "join(ins), (eqn",
@@ -1049,7 +1052,7 @@ ALONE = (
        "types.notes:Named.__missing__", '", ".join(map(repr, self)) or "none"',
        '"others"', "notes::an_error_says_what_to_write[There are 'loss'.]"),
     _m("D14", "a variable that a tower function closes over stays as at the first call",
-       "tf1.call:_run", "= executors.closed_over_kinds(towers.jaxpr)", '= ""',
+       "towers.on_towers:TracedCall.of", "closed_over_kinds(jaxpr)", '""',
        "refusals::a_variable_that_a_tower_closes_over_is_told[2]"),
     _m("D15", "of a mean of towers a weight that all share counts once",
        "towers.reduce:_by_leaf", "jnp.broadcast_to(x, (num_towers, *np.shape(x)))",

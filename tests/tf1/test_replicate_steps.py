@@ -340,6 +340,7 @@ def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
     class Placed:
         def __init__(self, *devices):
             self.jax_devices = devices
+            self.host = cpu[0]
 
     one = Device("gpu", 0)
     two = Device("gpu", 1)

@@ -1,7 +1,6 @@
 """Cut data into global batches: `batches`, an iterator with a position."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,6 @@ from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import cast_ints, check_flag, check_whole
-from towerjax.types.refusals import a_type
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
@@ -167,15 +165,3 @@ def batches(
             f" of {batch_size}. Use a smaller batch_size, or drop_remainder=False."
         )
     return Batches(data, num_examples, batch_size, epochs, seed, drop_remainder)
-
-
-def as_reusable(name: str, data: Any, why: str) -> Any:
-    """The data, in a form that can be iterated again; raise for one-pass iterators."""
-    if isinstance(data, Batches):
-        return functools.partial(data.at, data.position)
-    if hasattr(data, "__next__"):
-        raise ValueError(
-            f"{name} is {a_type(data)}, which can be iterated only once, but {why}."
-            f" Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
-        )
-    return data

@@ -94,13 +94,20 @@ class PlacedBatch:
                 f" micro_batches={micro_batches} where the batch is placed."
             )
 
+    def with_tree(self, arrays: PyTree) -> "PlacedBatch":
+        """The batch with the same arrays in another tree."""
+        args = (arrays, *self.args[1:])
+        signature = batch_rows.batch_signature(arrays, args[2])
+        return dataclasses.replace(self, args=args, signature=signature)
+
+    def check_like(self, other: "PlacedBatch") -> None:
+        """Raise unless it can be stacked with another batch."""
+        batch_rows.refuse_unlike([other.signature, self.signature])
+
     def per_tower(self) -> PerTower:
         """The batch as ``PerTower``, for methods of ``tj.tf1.MirroredStrategy``."""
         self.check_placement(self.placement)
-        rows = self.arrays
-        if not self.bare:
-            rows = batch_rows.split_rows(rows, self.placement.num_towers)
-        return batch_rows.with_replicated(jax.tree.map(PerTower, rows), self.args[2])
+        return _per_tower(self.args, self.placement.num_towers, self.bare)
 
     def unpadded(self) -> PerTower:
         """The batch as `per_tower` gives it; raise if it has padding."""
@@ -112,6 +119,28 @@ class PlacedBatch:
                 " tj.PerTower(placed.counts)."
             )
         return self.per_tower()
+
+
+def split_over_towers(
+    args: tuple[PyTree, PyTree, PyTree], num_towers: int, *, bare: bool
+) -> tuple[PyTree, PerTower]:
+    """``(batch, weights)``: each tower's part as ``PerTower``, weights ``[T, b]``.
+
+    ``args`` and ``bare`` are those of a `PlacedBatch`.
+    """
+    arrays, num_valid, _ = args
+    each = jax.tree.leaves(arrays)[0].shape[0] // num_towers
+    weights = batch_rows.row_weights(num_valid[:, None], 0, each)
+    return _per_tower(args, num_towers, bare), PerTower(weights)
+
+
+def _per_tower(
+    args: tuple[PyTree, PyTree, PyTree], num_towers: int, bare: bool
+) -> PyTree:
+    """Each tower's part of a batch, as ``PerTower``."""
+    arrays, _, replicated = args
+    rows = arrays if bare else batch_rows.split_rows(arrays, num_towers)
+    return batch_rows.with_replicated(jax.tree.map(PerTower, rows), replicated)
 
 
 def _flatten(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
 import itertools
 import operator
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.types import PyTree
 from towerjax.types.boundary import warn
@@ -70,6 +72,18 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
             f" iterable of batches{more}. {instead} [batch], or tj.batches(data,"
             " batch_size)."
         )
+
+
+def as_reusable(name: str, data: Any, why: str) -> Any:
+    """The data, in a form that can be iterated again; raise for one-pass iterators."""
+    if isinstance(data, Batches):
+        return functools.partial(data.at, data.position)
+    if hasattr(data, "__next__"):
+        raise ValueError(
+            f"{name} is {a_type(data)}, which can be iterated only once, but {why}."
+            f" Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
+        )
+    return data
 
 
 def check_source(source: Any) -> bool:

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from towerjax.data.feed import Batches, as_reusable
-from towerjax.data.stream import check_batches
+from towerjax.data.feed import Batches
+from towerjax.data.stream import as_reusable, check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History

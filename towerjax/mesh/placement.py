@@ -17,7 +17,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.mesh.absent import Absent
-from towerjax.mesh.devices import Device, find_devices, owners_of
+from towerjax.mesh.devices import (
+    Device,
+    canonical_device_name,
+    find_devices,
+    host_device,
+    owners_of,
+)
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
 from towerjax.types.trees import is_key
@@ -135,8 +141,14 @@ class Placement:
         """The platform of the devices."""
         return self.devices[0].split(":")[0]
 
-    def tower_on(self, device: str) -> int:
+    @property
+    def host(self) -> Device:
+        """The device of this process that its host reads: the first CPU."""
+        return host_device()
+
+    def tower_on(self, device: str | jax.Device) -> int:
         """The tower that runs on a device."""
+        device = canonical_device_name(device)
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
             return self.devices.index(device) // self.devices_each

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, get_args
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import unmark_per_tower
+from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -83,6 +83,8 @@ class Passes:
     compared: Callable[[list[PyTree]], list[PyTree]] = list
     # Why no proof of equality can read how towers are merged; "" if one can.
     why_not_proved: str = ""
+    # Why one tower computes something else than several on purpose; "" if it does not.
+    why_not_audited: str = ""
     # Whether the update of the state is a part of what towers trace.
     hold_update: bool = False
     whole_steps: WholeSteps | None = None  # in place of passes
@@ -241,6 +243,37 @@ def training_plan(
         keeps_local=keeps_local,
         remade=remade,
     )
+
+
+def unguarded_plan(
+    strategy: Strategy,
+    options: StepOptions,
+    passes: Passes,
+    results_fn: Callable[[TrainState, list[PyTree]], tuple[TrainState, PyTree]],
+    states: StatePolicy,
+    *,
+    changes_state: bool = False,
+) -> Plan:
+    """The plan of a step that is never refused, such as an evaluation.
+
+    ``results_fn(state, merged) -> (next state, results)``, with what all passes merged.
+    The program returns ``(results,)``; with ``changes_state`` the two parts of the next
+    state, and then the results.
+    """
+    ins = state_ins(strategy)
+
+    def finish(
+        donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
+    ) -> tuple[PyTree, ...]:
+        after, results = results_fn(TrainState(**donated, **kept), merged)
+        own = mark_per_tower(results)
+        return (*split_state(after), own) if changes_state else (own,)
+
+    parts = (ins["state"], ins["kept"]) if changes_state else ()
+    outs = (*parts, Layout.MIRRORED)
+    donates = options.donate and changes_state
+    given = strategy, options, passes, finish, states
+    return Plan(*given, ins, outs, donates=donates)
 
 
 def training_pass(

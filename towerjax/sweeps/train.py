@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from towerjax.data.feed import as_reusable
+from towerjax.data.stream import as_reusable
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value

@@ -8,31 +8,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.mesh.transfer import place
-from towerjax.towers.executors import is_in_tower_fn
-from towerjax.towers.saved import check_towers, fit_copies, replicate
-from towerjax.towers.strategies import Strategy
+from towerjax.tf1.values import AnyStrategy
 from towerjax.towers.values import as_native, of_first_process, unwrap
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
     Variable,
+    check_towers,
     check_variable,
     fit,
+    fit_copies,
     label,
+    make_local,
+    place_by_type,
     plain,
     read_local,
     refuse_per_tower,
 )
-from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.notes import noted
+from towerjax.types import PyTree, Reduction
 from towerjax.types.options import check_callable
 from towerjax.types.refusals import refuse_unheld
 from towerjax.types.trees import is_traced, native, parts_of
 
 
 def create_var(
-    self: Strategy,
+    self: AnyStrategy,
     name: str,
     initial: PyTree | Callable[[], PyTree],
     *,
@@ -72,15 +72,11 @@ def create_var(
     initial = jax.tree.map(native, initial)
     value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
     if not tower_local:
-        value = place(value, self.placement, Layout.MIRRORED)
-        return MirroredVar(value, reduction, name)
-    if is_in_tower_fn():
-        return TowerLocal(value, reduction, name)
-    rows = replicate(value, self.num_towers)
-    return TowerLocal(place(rows, self.placement, Layout.PER_TOWER), reduction, name)
+        return place_by_type(MirroredVar(value, reduction, name), self.placement)
+    return make_local(value, reduction, name, self.placement)
 
 
-def assign(self: Strategy, variable: Variable, value: PyTree) -> Variable:
+def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     """The variable with a new value for all towers.
 
     A tower-local variable then reads as the value. If its reduction is SUM, each tower
@@ -93,18 +89,18 @@ def assign(self: Strategy, variable: Variable, value: PyTree) -> Variable:
     return _replace_value(variable, fit_copies(variable, value, self.num_towers))
 
 
-def assign_add(self: Strategy, variable: Variable, value: PyTree) -> Variable:
+def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable plus a value; a tower-local one is refused as unclear."""
     return _combine(self, variable, value, operator.add, "+")
 
 
-def assign_sub(self: Strategy, variable: Variable, value: PyTree) -> Variable:
+def assign_sub(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable minus a value; otherwise as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
 def _combine(
-    strategy: Strategy,
+    strategy: AnyStrategy,
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
@@ -122,7 +118,9 @@ def _combine(
     )
 
 
-def _given(strategy: Strategy, variable: Variable, value: PyTree, what: str) -> PyTree:
+def _given(
+    strategy: AnyStrategy, variable: Variable, value: PyTree, what: str
+) -> PyTree:
     """The value that all towers get for a variable; raise if it differs by tower."""
     check_variable(variable, f"strategy.{what}")
     refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
@@ -130,7 +128,7 @@ def _given(strategy: Strategy, variable: Variable, value: PyTree, what: str) -> 
 
 
 def update_var(
-    self: Strategy,
+    self: AnyStrategy,
     variable: Variable,
     fn: Callable[..., PyTree],
     /,
@@ -148,17 +146,20 @@ def update_var(
     if isinstance(variable, TowerLocal):
         check_towers(variable, self.num_towers)
         copies = unwrap(self, variable)
-    with noted(
-        "For update, fn(value) must return the new value: lambda x, g: x - 0.1 * g."
-    ):
+    try:
         news = [plain(fn(own, *args, **kwargs)) for own in copies]
+    except AttributeError as error:
+        error.add_note(
+            "For update, fn(value) must return the new value: lambda x, g: x - 0.1 * g."
+        )
+        raise
     if isinstance(variable, MirroredVar):
         return _replace_value(variable, fit(variable, news[0]))
     rows = jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *news)
     return _replace_value(variable, fit(variable, rows))
 
 
-def read_var(self: Strategy, value: PyTree) -> PyTree:
+def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
     """The tree with variables replaced by their values, reduced if tower-local."""
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)

@@ -1,116 +1,71 @@
-"""`call_for_each_tower`: trace a function for all towers, prove it, and compile it."""
+"""`call_for_each_tower`: a function of a tower, called for all towers."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
-from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
-from towerjax.proof.findings import prove_mirrored
-from towerjax.towers import executors, values
-from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import tower_of
+import towerjax as tj
+from towerjax.step.passes.meets import bound, bound_here
+from towerjax.tf1.values import AnyStrategy
+from towerjax.towers import values
+from towerjax.towers.on_towers import call_on_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.options import check_callable, check_flag, check_takes
 from towerjax.types.refusals import a_type
-from towerjax.types.trees import (
-    has_tracers,
-    is_traced,
-    map_parts,
-    named_leaves,
-    shapes_of,
-)
+from towerjax.types.trees import map_parts, named_leaves
 
-_IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
-# Kinds of array leaves: a row per tower; free to differ; or a mirrored variable's name.
+# Kinds of the array leaves among arguments: a row per tower, or one value for all.
 _ROWS = "rows"
-_FREE = "free"
+_WHOLE = "whole"
 
 
-_Call: TypeAlias = tuple[
-    Strategy, Placement, Callable[..., PyTree], Any, tuple[Any, ...]
-]
-"""The key of the jit cache: a function on towers, the structure of its arguments, and
-the kind of each argument, or its value if it is a constant."""
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is bound while `call_for_each_tower` traces a function."""
 
 
-def _on_device(
-    call: _Call, axes: TowerAxes, programs: TowerPrograms
-) -> Callable[..., PyTree]:
-    """The function that a device runs: arrays ``[k, ...]``, and other results."""
-    strategy, _, fn, treedef, kinds = call
-
-    def tower_fn(
-        tower_id: jax.Array, rows: list[jax.Array], arrays: list[jax.Array]
-    ) -> tuple[PyTree, PyTree]:
-        tower = tower_of(strategy, axes, tower_id)
-        pools = {_ROWS: iter(rows[1:]), _FREE: iter(arrays)}
-        given = [next(pools[x]) if x in pools else x.value for x in kinds]
-        args, kwargs = jax.tree.unflatten(treedef, given)
-        check_takes("fn(tower, *args)", fn, tower, *args, **kwargs)
-        with executors.in_tower_fn():
-            out = fn(tower, *args, **kwargs)
-        pairs = [*zip(jax.tree.leaves(out), _kinds_of(out), strict=True)]
-        made = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
-        known = jax.tree.structure(out), tuple(kind for _, kind in pairs)
-        return (), (made, executors.Static(known))
-
-    def run(rows: list[jax.Array], arrays: list[jax.Array]) -> PyTree:
-        return over_local_towers(
-            tower_fn, axes, rows, arrays, stack_sums=False, programs=programs
-        )[1]
-
-    return run
+_CALL = _Call()
 
 
-# keep_unused, because the unused first argument sets the device of a call without
-# others.
-@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
-def _run(
-    call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
-) -> tuple[list[jax.Array], executors.TracedCall]:
-    """The arrays and the other results of a call, which is proved and compiled once."""
-    placement = call[1]
-    args = (rows, arrays)
-    names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
-    on_device = functools.partial(_on_device, call)
-    towers = OnTowers(on_device, placement, _IN_LAYOUTS, shapes_of(args))
-    analysis = towers.analyse(names)
-    by_pmap = placement.executor == "pmap" and placement.num_devices > 1
-    if by_pmap and has_tracers(towers.jaxpr.consts):
-        # JAX would silently give each device a slice of such a value.
-        raise ValueError(
-            "fn closes over a value of the jit, grad or scan around it, which"
-            " executor='pmap' cannot handle. Pass the value to fn as an argument."
-        )
-    treedef, leaves = towers.out[1].value
-    kinds = [x for x in leaves if isinstance(x, str)]
-    variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
-    prove_mirrored(analysis, variables, advice=_ASSIGN)
-    pairs = zip(analysis.outputs, kinds, strict=True)
-    mirrored = [x is None and kind != _ROWS for x, kind in pairs]
+def is_in_call() -> bool:
+    """Whether a function of `call_for_each_tower` is being traced."""
+    return bound_here(_Call) is not None
 
-    def finish(out: tuple[list[jax.Array], executors.Static]) -> list[jax.Array]:
-        return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
 
-    layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
-    closes_over = executors.closed_over_kinds(towers.jaxpr)
-    outputs = executors.TracedCall((treedef, leaves, mirrored), call, closes_over)
-    return towers.run(layouts, args, finish), outputs
+@dataclasses.dataclass(frozen=True)
+class _TowerFn:
+    """A function with the structure of its arguments, as `call_on_towers` calls it."""
+
+    fn: Callable[..., PyTree]
+    treedef: Any
+    kinds: tuple[Any, ...]  # of each argument, or its value if it is a constant
+
+    def __call__(
+        self, tower: tj.Tower, rows: list[jax.Array], arrays: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[Any], Any]:
+        """The arrays of the result, whether towers may differ in each, and the rest."""
+        pools = {_ROWS: iter(rows), _WHOLE: iter(arrays)}
+        given = [next(pools[x]) if x in pools else x.value for x in self.kinds]
+        args, kwargs = jax.tree.unflatten(self.treedef, given)
+        check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
+        with bound(_CALL):
+            out = self.fn(tower, *args, **kwargs)
+        kinds = [*_kinds_of(out)]
+        pairs = [*zip(jax.tree.leaves(out), kinds, strict=True)]
+        made = [jnp.asarray(x) for x, kind in pairs if not isinstance(kind, Constant)]
+        wanted = [kind for kind in kinds if not isinstance(kind, Constant)]
+        return made, wanted, (jax.tree.structure(out), kinds)
 
 
 def call_for_each_tower(
-    self: Strategy,
+    self: AnyStrategy,
     fn: Callable[..., PyTree],
     /,
     *args: PyTree,
@@ -144,16 +99,10 @@ def call_for_each_tower(
     check_flag("run_concurrently", run_concurrently)
     check_callable("fn", fn, "fn(tower, *args)")
     hash(fn)  # raises here, and not deep inside of jit
-    placement = self.placement
-    if executors.is_inside_tower():
-        on_first = {"devices": placement.devices[:1], "within": (), "rows": None}
-        placement = dataclasses.replace(placement, **on_first, specs=None)
     given = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
     given = map_parts(TowerLocal, values.copies_by_leaf, given)
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
-    # The first argument is not used. pmap needs at least one argument with a row per
-    # tower, and jit one on the strategy's device.
-    rows = [np.arange(placement.num_towers, dtype=np.int32)]
+    rows = []
     arrays = []
     kinds = []
     for x in leaves:
@@ -163,50 +112,44 @@ def call_for_each_tower(
             kinds.append(_ROWS)
         elif values.is_mergeable(x):
             arrays.append(x)
-            kinds.append(_FREE)
+            kinds.append(_WHOLE)
         else:
             kinds.append(Constant(x))
-    call = (self, placement, fn, treedef, tuple(kinds))
-    traced = is_traced(())
-    rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
-    arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
-    out, outputs = executors.run_traced(_run, placement, call, rows, arrays)
-    return _results(outputs, wait_on_cpus(out))
+    tower_fn = _TowerFn(fn, treedef, tuple(kinds))
+    results, mirrored, rest = call_on_towers(
+        self, tower_fn, rows, arrays, advice=_ASSIGN
+    )
+    return _tree_of(results, mirrored, *rest)
 
 
-def _results(outputs: Any, arrays: list[Any]) -> PyTree:
+def _tree_of(
+    arrays: list[jax.Array], mirrored: list[bool], treedef: Any, kinds: list[Any]
+) -> PyTree:
     """The function's tree of results, built from its arrays."""
-    treedef, leaves, mirrored = outputs
     pairs = zip(arrays, mirrored, strict=True)
 
-    def result(leaf: Any) -> Any:
-        if isinstance(leaf, Constant):
-            return leaf.value
+    def result(kind: Any) -> Any:
+        if isinstance(kind, Constant):
+            return kind.value
         x, is_mirrored = next(pairs)
-        return x if is_mirrored or leaf == _ROWS else PerTower(x)
+        return x if is_mirrored or kind is Layout.PER_TOWER else PerTower(x)
 
-    return jax.tree.unflatten(treedef, map(result, leaves))
+    return jax.tree.unflatten(treedef, map(result, kinds))
 
 
 def _kinds_of(out: PyTree) -> Iterator[Any]:
-    """The kind of each leaf, in tree order; a leaf that is no array is a constant."""
+    """The kind of each leaf, in tree order: what `call_on_towers` wants of an array.
+
+    A leaf that is no array is a constant.
+    """
     for path, node in jax.tree_util.tree_leaves_with_path(out, is_leaf=is_variable):
         if isinstance(node, TowerLocal):
-            yield from (_ROWS for _ in jax.tree.leaves(node))
+            yield from (Layout.PER_TOWER for _ in jax.tree.leaves(node))
         elif isinstance(node, MirroredVar):
             root = f"{label(node)}, the result{jax.tree_util.keystr(path)},"
             yield from (name for name, _ in named_leaves(root, node.value))
         else:
-            yield _FREE if values.is_mergeable(node) else Constant(node)
-
-
-def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
-    """The argument, placed on the strategy's devices unless JAX is tracing."""
-    if traced or has_tracers(x):
-        return jax.tree.map(jnp.asarray, x)
-    if placement.num_processes > 1 and layout is Layout.MIRRORED:
-        return place(x, placement, layout)  # the first process's value, on all
-    return place_rows(x, placement, layout)
+            yield None if values.is_mergeable(node) else Constant(node)
 
 
 class Constant:

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 import towerjax as tj
+from towerjax.tf1.values import AnyStrategy
 from towerjax.towers import values
-from towerjax.towers.reduce import reduce_values
-from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import refuse_per_tower
 from towerjax.types import PerTower, PyTree, Reduction
 from towerjax.types.options import check_callable, check_list
@@ -17,7 +16,7 @@ from towerjax.types.trees import parts_of
 
 
 def batch_reduce(
-    self: Strategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
+    self: AnyStrategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
     """The reduced value of each ``(value, destinations)``; all sums run together."""
     pairs = check_list("pairs", pairs, "[(value, None), ...]")
@@ -27,12 +26,12 @@ def batch_reduce(
                 f"batch_reduce: pairs[{i}] is {pair!r:.200}, but must be a pair (value,"
                 " destinations). Write None for all devices of the strategy."
             )
-    reduced = reduce_values(self, reduction, [value for value, _ in pairs])
+    reduced = self.reduce(reduction, [value for value, _ in pairs])
     return [values.copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
 
 
 def map_elements(
-    self: Strategy,
+    self: AnyStrategy,
     fn: Callable[..., PyTree],
     elements: Sequence[Any],
     *args: PyTree,

@@ -11,22 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.data.batch_rows import (
-    refuse_unlike,
-    row_weights,
-    split_rows,
-    with_replicated,
-)
-from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.placement import Placement
-from towerjax.mesh.transfer import place
-from towerjax.tf1.call import call_for_each_tower
-from towerjax.towers import executors
-from towerjax.towers.reduce import reduce_values
-from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower
+import towerjax as tj
+from towerjax.data.placer import PlacedBatch, split_over_towers
+from towerjax.tf1.call import call_for_each_tower, is_in_call
+from towerjax.tf1.values import AnyStrategy
+from towerjax.towers.on_towers import TracedCall, run_traced
 from towerjax.towers.values import stack_towers
-from towerjax.towers.variables import is_per_tower
+from towerjax.towers.variables import layouts_by_type, place_by_type
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.options import check_callable, check_takes, check_whole
 from towerjax.types.refusals import a_type, check_like, problem_of, shown
@@ -49,7 +40,7 @@ class MultiStepContext:
       iterations: The number of steps done, after the run.
     """
 
-    strategy: Strategy
+    strategy: AnyStrategy
     weight: PerTower | None = None
     last_step_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -64,7 +55,7 @@ class MultiStepContext:
         """The strategy's method, in which a tower function may set outputs here."""
         reductions = {}
 
-        def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        def tower_fn(tower: tj.Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._of_towers = {}
             out = fn(tower, *args, **kwargs)
             given = self._of_towers
@@ -95,14 +86,14 @@ class MultiStepContext:
                 )
             self._of_towers[name] = reduction, output
             return
-        if executors.is_inside_tower():
+        if is_in_call():
             raise ValueError(
                 f"set_last_step_output({name!r}) cannot be called in a tower function"
                 " that strategy.call_for_each_tower runs. Call the function with"
                 " ctx.call_for_each_tower, or set its result."
             )
         if reduction is not Reduction.NONE:
-            output = reduce_values(self.strategy, reduction, output)
+            output = self.strategy.reduce(reduction, output)
         if wrong := [x for x in jax.tree.leaves(output) if problem_of(x)]:
             raise ValueError(
                 f"set_last_step_output({name!r}) got {shown(wrong[0])}, which is not an"
@@ -126,29 +117,22 @@ class MultiStepContext:
 
 
 # The key of the cache: the strategy, the step function, and whether batches are bare.
-_Steps: TypeAlias = tuple[Strategy, Callable[..., PyTree], bool]
+_Steps: TypeAlias = tuple[AnyStrategy, Callable[..., PyTree], bool]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: tuple[PyTree, ...], count: Any
-) -> tuple[PyTree, dict[str, Any], executors.TracedCall]:
+) -> tuple[PyTree, dict[str, Any], TracedCall]:
     """The carry, the last step's outputs, and other outputs, after ``count`` steps."""
     strategy, fn, bare = steps
     num_towers = strategy.num_towers
     values = {}
-    batches, num_valid, replicated = arrays
 
     def step(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        def of_towers(x: jax.Array) -> PerTower:
-            x = x[i]
-            return PerTower(x if bare else split_rows(x, num_towers))
-
-        rows = jax.tree.leaves(batches)[0].shape[1] // num_towers
-        weight = row_weights(num_valid[i][:, None], 0, rows)
-        ctx = MultiStepContext(strategy, PerTower(weight))
-        batch = jax.tree.map(of_towers, batches)
-        batch = with_replicated(batch, jax.tree.map(lambda x: x[i], replicated))
+        args = jax.tree.map(lambda x: x[i], arrays)
+        batch, weight = split_over_towers(args, num_towers, bare=bare)
+        ctx = MultiStepContext(strategy, weight)
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)
@@ -162,20 +146,21 @@ def _run_steps(
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(0, carry)
-    kept = executors.TracedCall(values, steps, executors.closed_over_kinds(jaxpr))
+    kept = TracedCall.of(values, steps, jaxpr)
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
     # Placed as before, so that the next call uses the same program.
-    shardings = strategy.placement.shardings(_layouts_of(carry), carry)
+    shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
 
 
-@functools.partial(jax.jit, static_argnames="placement")
-def _stack(batches: Sequence[Any], *, placement: Placement) -> tuple[PyTree, ...]:
+@functools.partial(jax.jit, static_argnames="strategy")
+def _stack(batches: Sequence[Any], *, strategy: AnyStrategy) -> tuple[PyTree, ...]:
     """The parts of several batches, stacked to ``[steps, ...]`` on the same devices."""
     layouts = Layout.PER_TOWER_STEPS, Layout.PER_TOWER_STEPS, Layout.MIRRORED
     parts = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-    return lax.with_sharding_constraint(parts, tuple(map(placement.sharding, layouts)))
+    shardings = tuple(map(strategy.placement.sharding, layouts))
+    return lax.with_sharding_constraint(parts, shardings)
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
@@ -187,22 +172,21 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
     return map_parts(PerTower, stack, carry)
 
 
-def _layouts_of(carry: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED,
-        carry,
-        is_leaf=is_per_tower,
-    )
+def _on_devices(strategy: AnyStrategy, carry: PyTree) -> PyTree:
+    """The carry on the strategy's devices; copied unless all of it lies there."""
+    shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
 
+    def is_there(x: Any, sharding: Any) -> bool:
+        return isinstance(x, jax.Array) and x.committed and x.sharding == sharding
 
-def _placed(placement: Placement, layout: Layout, x: Any) -> Any:
-    sharding = placement.sharding(layout)
-    there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
-    return x if there else place(x, placement, layout)
+    there = jax.tree.map(is_there, carry, shardings)
+    if all(jax.tree.leaves(there)):
+        return carry
+    return place_by_type(carry, strategy.placement)
 
 
 def run_steps_on_dataset(
-    self: Strategy,
+    self: AnyStrategy,
     fn: Callable[..., PyTree],
     iterator: Iterator[PlacedBatch],
     iterations: int = 1,
@@ -244,15 +228,14 @@ def run_steps_on_dataset(
         )
     for batch in batches:
         batch.check_placement(self.placement)
-    refuse_unlike([batch.signature for batch in batches])
+    for batch in batches:
+        batch.check_like(batches[0])
     filled = batches + batches[-1:] * (iterations - len(batches))
-    arrays = _stack([batch.args for batch in filled], placement=self.placement)
-    count = place(np.int32(len(batches)), self.placement, Layout.MIRRORED)
-    carry = _stack_own(initial, self.num_towers)
-    layouts = jax.tree.broadcast(_layouts_of(carry), carry)
-    carry = jax.tree.map(functools.partial(_placed, self.placement), layouts, carry)
+    arrays = _stack([batch.args for batch in filled], strategy=self)
+    count = place_by_type(np.int32(len(batches)), self.placement)
+    carry = _on_devices(self, _stack_own(initial, self.num_towers))
     given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
-    carry, outputs, values = executors.run_traced(_run_steps, *given)
+    carry, outputs, values = run_traced(_run_steps, *given)
     ctx = MultiStepContext(self)
     ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
     ctx.non_tensor_outputs = dict(values)

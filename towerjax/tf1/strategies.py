@@ -10,16 +10,15 @@ import towerjax as tj
 from towerjax.tf1 import assign as assigning
 from towerjax.tf1 import call, steps, values
 from towerjax.tf1 import reduce as reducing
-from towerjax.towers.methods import StrategyMethods, explain_other_names
-from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, check_roles
 from towerjax.types import PerTower
 from towerjax.types.boundary import api_boundaries, api_boundary
+from towerjax.types.refusals import a_type
 
 _Class = TypeVar("_Class", bound=type)
 
 
 @api_boundaries
-class Verbs(StrategyMethods):
+class Verbs:
     """TensorFlow's methods of strategies, for all towers' values.
 
     A value is a pytree. Its ``PerTower`` leaves and ``TowerLocal`` variables hold one
@@ -42,8 +41,9 @@ class Verbs(StrategyMethods):
     update = assigning.update_var
     read_var = assigning.read_var
 
-    if not TYPE_CHECKING:
-        __getattr__ = explain_other_names
+    if TYPE_CHECKING:  # of the strategy that has these methods, too
+        num_towers: int
+        placement: Any
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
@@ -99,7 +99,7 @@ class Verbs(StrategyMethods):
         return copy.copy(self)  # without the cached placement
 
 
-class MirroredStrategy(Verbs, Mirrored):
+class MirroredStrategy(Verbs, tj.Mirrored):
     """`tj.Mirrored` with TensorFlow's methods, such as `call_for_each_tower`.
 
     The options are those of `tj.Mirrored`, and builders of steps accept it, too. The
@@ -115,7 +115,7 @@ class MirroredStrategy(Verbs, Mirrored):
     """
 
 
-class OneDeviceStrategy(Verbs, OneDevice):
+class OneDeviceStrategy(Verbs, tj.OneDevice):
     """`tj.OneDevice` with TensorFlow's methods, which do nothing for one tower.
 
     Example:
@@ -126,13 +126,13 @@ class OneDeviceStrategy(Verbs, OneDevice):
 
 
 _WITH_VERBS: dict[Any, Any] = {
-    Mirrored: MirroredStrategy,
-    OneDevice: OneDeviceStrategy,
+    tj.Mirrored: MirroredStrategy,
+    tj.OneDevice: OneDeviceStrategy,
 }
 
 
 @api_boundary
-def with_verbs(strategy: Strategy) -> MirroredStrategy | OneDeviceStrategy:
+def with_verbs(strategy: values.AnyStrategy) -> MirroredStrategy | OneDeviceStrategy:
     """The strategy with TensorFlow's methods and the same options.
 
     Args:
@@ -152,5 +152,9 @@ def with_verbs(strategy: Strategy) -> MirroredStrategy | OneDeviceStrategy:
     """
     if isinstance(strategy, MirroredStrategy | OneDeviceStrategy):
         return strategy
-    check_roles("with_verbs", strategy=strategy)
+    if type(strategy) not in _WITH_VERBS:
+        raise ValueError(
+            f"with_verbs: strategy is {a_type(strategy)}, but must be a tj.Mirrored or"
+            " a tj.OneDevice. Write tj.tf1.with_verbs(tj.Mirrored())."
+        )
     return _WITH_VERBS[type(strategy)](**strategy.__getstate__())

@@ -1,19 +1,19 @@
 """Send values to devices, select them and regroup them, as TensorFlow did."""
 
 from collections.abc import Callable, Sequence, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.mesh.devices import canonical_device_name, host_device
+import towerjax as tj
 from towerjax.towers import variables
-from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import (
     check_structures,
     copies_by_leaf,
     copy_to,
+    copy_to_first_cpu,
     refuse_in_tower,
     tree_of_tower,
     unpad_batches,
@@ -23,8 +23,10 @@ from towerjax.types.options import check_callable, check_whole
 from towerjax.types.refusals import a_type
 from towerjax.types.trees import has_tracers, key_data, leaf_name
 
+AnyStrategy: TypeAlias = tj.Mirrored | tj.OneDevice
 
-def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
+
+def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
     """The tree of tower ``t``, from a tree with ``PerTower`` leaves and variables.
 
     It is the inverse of `regroup`. ``tower`` is the number ``t``, from 0, or the device
@@ -38,7 +40,7 @@ def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
       {'n': 3, 'own': 'b'}
     """
     if isinstance(tower, str | jax.Device):
-        tower = self.placement.tower_on(canonical_device_name(tower))
+        tower = self.placement.tower_on(tower)
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
     def selected(x: Any) -> Any:
@@ -53,7 +55,7 @@ def select_tower(self: Strategy, value: PyTree, tower: Any) -> PyTree:
     return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
 
 
-def regroup(self: Strategy, nests: Sequence[PyTree]) -> PyTree:
+def regroup(self: AnyStrategy, nests: Sequence[PyTree]) -> PyTree:
     """One tree made of the ``T`` towers' trees, which have one structure.
 
     A leaf is bare if all towers have the same object or equal constants, and otherwise
@@ -113,7 +115,7 @@ def _bits(x: Any) -> tuple[Any, ...]:
 
 
 def fetch(
-    self: Strategy,
+    self: AnyStrategy,
     value: PyTree,
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
@@ -137,12 +139,12 @@ def fetch(
     if fn is not None:
         check_callable("fn", fn, "fn(value)")
         value = fn(value)
-    if destination is None and not has_tracers(value):
-        destination = host_device()
+    if destination is None:
+        return copy_to_first_cpu(value)
     return copy_to(value, destination)
 
 
-def broadcast(self: Strategy, value: PyTree, destinations: Any = None) -> PyTree:
+def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyTree:
     """A copy of a replicated value on each of several devices; None is all devices."""
     variables.refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(

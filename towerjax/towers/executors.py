@@ -22,10 +22,9 @@ from towerjax.lowering.scatters import hold_indexed
 from towerjax.lowering.sharded_values import Shards
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, without_axis
-from towerjax.mesh.processes import require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.notes import says
-from towerjax.types.trees import has_tracers, is_traced, key_data, shapes_of
+from towerjax.types.trees import has_tracers, key_data, shapes_of
 
 _IN_TOWER = "towerjax_in_tower"
 _MERGING = "towerjax_merging"
@@ -134,47 +133,6 @@ class Static:
     """A value that is no array, among a trace's results: a pytree without leaves."""
 
     value: Any
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(eq=False)
-class TracedCall(Static):
-    """The first call of a traced function, and what the function closes over."""
-
-    first: Any  # the call that was traced
-    closes_over: str  # see `closed_over_kinds`
-    # Whether all processes have traced the same.
-    is_agreed: bool = dataclasses.field(default=False, init=False)
-
-
-def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
-    """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
-
-    Raises before it runs if the processes have traced different programs, or if this
-    call would use the constants of the first one.
-    """
-    if placement.num_processes > 1 and not is_traced(args):
-        traced = jitted.trace(call, *args)  # kept by JAX for the call below
-        if not (kept := traced.out_info[-1]).is_agreed:
-            require_same(
-                "A function on all towers",
-                fingerprint_of_program(traced, traced.lower()),
-                "What it closes over and Python numbers among its arguments are parts"
-                " of the program: give it arrays, np.float32(x), of which the first"
-                " process's are used.",
-            )
-            kept.is_agreed = True
-    *out, kept = jitted(call, *args)
-    if kept.closes_over and kept.first is not call:
-        raise ValueError(
-            "A tower function closes over arrays that a strategy has placed, such as a"
-            " variable's value, or gets them in an object that is no pytree:"
-            f" {kept.closes_over}. It was traced with those of its first call, and is"
-            " called again. Pass them as arguments, of fn(tower, variable):"
-            " strategy.call_for_each_tower(fn, variable); or in the carry of"
-            " run_steps_on_dataset."
-        )
-    return *out, kept.value
 
 
 def _kinds_in_mesh(constants: Iterable[PyTree]) -> str:

@@ -27,7 +27,6 @@ PROPERTIES_OF_TENSORFLOW = """
 
 
 _OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
-explain_other_names = explain_missing(_OTHERS)
 
 
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:

@@ -1,17 +1,36 @@
-"""`OnTowers`: a function on all towers, as passes and call_for_each_tower run it."""
+"""A function on all towers: traced once, proved, and run; as passes or by a call."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.lowering.sharded_values import Shards
-from towerjax.lowering.tower_axis import TowerPrograms
+from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.mesh.processes import require_same
+from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.analysis import analyse
-from towerjax.proof.findings import Analysis, refuse_draws
+from towerjax.proof.findings import Analysis, prove_mirrored, refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
-from towerjax.towers.executors import over_devices, trace_one_tower
-from towerjax.types import PyTree
+from towerjax.towers.executors import (
+    Static,
+    closed_over_kinds,
+    fingerprint_of_program,
+    in_tower_fn,
+    is_inside_tower,
+    over_devices,
+    trace_one_tower,
+)
+from towerjax.towers.fields import StrategyFields
+from towerjax.towers.tower import tower_of
+from towerjax.types import Layout, PyTree
+from towerjax.types.trees import has_tracers, is_traced, shapes_of
 
 _IN_TURN = (
     "A tower names the towers' axis, but tower_loop='scan' runs the towers of a device"
@@ -104,3 +123,151 @@ class OnTowers:
         place = self._placement
         layouts = (self._in_layouts, out_layouts)
         return over_devices(run, place, *layouts, traced=traced, shards=shards)(*args)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
+class TracedCall(Static):
+    """The first call of a traced function, and what the function closes over."""
+
+    first: Any  # the call that was traced
+    closes_over: str  # see `closed_over_kinds`
+    # Whether all processes have traced the same.
+    is_agreed: bool = dataclasses.field(default=False, init=False)
+
+    @classmethod
+    def of(cls, value: Any, call: Any, jaxpr: ClosedJaxpr) -> "TracedCall":
+        """The call that was traced as this jaxpr, with a value for later ones."""
+        return cls(value, call, closed_over_kinds(jaxpr))
+
+
+def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
+    """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
+
+    Raises before it runs if the processes have traced different programs, or if this
+    call would use the constants of the first one.
+    """
+    if placement.num_processes > 1 and not is_traced(args):
+        traced = jitted.trace(call, *args)  # kept by JAX for the call below
+        if not (kept := traced.out_info[-1]).is_agreed:
+            require_same(
+                "A function on all towers",
+                fingerprint_of_program(traced, traced.lower()),
+                "What it closes over and Python numbers among its arguments are parts"
+                " of the program: give it arrays, np.float32(x), of which the first"
+                " process's are used.",
+            )
+            kept.is_agreed = True
+    *out, kept = jitted(call, *args)
+    if kept.closes_over and kept.first is not call:
+        raise ValueError(
+            "A tower function closes over arrays that a strategy has placed, such as a"
+            " variable's value, or gets them in an object that is no pytree:"
+            f" {kept.closes_over}. It was traced with those of its first call, and is"
+            " called again. Pass them as arguments, of fn(tower, variable):"
+            " strategy.call_for_each_tower(fn, variable); or in the carry of"
+            " run_steps_on_dataset."
+        )
+    return *out, kept.value
+
+
+_IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
+_Call: TypeAlias = tuple[StrategyFields, Placement, Callable[..., Any], str]
+"""The key of the jit cache: a function on the towers, and advice for its errors."""
+
+
+def call_on_towers(
+    strategy: StrategyFields,
+    tower_fn: Callable[..., Any],
+    rows: Sequence[Any],
+    arrays: Sequence[Any],
+    *,
+    advice: str,
+) -> tuple[list[jax.Array], list[bool], Any]:
+    """``(arrays, whether each is mirrored, rest)``: a function's results on all towers.
+
+    ``tower_fn(tower, rows, arrays) -> (arrays, wanted, rest)`` gets its own row of
+    ``rows``, leaves ``[T, ...]``, and ``arrays`` whole. ``wanted`` has for each array
+    of the result ``Layout.PER_TOWER`` if it stays one a tower; the name of a value that
+    must be the same on all towers; or None, for either. Equal functions are traced,
+    proved and compiled once. The call may stand inside ``jax.jit``, ``jax.grad`` and
+    ``lax.scan``. ``advice`` says what to do with a named value that differs.
+    """
+    placement = strategy.placement
+    if is_inside_tower():
+        on_first = {"devices": placement.devices[:1], "within": (), "rows": None}
+        placement = dataclasses.replace(placement, **on_first, specs=None)
+    # The first argument is not used. pmap needs at least one argument with a row per
+    # tower, and jit one on the strategy's device.
+    rows = [np.arange(placement.num_towers, dtype=np.int32), *rows]
+    traced = is_traced(())
+    rows = [_placed_argument(x, placement, Layout.PER_TOWER, traced) for x in rows]
+    arrays = [_placed_argument(x, placement, Layout.MIRRORED, traced) for x in arrays]
+    call = (strategy, placement, tower_fn, advice)
+    out, (mirrored, rest) = run_traced(_run, placement, call, rows, arrays)
+    return wait_on_cpus(out), mirrored, rest
+
+
+def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
+    """The argument, placed on the strategy's devices unless JAX is tracing."""
+    if traced or has_tracers(x):
+        return jax.tree.map(jnp.asarray, x)
+    if placement.num_processes > 1 and layout is Layout.MIRRORED:
+        return place(x, placement, layout)  # the first process's value, on all
+    return place_rows(x, placement, layout)
+
+
+def _on_device(
+    call: _Call, axes: TowerAxes, programs: TowerPrograms
+) -> Callable[..., PyTree]:
+    """The function that a device runs: arrays ``[k, ...]``, and other results."""
+    strategy, _, tower_fn, _ = call
+
+    def of_tower(
+        tower_id: jax.Array, rows: list[jax.Array], arrays: list[jax.Array]
+    ) -> tuple[PyTree, PyTree]:
+        tower = tower_of(strategy, axes, tower_id)
+        with in_tower_fn():
+            made, wanted, rest = tower_fn(tower, rows[1:], arrays)
+        return (), (made, Static((tuple(wanted), rest)))
+
+    def run(rows: list[jax.Array], arrays: list[jax.Array]) -> PyTree:
+        return over_local_towers(
+            of_tower, axes, rows, arrays, stack_sums=False, programs=programs
+        )[1]
+
+    return run
+
+
+# keep_unused, because the unused first argument sets the device of a call without
+# others.
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
+def _run(
+    call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
+) -> tuple[list[jax.Array], TracedCall]:
+    """The arrays and the other results of a call, which is proved and compiled once."""
+    _, placement, _, advice = call
+    args = (rows, arrays)
+    names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
+    on_device = functools.partial(_on_device, call)
+    towers = OnTowers(on_device, placement, _IN_LAYOUTS, shapes_of(args))
+    analysis = towers.analyse(names)
+    by_pmap = placement.executor == "pmap" and placement.num_devices > 1
+    if by_pmap and has_tracers(towers.jaxpr.consts):
+        # JAX would silently give each device a slice of such a value.
+        raise ValueError(
+            "fn closes over a value of the jit, grad or scan around it, which"
+            " executor='pmap' cannot handle. Pass the value to fn as an argument."
+        )
+    wanted, rest = towers.out[1].value
+    same = [x if isinstance(x, str) else None for x in wanted]
+    prove_mirrored(analysis, same, advice=advice)
+    pairs = zip(analysis.outputs, wanted, strict=True)
+    mirrored = [x is None and kind is not Layout.PER_TOWER for x, kind in pairs]
+
+    def finish(out: tuple[list[jax.Array], Static]) -> list[jax.Array]:
+        return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
+
+    layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
+    kept = TracedCall.of((mirrored, rest), call, towers.jaxpr)
+    return towers.run(layouts, args, finish), kept

@@ -4,84 +4,24 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from towerjax.collectives.reduce import multiplies, reduced_dtype
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.transfer import place, readable
+from towerjax.mesh.transfer import readable
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
-    Variable,
     fit,
+    fit_copies,
     is_variable,
-    label,
+    place_by_type,
     read_local,
-    refuse_own_copy,
 )
-from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_methods
 from towerjax.types.refusals import listed
-from towerjax.types.trees import is_traced, leaf_name, named_leaves
-
-
-def replicate(value: PyTree, num_towers: int) -> PyTree:
-    """Copy the value for each tower, to leaves ``[T, ...]``."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_towers, *x.shape)), value)
-
-
-def _shares(x: jax.Array, num_towers: int) -> jax.Array:
-    """The towers' shares ``[T, ...]`` of a sum; those of integers are whole numbers."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return replicate(x / num_towers, num_towers)
-    # A small integer may not hold the number of towers.
-    x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
-    towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
-    whole = x // num_towers
-    rest = x % num_towers
-    return whole[None] + (towers < rest[None]).astype(x.dtype)
-
-
-def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """The copies of a tower-local variable that read as the given value."""
-    refuse_own_copy(variable)
-    reduction = variable.reduction
-    adds_up = reduction is not Reduction.NONE and multiplies(reduction)
-    split = _shares if adds_up else replicate
-
-    def copies(x: jax.Array, old: Any) -> jax.Array:
-        rows = split(x, num_towers)
-        dtype = jnp.result_type(old)
-        if rows.dtype == dtype:
-            return rows
-        cast = rows.astype(dtype)
-        if is_traced((rows, cast)):
-            return cast
-        if (lost := (parts := np.asarray(rows))[np.asarray(cast) != parts]).size:
-            raise ValueError(
-                f"The value does not fit {label(variable)}: a tower's share is"
-                f" {lost[0]}, which {dtype} cannot hold. Create the variable with a"
-                " larger dtype."
-            )
-        return cast
-
-    return jax.tree.map(copies, fit(variable, value, reads=True), variable.value)
-
-
-def check_towers(variable: Variable, num_towers: int) -> None:
-    """Raise unless the variable has a copy for each tower."""
-    refuse_own_copy(variable)
-    for x in jax.tree.leaves(variable.value):
-        if np.shape(x)[:1] != (num_towers,):
-            raise ValueError(
-                f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
-                f" {num_towers} towers. Make it with this strategy's create_var(...,"
-                " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
-                " tj.towers.saved_values(v))."
-            )
+from towerjax.types.trees import leaf_name, named_leaves
 
 
 def saved_values(tree: PyTree) -> PyTree:
@@ -155,9 +95,9 @@ def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
         except ValueError as error:
             problems.append(f"{leaf_name('saved', path)}: {error}")
             return None
-        layout = Layout.PER_TOWER if is_local else Layout.MIRRORED
-        value = place(value, placement, layout)
-        return dataclasses.replace(old, value=value) if is_variable(old) else value
+        if is_variable(old):
+            value = dataclasses.replace(old, value=value)
+        return place_by_type(value, placement)
 
     _refuse_another_tree(like, saved)
     out = jax.tree_util.tree_map_with_path(restored, like, saved, is_leaf=is_variable)

@@ -13,6 +13,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import (
     canonical_device_names,
     find_devices,
+    host_device,
 )
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
@@ -173,6 +174,11 @@ def copy_to(value: PyTree, destinations: Any) -> PyTree:
         )
     names = _names_of(destinations)
     return place(value, Placement(names, len(names)), Layout.MIRRORED)
+
+
+def copy_to_first_cpu(value: PyTree) -> PyTree:
+    """Copy the value to this process's first CPU; while JAX traces, leave it there."""
+    return value if has_tracers(value) else copy_to(value, host_device())
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:

@@ -21,15 +21,16 @@ from towerjax.collectives.reduce import (
     takes_first,
 )
 from towerjax.lowering.tower_axis import first_tower_of_device
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.mesh.processes import says_if_alone
-from towerjax.mesh.transfer import wait_on_cpus
-from towerjax.towers.executors import is_of_one_tower
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.mesh.transfer import place, wait_on_cpus
+from towerjax.towers.executors import is_in_tower_fn, is_of_one_tower
+from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.notes import explain_missing
 from towerjax.types.refusals import few, listed, problem_of, refuse_unheld
 from towerjax.types.trees import (
     is_key,
+    is_traced,
     key_data,
     leaf_name,
     like_key,
@@ -200,6 +201,62 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     return fitted
 
 
+def _replicate(value: PyTree, num_towers: int) -> PyTree:
+    """Copy the value for each tower, to leaves ``[T, ...]``."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_towers, *x.shape)), value)
+
+
+def _shares(x: jax.Array, num_towers: int) -> jax.Array:
+    """The towers' shares ``[T, ...]`` of a sum; those of integers are whole numbers."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return _replicate(x / num_towers, num_towers)
+    # A small integer may not hold the number of towers.
+    x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
+    towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
+    whole = x // num_towers
+    rest = x % num_towers
+    return whole[None] + (towers < rest[None]).astype(x.dtype)
+
+
+def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
+    """The copies of a tower-local variable that read as the given value."""
+    refuse_own_copy(variable)
+    reduction = variable.reduction
+    adds_up = reduction is not Reduction.NONE and multiplies(reduction)
+    split = _shares if adds_up else _replicate
+
+    def copies(x: jax.Array, old: Any) -> jax.Array:
+        rows = split(x, num_towers)
+        dtype = jnp.result_type(old)
+        if rows.dtype == dtype:
+            return rows
+        cast = rows.astype(dtype)
+        if is_traced((rows, cast)):
+            return cast
+        if (lost := (parts := np.asarray(rows))[np.asarray(cast) != parts]).size:
+            raise ValueError(
+                f"The value does not fit {label(variable)}: a tower's share is"
+                f" {lost[0]}, which {dtype} cannot hold. Create the variable with a"
+                " larger dtype."
+            )
+        return cast
+
+    return jax.tree.map(copies, fit(variable, value, reads=True), variable.value)
+
+
+def check_towers(variable: Variable, num_towers: int) -> None:
+    """Raise unless the variable has a copy for each tower."""
+    refuse_own_copy(variable)
+    for x in jax.tree.leaves(variable.value):
+        if np.shape(x)[:1] != (num_towers,):
+            raise ValueError(
+                f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
+                f" {num_towers} towers. Make it with this strategy's create_var(...,"
+                " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
+                " tj.towers.saved_values(v))."
+            )
+
+
 def _holds(dtype: Any, value: Any) -> bool:
     given = jnp.result_type(value)
     if given == dtype:
@@ -211,6 +268,33 @@ def _holds(dtype: Any, value: Any) -> bool:
 def plain(value: PyTree) -> PyTree:
     """Replace each variable in the tree by its value."""
     return map_parts(Variable, lambda x: x.value, value)
+
+
+def layouts_by_type(value: PyTree) -> PyTree:
+    """A prefix tree of layouts: PER_TOWER for variables and values of each tower."""
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED,
+        value,
+        is_leaf=is_per_tower,
+    )
+
+
+def place_by_type(value: PyTree, placement: Placement) -> PyTree:
+    """A copy of the tree on the towers' devices, in `layouts_by_type`."""
+    return place(value, placement, layouts_by_type(value))
+
+
+def make_local(
+    value: PyTree, reduction: Reduction, name: str, placement: Placement
+) -> TowerLocal:
+    """A tower-local variable with one value on all towers, placed there.
+
+    In a tower function it is that tower's own copy.
+    """
+    if is_in_tower_fn():
+        return TowerLocal(value, reduction, name)
+    rows = _replicate(value, placement.num_towers)
+    return place_by_type(TowerLocal(rows, reduction, name), placement)
 
 
 def assign_in_tower(

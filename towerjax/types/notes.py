@@ -108,6 +108,8 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
         notes.append(_NO_EXTRA)
     if isinstance(error, TypeError):
         notes.append(_of_arguments(text, fn))
+    if isinstance(error, AttributeError) and fn.__name__ == "__getattr__":
+        notes.append(_NAMES.get(str(error.name), ""))
     if isinstance(error, KeyError | AttributeError | TypeError) and not any(notes):
         notes.append(_of_value(error))
     for note in notes:

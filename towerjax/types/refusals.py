@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from towerjax.types.trees import held_dtype, is_deleted, named_leaves, sorted_keys
 from towerjax.types.values import PyTree
@@ -256,6 +257,15 @@ def check_like(
     """Raise unless a tree has the expected leaves and containers."""
     if wrong := differences(root, given, expected, describe):
         raise ValueError(f"{what}: {listed(wrong)}. {advice}")
+
+
+def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
+    """``after`` without weak types; raises unless it has the types of ``before``."""
+    what = "The step would change the type of its state, and so compile anew each time"
+    check_like(root, after, before, what, f"Look at {culprit}.")
+    # Drops the weak type of what was computed with Python numbers.
+    after = jax.tree.map(jnp.asarray, after)
+    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
 def _differing(given: Any, expected: Any) -> tuple[Any, Any]:

@@ -102,6 +102,8 @@ class Towers:
     def trace(self, split: RowsToRun) -> Traced:
         """The traced passes; they are traced once."""
         if self.traced is None:
+            if why := self._plan.passes.why_not_audited:
+                raise NotAudited(why)
             with jax.default_matmul_precision("highest"):
                 self.traced = trace(self._plan, self._args(split, self.state)[0])
             self.rtol = rounding_of(x.towers.jaxpr for x in self.traced.passes)

@@ -10,10 +10,9 @@ from towerjax.step.plan import (
     Passes,
     Plan,
     StepOptions,
-    state_ins,
     training_plan,
+    unguarded_plan,
 )
-from towerjax.step.state.accumulators import mark_per_tower
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.policies import Read, StatePolicy
 from towerjax.step.state.train_state import TrainState
@@ -125,15 +124,13 @@ def build_step(
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
     """A step of one pass that reads a state and returns the merged results."""
 
-    def finish(
-        _: PyTree, __: PyTree, merged: list[PyTree], ___: PyTree
-    ) -> tuple[PyTree]:
-        return (mark_per_tower(merged[0]),)
+    def results(state: TrainState, merged: list[PyTree]) -> tuple[TrainState, PyTree]:
+        return state, merged[0]
 
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
-    given = strategy, of_step, passes, finish, Read(strategy)
-    return Step(Plan(*given, state_ins(strategy)))
+    given = strategy, of_step, passes, results, Read(strategy)
+    return Step(unguarded_plan(*given))
 
 
 @api_boundary

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,12 +11,12 @@ import optax
 
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.data.batch_rows import Remainder
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import TowerFn
 from towerjax.step.plan import Passes, Plan, StepOptions, training_plan
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import Guard, OnNonfinite, Update, with_loss
+from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
@@ -24,8 +24,7 @@ from towerjax.step.state.update import (
     accept_or_keep,
     check_like_params,
     check_trainable,
-    check_types,
-    pass_loss,
+    node_types,
     trained_part,
     with_trained,
 )
@@ -34,8 +33,9 @@ from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import LossFn, PyTree, Reduction, Sum
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_function, check_methods
-from towerjax.types.refusals import check_like
+from towerjax.types.refusals import check_like, check_types
 from towerjax.types.trees import map_parts
+from towerjax.types.version import page
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 """``(state, merged) -> extra``: the next ``state.extra``."""
@@ -95,6 +95,17 @@ class OptimizerUpdate:
             extra = next_extra(state.extra, extra, culprit)
             after = dataclasses.replace(after, extra=extra)
         return after, with_loss(loss, merged["metrics"])
+
+
+def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's metrics, with the loss and its terms."""
+    ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
+    if both := sorted(metrics.keys() & ours.keys()):
+        raise ValueError(
+            f"metrics[{both[0]!r}] has the name of the loss or of a term of it. Give"
+            " your metric another name."
+        )
+    return {**metrics, **ours}
 
 
 _EXTRA = (
@@ -176,6 +187,49 @@ def apply_gradients(
     opt_state = check_types(opt_state, next_state, "state.opt_state", "the optimizer")
     params = with_trained(after, state.params)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+_NEEDS_MORE = (
+    "A step gives it gradients and parameters, and value=loss, as"
+    " tj.apply_gradients(..., loss=merged['loss']) does. If it needs more, call it in"
+    " the update of your own step, tj.build_step(tower_fn, update_fn, strategy), or"
+    f" around step.fn: {page('optimizers')}"
+)
+_OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
+
+
+def pass_loss(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, without ``value=loss`` if it does not take that."""
+    inner = optimizer
+    if isinstance(optimizer, optax.GradientTransformation):
+        inner = optax.with_extra_args_support(optimizer)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        if _OF_EXAMPLES in node_types(state):
+            raise ValueError(
+                "differentially_private_aggregate, which dpsgd uses, clips the gradient"
+                " of each example, but the optimizer gets the gradient of the whole"
+                " batch, so nothing would be private. Clip in a step of your own, and"
+                " pass the optimizer without it."
+            )
+        try:
+            try:
+                return inner.update(updates, state, params, **extra_args)
+            except TypeError as error:
+                # Only a call shows what an update wrapped in others takes.
+                if "unexpected keyword argument 'value'" not in str(error):
+                    raise
+            extra_args.pop("value")
+            return inner.update(updates, state, params, **extra_args)
+        except (AttributeError, TypeError) as error:
+            what = f"The optimizer's update failed: {error}."
+            raise ValueError(f"{what} {_NEEDS_MORE}.") from error
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:

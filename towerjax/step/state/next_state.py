@@ -16,11 +16,10 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.state.accumulators import PerTowerValue
 from towerjax.step.state.train_state import TrainState, split_state
-from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PerTower, PyTree
 from towerjax.types.notes import says
-from towerjax.types.refusals import a_type
+from towerjax.types.refusals import a_type, check_types
 from towerjax.types.trees import is_key
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -128,17 +127,6 @@ def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
             now = check_types(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})
     return after, dict(metrics), *told
-
-
-def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's metrics, with the loss and its terms."""
-    ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
-    if both := sorted(metrics.keys() & ours.keys()):
-        raise ValueError(
-            f"metrics[{both[0]!r}] has the name of the loss or of a term of it. Give"
-            " your metric another name."
-        )
-    return {**metrics, **ours}
 
 
 def _evaluate_metrics(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,8 @@ class StatePolicy:
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
+    # What to write instead of a value that is no state.
+    advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""
@@ -57,6 +59,38 @@ class StatePolicy:
             towers = self.strategy.num_towers
             made["local"] = jax.eval_shape(lambda x: stack_local(x, towers), more)
         return made
+
+    @property
+    def layout(self) -> TrainState:
+        """The layout of each part of a state between two calls."""
+        return state_layout(self.strategy)
+
+    def check(self, given: PyTree) -> None:
+        """Raise unless it is a whole state, made for as many towers."""
+        check_is_state(given, self.advice)
+        check_num_towers(given, self.strategy.placement.num_towers)
+        check_leaves(given)
+
+    def copied(self, state: TrainState) -> TrainState:
+        """A copy of a state on the strategy's devices."""
+        return place(state, self.strategy.placement, self.layout, state.params)
+
+    def placed(
+        self, state: TrainState, root: str = "state", *, own: bool = False
+    ) -> TrainState:
+        """The state with leaves that lie elsewhere placed; itself if none does.
+
+        ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
+        default is copied, too.
+        """
+        where = self.strategy.placement, self.layout, root, state.params
+        return place_others(state, *where, own=own)
+
+    def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
+        """What towers returned, for every process, and without rows of padding."""
+        placement = self.strategy.placement
+        out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
+        return without_padding(out, batch)
 
     def as_state(self, given: PyTree) -> TrainState:
         """The given state, checked but not placed: it has shapes or traced values."""
@@ -130,8 +164,7 @@ class Read(StatePolicy):
         model = _model_part(given, *self.counters)
         check_not_donated(model)
         check_num_towers(model, self.strategy.num_towers)
-        where = self.strategy.placement, state_layout(self.strategy)
-        return place_others(model, *where, "state", model.params)
+        return self.placed(model)
 
     def take(self, given: PyTree) -> TrainState | None:
         """The values that the step reads, unplaced; None for bare parameters."""
@@ -139,9 +172,8 @@ class Read(StatePolicy):
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """The value that towers returned under the single name, without padding."""
-        placement = self.strategy.placement
-        (merged,) = unmark_per_tower(out, lambda own: on_every_process(own, placement))
-        (result,) = without_padding(merged, batch).values()
+        (merged,) = out
+        (result,) = self.returned(merged, batch).values()
         return result
 
 

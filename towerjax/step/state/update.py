@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -14,9 +13,8 @@ from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.jaxprs.equation import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.types import PyTree
-from towerjax.types.refusals import check_like, few, listed, unlike
+from towerjax.types.refusals import few, listed, unlike
 from towerjax.types.trees import leaf_name, named_leaves, readable_leaves
-from towerjax.types.version import page
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
@@ -91,7 +89,7 @@ def _unlike(trainable: PyTree, params: PyTree) -> str:
 def _refuse_statistics(params: PyTree, advice: str) -> None:
     """Raise if Flax's batch statistics are among the parameters that train."""
     is_linen = isinstance(params, Mapping) and {"params", "batch_stats"} <= {*params}
-    if is_linen or "BatchStat" in _node_types(params):
+    if is_linen or "BatchStat" in node_types(params):
         raise ValueError(
             "params hold batch statistics, which would be trained, because all floats"
             " are. With flax.linen pass variables['params'], with nnx pass"
@@ -129,63 +127,11 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
     )
 
 
-_NEEDS_MORE = (
-    "A step gives it gradients and parameters, and value=loss, as"
-    " tj.apply_gradients(..., loss=merged['loss']) does. If it needs more, call it in"
-    " the update of your own step, tj.build_step(tower_fn, update_fn, strategy), or"
-    f" around step.fn: {page('optimizers')}"
-)
-_OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
-
-
-def pass_loss(
-    optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, without ``value=loss`` if it does not take that."""
-    inner = optimizer
-    if isinstance(optimizer, optax.GradientTransformation):
-        inner = optax.with_extra_args_support(optimizer)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        if _OF_EXAMPLES in _node_types(state):
-            raise ValueError(
-                "differentially_private_aggregate, which dpsgd uses, clips the gradient"
-                " of each example, but the optimizer gets the gradient of the whole"
-                " batch, so nothing would be private. Clip in a step of your own, and"
-                " pass the optimizer without it."
-            )
-        try:
-            try:
-                return inner.update(updates, state, params, **extra_args)
-            except TypeError as error:
-                # Only a call shows what an update wrapped in others takes.
-                if "unexpected keyword argument 'value'" not in str(error):
-                    raise
-            extra_args.pop("value")
-            return inner.update(updates, state, params, **extra_args)
-        except (AttributeError, TypeError) as error:
-            what = f"The optimizer's update failed: {error}."
-            raise ValueError(f"{what} {_NEEDS_MORE}.") from error
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def _node_types(tree: PyTree) -> set[str]:
+def node_types(tree: PyTree) -> set[str]:
     """The names of the types of a tree's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds
-
-
-def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """``after`` without weak types; raises unless it has the types of ``before``."""
-    what = "The step would change the type of its state, and so compile anew each time"
-    check_like(root, after, before, what, f"Look at {culprit}.")
-    # Drops the weak type of what was computed with Python numbers.
-    after = jax.tree.map(jnp.asarray, after)
-    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
 def guard_rows(

@@ -7,17 +7,13 @@ from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.collectives.sparse_rows import map_values
-from towerjax.jaxprs import tags
-from towerjax.mesh.private_jax import bound_axes
+import towerjax as tj
 from towerjax.metrics.rows import as_floats, element_weights
-from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.tf1.estimator.meets import differentiate, meet
-from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Tower
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.make.gradient import addend_of, has_denominator, is_sum_of_means
+from towerjax.step.passes.meets import bound_here, differentiate, meet, sum_inside
 from towerjax.types import PyTree, Reduction, Sum
 
 
@@ -137,7 +133,7 @@ def _like_losses(
 class TowersOfStep:
     """The towers of one step, over which losses and gradients are reduced."""
 
-    tower: Tower
+    tower: tj.Tower
     reduction: LossReduction
     compat: str | None  # "tf1" divides by the number of towers in any case
     trace: Any  # the model function's own trace, not that of a jit or scan inside it
@@ -170,19 +166,18 @@ class TowersOfStep:
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """``(result of of_params, gradient, loss)``; the last two are of all towers."""
 
-        def of_loss(params: PyTree) -> tuple[Weighted | Means, PyTree]:
+        def of_loss(params: PyTree) -> tuple[Any, PyTree]:
             out = of_params(params)
-            loss = self.addend(out[0] if has_aux else out)
-            return one_mean(loss) or loss, out
+            return self.addend(out[0] if has_aux else out), out
 
         total, grads, out = differentiate(of_loss, params, self.num_calls)
-        if isinstance(total, Means):  # its terms are already divided
+        if is_sum_of_means(total):  # its terms are already divided
             return out, grads, total.value
         total = one_loss(self.reduction, total, is_split=not self.is_alone)
         return out, divided(grads, total.weight), total.value
 
-    def addend(self, loss: Any) -> Weighted | Means:
-        """A tower's loss in the form in which losses are added up over towers."""
+    def addend(self, loss: Any) -> Any:
+        """A tower's loss in the form in which losses are added up: see `addend_of`."""
         scalar = _OF_SCALARS.get(self.reduction)
         is_weighted = has_denominator(loss)
         if self.is_alone:
@@ -193,7 +188,7 @@ class TowersOfStep:
         elif is_weighted == (scalar is not None):
             what = _WEIGHTED if is_weighted else _BARE
             raise ValueError(what.format(type(loss).__name__, self.reduction))
-        return as_tower_output(loss, scalar, self.tower).loss
+        return addend_of(loss, scalar, self.tower)
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
         """The reduced loss and the summed gradients, the same on all towers.
@@ -211,7 +206,7 @@ class TowersOfStep:
             addend: Any = self.addend(jnp.float32(0) if loss is None else loss)
         if is_split and self.takes_scalars:  # towers without examples do not count
             counts = jnp.asarray(addend.weight) > 0
-            grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
+            grads = map_gradients(lambda g: jnp.where(counts, g, 0), grads)
         total, grads = self._sum_towers(addend, grads)
         return one_loss(reduction, total, is_split=is_split or is_part), grads
 
@@ -229,18 +224,12 @@ class TowersOfStep:
         in_turn = self.tower.strategy.placement.axes.in_turn
         if not self.is_alone and (in_turn or self.num_calls > self.tower.num_towers):
             raise ValueError(_INSIDE)
-        with jax.named_scope(tags.SUMMED_BY_STEP):
-            return self.tower.reduce(Reduction.SUM, (loss, grads))
+        return sum_inside(self.tower, (loss, grads))
 
 
 def towers_here() -> TowersOfStep | None:
     """The towers of the step whose model function is being traced, or None."""
-    return next((x for x in bound_axes() if isinstance(x, TowersOfStep)), None)
-
-
-def has_denominator(loss: Any) -> bool:
-    """Whether the loss has one or more denominators: a `Weighted` or `Means`."""
-    return isinstance(loss, Weighted | Means)
+    return bound_here(TowersOfStep)
 
 
 def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
@@ -252,9 +241,24 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 def divided(grads: PyTree, weight: Any) -> PyTree:
     """The gradients divided by a weight; 0 if the weight is 0."""
-    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
-    scale = lax.optimization_barrier(Weighted(1.0, weight).value)
-    return map_values(lambda g: g * scale.astype(g.dtype), grads)
+    # As a tree, so that every leaf is scaled by the same reciprocal.
+    return Weighted([grads], weight).value[0]
+
+
+def map_gradients(
+    fn: Callable[..., jax.Array], grads: PyTree, *others: PyTree
+) -> PyTree:
+    """The function of each gradient; of the rows of a table, of their values."""
+
+    def of_one(grad: Any, *others: Any) -> Any:
+        if isinstance(grad, tj.sparse.IndexedRows):
+            return dataclasses.replace(grad, values=fn(grad.values, *others))
+        return fn(grad, *others)
+
+    def is_rows_of_table(x: Any) -> bool:
+        return isinstance(x, tj.sparse.IndexedRows)
+
+    return jax.tree.map(of_one, grads, *others, is_leaf=is_rows_of_table)
 
 
 _INSIDE = (

@@ -9,61 +9,50 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.check.audit.comparison import NotAudited
-from towerjax.data.batch_rows import batch_signature
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.loop.options import Hook
-from towerjax.lowering.tower_axis import axes_in_tower
-from towerjax.mesh.private_jax import bind_axis
-from towerjax.mesh.transfer import on_every_process
-from towerjax.metrics.state import check_metric
+import towerjax as tj
+from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.train import next_extra
+from towerjax.step.make.gradient import has_denominator
+from towerjax.step.make.train import next_extra, with_loss
+from towerjax.step.passes.meets import bound
 from towerjax.step.passes.one_pass import Pass
+from towerjax.step.passes.split_program import LOSSES, SplitProgram
 from towerjax.step.plan import (
     Passes,
-    Plan,
     StepOptions,
-    state_ins,
     training_pass,
     training_plan,
+    unguarded_plan,
 )
-from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
-from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import with_loss
 from towerjax.step.state.policies import Read, StatePolicy
-from towerjax.step.state.train_state import TrainState, split_state
-from towerjax.step.state.update import check_types
+from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step, TrainStep
 from towerjax.tf1.estimator.losses import (
     LossReduction,
     TowersOfStep,
-    has_denominator,
     is_of_scalars,
     one_loss,
 )
 from towerjax.tf1.estimator.model_fn import (
     Mode,
     ModelFn,
+    ModelHook,
     ModelOptions,
     ModelSpec,
-    concat_outputs,
+    joined_outputs,
     typed_rows,
 )
-from towerjax.tf1.estimator.optimizer import refuse_met_sums
-from towerjax.tf1.estimator.split_program import LOSSES, SplitProgram
 from towerjax.tf1.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
+    is_plain,
     spread,
     store,
 )
-from towerjax.towers.executors import Static
-from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, context_args, tower_of
-from towerjax.towers.variables import plain
-from towerjax.types import Layout, PyTree, Sum
+from towerjax.tf1.values import AnyStrategy
+from towerjax.types import PyTree, Sum
+from towerjax.types.refusals import a_type, check_types
 from towerjax.types.trees import map_parts, parts_of, shapes_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
@@ -73,11 +62,13 @@ Other variables that towers change on their own: make them tj.TowerLocal, reduce
 with tower.reduce(tj.Reduction.MEAN, value), or return them as tj.Weighted(sum, weight)
 or tj.Sum(x) in train_op.extra."""
 
-MAKE_STATE = (
-    "model.init(tj.TrainState.create(params, optimizer)), which counts the steps. With"
-    " several optimizers its params and opt_state are dicts of their parts. A call of"
-    " the model by itself takes any tree."
-)
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Hooks:
+    """The hooks of a spec, as a pytree without leaves."""
+
+    value: tuple[ModelHook, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,47 +82,36 @@ class ModelTower:
     given: Mapping[str, Any]  # params and config
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+    def __call__(self, state: TrainState, rows: PyTree, tower: tj.Tower) -> PyTree:
         """The program of one tower, as a pytree without leaves; nothing is computed."""
-        axes, _ = context_args(tower)
-        shapes = shapes_of(_args_of_tower(state, rows, tower))
+        leaves, treedef = jax.tree.flatten(shapes_of((state, rows)))
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
-        key = (*key, batch_signature(shapes))
+        key = (*key, treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._programs:
-            fn = functools.partial(self._one_tower, tower)
-            env = axes_in_tower(axes)
-            make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
-            counts = [len(jax.tree.leaves(x)) for x in (shapes[0], state.local)]
-            parts = *make(*shapes), *counts
+            fn = functools.partial(self._one_tower, tower.micro_batches)
+            shows_state = not is_plain(state)
+            split = SplitProgram.of(fn, state, rows, tower, shows_state=shows_state)
             if self.options.compat == "tf1" and tower.num_towers > 1:
-                refuse_met_sums(parts[0], axes.tower_axis)
-            self._programs[key] = split = SplitProgram(*parts, axis=axes.tower_axis)
+                _refuse_met_sum(split)
+            _refuse_own_parameters(split)
             if tower.micro_batches > 1:
-                split.refuse_changed_local()
+                _refuse_changed_local(split)
+            self._programs[key] = split
         return {"split": self._programs[key]}
 
     def _one_tower(
-        self, known: Tower, mirrored: TrainState, own: PyTree
+        self, micro_batches: int, state: TrainState, rows: PyTree, tower: tj.Tower
     ) -> dict[str, Any]:
-        """The model function's results, in the types that a `Pass` merges.
-
-        ``known`` is a tower whose static fields are read.
-        """
-        local, rows, context = own
-        state = dataclasses.replace(mirrored, local=local)
+        """The model function's results, in the types that a `Pass` merges."""
         variables = as_variables(state)
-        context = {**context, "rows": known.rows}
-        if isinstance(variables, TrainState):
-            context |= {"state": state, "local": plain(local)}
-        tower = tower_of(known.strategy, context_args(known)[0], **context)
         trace = get_opaque_trace_state()
         how = self.options
-        parts = tower.num_towers * known.micro_batches
+        parts = tower.num_towers * micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
-        with bind_axis(towers):  # where TowerOptimizer finds them
+        with bound(towers):  # where TowerOptimizer finds them
             spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
-        parts = self._typed_parts(spec, variables, towers, known.rows)
-        return {**parts, "hooks": Static(spec.hooks)}
+        typed = self._typed_parts(spec, variables, towers, tower.rows)
+        return {**typed, "hooks": _Hooks(spec.hooks)}
 
     def _typed_parts(
         self, spec: ModelSpec, variables: PyTree, towers: TowersOfStep, rows: int
@@ -142,10 +122,8 @@ class ModelTower:
             if not has_denominator(spec.loss):
                 parts["loss_is_scalar"] = ()  # a mark without leaves
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
-            parts["eval_metrics"] = {
-                name: check_metric(f"eval_metrics[{name!r}]", metric)
-                for name, metric in spec.eval_metrics.items()
-            }
+            _check_metrics(spec.eval_metrics)
+            parts["eval_metrics"] = dict(spec.eval_metrics)
         for name in ("predictions", "export_outputs"):
             part = getattr(spec, name)
             if name in self.wanted and part is not None:
@@ -156,10 +134,50 @@ class ModelTower:
         return parts
 
 
-def _args_of_tower(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-    """A tower's arguments: the replicated ones, and its own."""
-    _, context = context_args(tower)
-    return dataclasses.replace(state, local=None), (state.local, rows, context)
+def _check_metrics(eval_metrics: Mapping[str, Any]) -> None:
+    """Raise unless each metric is a state that merges."""
+    for name, metric in eval_metrics.items():
+        if not (tj.metrics.is_metric(metric) or has_denominator(metric)):
+            raise ValueError(
+                f"eval_metrics[{name!r}] is {a_type(metric)}, which is not a metric"
+                " state of the tower's rows. Write tj.Weighted.mean(hits,"
+                " tower.weight), or another state of tj.metrics."
+            )
+
+
+def _refuse_met_sum(split: SplitProgram) -> None:
+    """Raise if towers communicate in a loss whose gradient is that of a sum.
+
+    The original differentiates each tower's own mean. The gradient of a sum is divided
+    by the tower's own weight, and so would be everything that other towers add to it.
+    """
+    if (line := split.line_of_met_sum()) is not None:
+        raise ValueError(
+            "compat='tf1' cannot be kept for a loss in which towers communicate, at"
+            f" {line}, because compute_gradients differentiates each tower's sum. Write"
+            " optimizer.minimize(loss_fn, variables), which differentiates each tower's"
+            " mean; return a scalar loss; or leave compat= out."
+        )
+
+
+def _refuse_own_parameters(split: SplitProgram) -> None:
+    """Raise if the parameters of a loss differ from tower to tower."""
+    if (line := split.line_of_own_parameters()) is not None:
+        raise ValueError(
+            f"TowerOptimizer.minimize at {line} got parameters that are computed from"
+            " one tower's rows, draws or variables, so the sum of all losses has no"
+            " gradient by them. Write optimizer.compute_gradients(loss_fn, params),"
+            " which works on one tower, and apply_gradients."
+        )
+
+
+def _refuse_changed_local(split: SplitProgram) -> None:
+    """Raise if micro-batches would not see what the ones before have changed."""
+    if split.changes_local:
+        raise ValueError(
+            "model_fn changes tower-local variables and goes on after an update, so"
+            " that micro-batches would see different values. Write micro_batches=1."
+        )
 
 
 def _pass_of_model(split: SplitProgram, *args: PyTree) -> PyTree:
@@ -172,11 +190,11 @@ def _pass_with_trained(
     trained: PyTree,
     state: TrainState,
     rows: PyTree,
-    tower: Tower,
+    tower: tj.Tower,
     merged: PyTree,
 ) -> PyTree:
     """One tower's results in a pass that differentiates losses by ``trained``."""
-    return split.run(_args_of_tower(state, rows, tower), merged[1:], trained)
+    return split.run(state, rows, tower, merged[1:], trained)
 
 
 def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
@@ -192,13 +210,11 @@ def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
 
 def _compared(options: ModelOptions, merged: list[PyTree]) -> list[PyTree]:
     """The merged results to compare: reduced losses, and gradients as means."""
-    if options.compat is not None:
-        raise NotAudited(_AS_IN_TF1)
     return [_with_means(x, options.loss_reduction) for x in merged[1:]]
 
 
 def _why_not_proved(options: ModelOptions, mode: Mode) -> str:
-    """The reason why one tower computes something else than several; "" if none."""
+    """Why the results are not proved to be those of one tower; "" if they can be."""
     if options.compat is not None:
         return _AS_IN_TF1
     if mode is not Mode.PREDICT and is_of_scalars(options.loss_reduction):
@@ -210,7 +226,7 @@ _AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
 
 
 def model_passes(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions
+    tower_fn: ModelTower, strategy: AnyStrategy, options: StepOptions
 ) -> Passes:
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
@@ -222,12 +238,16 @@ def model_passes(
         found=_passes_of,
         compared=functools.partial(_compared, tower_fn.options),
         why_not_proved=_why_not_proved(tower_fn.options, tower_fn.mode),
+        why_not_audited="" if tower_fn.options.compat is None else _AS_IN_TF1,
         hold_update=True,
     )
 
 
 def _results_of(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Hook]
+    tower_fn: ModelTower,
+    strategy: AnyStrategy,
+    options: StepOptions,
+    hooks: list[ModelHook],
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
     """A function of the next state and the rest of the spec; it fills ``hooks``."""
     is_split = strategy.num_towers * options.micro_batches > 1
@@ -292,17 +312,22 @@ class _TrainedModel(StatePolicy):
     """The policy for a `TrainState` that is kept as ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
-    hooks: list[Hook] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
+
+    advice = (
+        "model.init(tj.TrainState.create(params, optimizer)), which counts the steps."
+        " With several optimizers its params and opt_state are dicts of their parts. A"
+        " call of the model by itself takes any tree."
+    )
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The state to start from, copied first if it is kept elsewhere."""
-        check_is_state(given, MAKE_STATE)
-        return super().start(spread(given, self.strategy, self.kept_at), expected)
+        return super().start(spread(given, self, self.kept_at), expected)
 
     def take(self, given: PyTree) -> TrainState | None:
         """The state on all devices."""
         if self.kept_at is not VariablePlacement.MIRRORED:
-            given = spread(given, self.strategy, self.kept_at)
+            given = spread(given, self, self.kept_at)
         return super().take(given)
 
     def result(
@@ -310,7 +335,7 @@ class _TrainedModel(StatePolicy):
     ) -> tuple[TrainState, dict[str, PyTree]]:
         """``(state, metrics)``."""
         after, metrics = super().result(state, out, batch)
-        return store(after, self.strategy.placement, self.kept_at), metrics
+        return store(after, self.strategy, self.kept_at), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,15 +344,16 @@ class _Variables(Read):
 
     kept_at: VariablePlacement
     mode: Mode
-    hooks: list[Hook] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The variables as a state, on all devices."""
-        return spread(as_state(given, *self.counters), self.strategy, self.kept_at)
+        return spread(as_state(given, *self.counters), self, self.kept_at)
 
     def kind(self, state: TrainState) -> Hashable:
         """The types of the variables."""
-        return batch_signature(state)
+        leaves, treedef = jax.tree.flatten(state)
+        return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
     def as_state(self, given: PyTree) -> TrainState:
         """The variables as a state."""
@@ -351,17 +377,15 @@ class _Variables(Read):
     def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
         (*after, parts) = out
-        placement = self.strategy.placement
-        parts = unmark_per_tower(parts, lambda own: on_every_process(own, placement))
-        parts = concat_outputs(parts, batch)
+        parts = joined_outputs(self.returned(parts, batch))
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
-            parts["train_op"] = store(after, placement, self.kept_at)
+            parts["train_op"] = store(after, self.strategy, self.kept_at)
         return ModelSpec(self.mode, hooks=tuple(self.hooks), **parts)
 
 
 def model_train_step(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions
+    tower_fn: ModelTower, strategy: AnyStrategy, options: StepOptions
 ) -> TrainStep:
     """The train step of a replicated model, ``(state, batch) -> (state, metrics)``.
 
@@ -379,28 +403,21 @@ def model_train_step(
     return Step(training_plan(*given, other_losses=_minimized))
 
 
-def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
-    """The step of a model in one mode, for batches of ``features`` and ``labels``."""
+def model_step(
+    tower_fn: ModelTower, strategy: AnyStrategy, like: Step | None = None
+) -> Step:
+    """The step of a model in one mode, for batches of ``features`` and ``labels``.
+
+    It pads to the batch sizes of ``like``, a step of the same mode.
+    """
     how = tower_fn.options
-    options = tower_fn.options.step
     policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
+    results = _results_of(tower_fn, strategy, how.step, policy.hooks)
+    passes = model_passes(tower_fn, strategy, how.step)
     trains = "train_op" in tower_fn.wanted
-    results = _results_of(tower_fn, strategy, options, policy.hooks)
-
-    def finish(
-        donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
-    ) -> tuple[PyTree, ...]:
-        after, parts = results(TrainState(**donated, **kept), merged)
-        own = mark_per_tower(parts)
-        return (*split_state(after), own) if trains else (own,)
-
-    ins = state_ins(strategy)
-    after = (ins["state"], ins["kept"]) if trains else ()
-    passes = model_passes(tower_fn, strategy, options)
-    outs = (*after, Layout.MIRRORED)
-    donate = options.donate and trains
-    given = strategy, options, passes, finish, policy
-    return Step(Plan(*given, ins, outs, donates=donate), placer=placer)
+    given = strategy, how.step, passes, results, policy
+    plan = unguarded_plan(*given, changes_state=trains)
+    return Step(plan, placer=None if like is None else like.placer)
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
@@ -409,6 +426,6 @@ def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
     return cast(_Variables, step.plan.states).spec(out, batch)
 
 
-def hooks_of(step: Step) -> list[Hook]:
+def hooks_of(step: Step) -> list[ModelHook]:
     """The hooks of the last spec of a step that `model_train_step` made."""
     return cast(_TrainedModel, step.plan.states).hooks

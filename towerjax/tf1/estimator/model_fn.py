@@ -5,25 +5,21 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
+import towerjax as tj
 from towerjax.data.batch_rows import concat_rows, refuse_other_than_rows
-from towerjax.data.placer import PlacedBatch
-from towerjax.loop.options import check_hooks
 from towerjax.step.plan import StepOptions
-from towerjax.step.state.accumulators import without_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.tf1.call import key_of
 from towerjax.tf1.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.tf1.estimator.variables import VariablePlacement
-from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.options import check_choice, check_function, check_list
 from towerjax.types.refusals import a_type, listed, refuse_unheld
 from towerjax.types.trees import map_parts, named_leaves
 
@@ -106,6 +102,9 @@ class ClassificationOutput:
                 object.__setattr__(self, "classes", ClassNames(names))
 
 
+ModelHook: TypeAlias = Callable[[int, dict[str, Any]], None]
+"""``(step number, metrics)``, called after each step with values on the host."""
+
 ExportOutput = PredictOutput | RegressionOutput | ClassificationOutput
 
 
@@ -145,9 +144,7 @@ class ModelSpec:
     train_op: PyTree = None
     eval_metrics: Mapping[str, Any] | None = None
     export_outputs: Mapping[str, ExportOutput] | None = None
-    hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = dataclasses.field(
-        default=(), metadata=_FIXED
-    )
+    hooks: tuple[ModelHook, ...] = dataclasses.field(default=(), metadata=_FIXED)
 
 
 _NEEDED = {
@@ -190,7 +187,16 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
                 f"export_outputs[{name!r}] is {a_type(output)}, but must be a"
                 " tj.estimator.PredictOutput, RegressionOutput or ClassificationOutput."
             )
-    return dataclasses.replace(spec, hooks=check_hooks(spec.hooks))
+    return dataclasses.replace(spec, hooks=checked_hooks(spec.hooks))
+
+
+def checked_hooks(hooks: Any) -> tuple[Any, ...]:
+    """The hooks as a tuple; raise if one cannot be called."""
+    hooks = check_list("hooks", hooks)
+    for i, hook in enumerate(hooks):
+        if not isinstance(hook, tj.loop.WithState):
+            check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
+    return hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +253,7 @@ class ModelFn:
         variables: PyTree,
         batch: Mapping[str, PyTree],
         mode: Mode,
-        tower: Tower,
+        tower: tj.Tower,
         given: Mapping[str, Any],
     ) -> ModelSpec:
         """The function's spec for one tower; raise unless it fits the mode."""
@@ -264,8 +270,7 @@ class ModelFn:
         }
         data = {"features": batch["features"], "labels": batch.get("labels")}
         try:
-            with in_tower_fn():
-                spec = self.fn(variables, **data, mode=mode, **accepted)
+            spec = self.fn(variables, **data, mode=mode, **accepted)
         except (TypeError, AttributeError) as error:
             if "labels" not in batch:
                 error.add_note(f"No labels were given, so labels is None in {mode!r}.")
@@ -331,8 +336,7 @@ def typed_rows(
     return jax.tree.map(as_rows, outputs, is_leaf=is_per_tower)
 
 
-def concat_outputs(outputs: PyTree, batch: PlacedBatch) -> PyTree:
-    """The outputs as bare arrays, in the order of the examples, without padding."""
-    outputs = without_padding(outputs, batch)
+def joined_outputs(outputs: PyTree) -> PyTree:
+    """The outputs of all towers, without padding, as arrays ``[B, ...]``."""
     outputs = map_parts(SeveralRows, lambda x: concat_rows(x.rows), outputs)
     return map_parts(PerTower, lambda x: x.values, outputs)

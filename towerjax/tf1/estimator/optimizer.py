@@ -12,33 +12,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import map_values
-from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.metrics.rows import ratio
-from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.passes.derivative import LossSums, with_fixed_weights
-from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.step.state.train_state import TrainState
-from towerjax.step.state.update import (
-    OF_MODELS,
-    check_types,
-    pass_loss,
-    trainable_flags,
+from towerjax.metrics import ratio
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.make.gradient import (
+    as_one_mean,
+    check_params_of_model,
+    has_denominator,
+    is_sum_of_means,
+    pull_back,
+    sum_of_loss,
+    sums_of_terms,
 )
+from towerjax.step.make.train import pass_loss
+from towerjax.step.state.train_state import TrainState
 from towerjax.tf1.estimator.losses import (
     TowersOfStep,
     divided,
-    has_denominator,
+    map_gradients,
     towers_here,
 )
-from towerjax.towers.outputs import as_tower_output
-from towerjax.types import PyTree, Reduction, Sum
+from towerjax.types import PyTree, Sum
 from towerjax.types.options import check_flag, check_takes
-from towerjax.types.refusals import a_type, check_like, refuse_unheld
+from towerjax.types.refusals import a_type, check_like, check_types, refuse_unheld
 from towerjax.types.trees import has_tracers, widen_dtype
 
 
@@ -153,10 +150,10 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(grads)
           (9.0, 6.0)
         """
-        _, pull, out = _differentiate(loss_fn, params, _summed_loss, has_aux)
+        of_params = _checked(loss_fn, params, has_aux)
+        _, pull, out = pull_back(of_params, params, _summed_loss, has_aux=has_aux)
         loss = out[0] if has_aux else out
-        with jax.named_scope(tags.OF_A_SUM if has_denominator(loss) else "gradient"):
-            return out, pull(1.0)
+        return out, pull(1.0, of_sum=has_denominator(loss))
 
     def apply_gradients(
         self,
@@ -238,28 +235,6 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         )
 
 
-def _differentiate(
-    loss_fn: Callable[..., PyTree],
-    params: PyTree,
-    differentiated: Callable[[PyTree], PyTree],
-    has_aux: bool,
-) -> tuple[PyTree, Callable[[PyTree], PyTree], PyTree]:
-    """``(differentiated(loss), its pull-back, result of loss_fn)``."""
-    traced = TracedLoss.of(_checked(loss_fn, params, has_aux), params)
-
-    def of_results(out: PyTree, params: PyTree) -> PyTree:
-        loss = out[0] if has_aux else out
-        return differentiated(with_fixed_weights(loss, params))
-
-    values, pull_back, out = traced.vjp(params, of_results)
-
-    def pull(factors: PyTree) -> PyTree:
-        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
-        return pull_back(given)
-
-    return values, pull, out
-
-
 def _checked(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> Callable[[PyTree], PyTree]:
@@ -278,7 +253,7 @@ def _checked(
     check_takes("loss_fn(params)", loss_fn, params)
     check_flag("has_aux", has_aux)
     refuse_unheld("params", params)
-    trainable_flags(params, True, advice=OF_MODELS)
+    check_params_of_model(params)
 
     def of_params(params: PyTree) -> PyTree:
         out = loss_fn(params)
@@ -300,36 +275,15 @@ class _OfAllTowers:
     value: jax.Array
 
 
-def refuse_met_sums(jaxpr: ClosedJaxpr, tower_axis: str) -> None:
-    """Raise if towers communicate in a loss whose gradient is that of a sum.
-
-    The original differentiates each tower's own mean. The gradient of a sum is divided
-    by the tower's own weight, and so would be everything that other towers add to it.
-    """
-    for site in all_sites(jaxpr):
-        if tower_axis in named_axes(site[0]) and tags.OF_A_SUM in scopes_of(site):
-            raise ValueError(
-                "compat='tf1' cannot be kept for a loss in which towers communicate, at"
-                f" {user_line(site)}, because compute_gradients differentiates each"
-                " tower's sum. Write optimizer.minimize(loss_fn, variables), which"
-                " differentiates each tower's mean; return a scalar loss; or leave"
-                " compat= out."
-            )
-
-
 def _summed_loss(loss: Any) -> jax.Array:
-    """The sum of a ``Weighted``, or the scalar loss."""
-    loss = _as_one_mean(loss)
-    reduction = None if isinstance(loss, Weighted) else Reduction.SUM
-    return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
+    """The sum of a ``Weighted``, or the scalar loss; raise for several means."""
+    return sum_of_loss(_as_one_mean(loss))
 
 
 def _as_one_mean(loss: Any) -> Any:
-    """The loss, with a `Means` of one term as ``Weighted``; raise for several means."""
-    if not isinstance(loss, Means):
-        return loss
-    mean = one_mean(as_tower_output(loss, None).loss)
-    if mean is None:
+    """The loss, which may be a scalar, as one mean; raise for several means."""
+    mean = as_one_mean(loss)
+    if mean is None and loss is not None:
         raise ValueError(
             "compute_gradients cannot differentiate a sum of several means, because"
             " each has its own denominator over all towers. Write"
@@ -350,15 +304,14 @@ def _gradient_of_sum(
         return out, _cast_like(params, grads), _OfAllTowers(value)
     as_original = towers is not None and towers.compat == "tf1"
     sums_of = functools.partial(_sums_of, as_original=as_original)
-    sums, pull, out = _differentiate(loss_fn, params, sums_of, has_aux)
+    of_params = _checked(loss_fn, params, has_aux)
+    sums, pull, out = pull_back(of_params, params, sums_of, has_aux=has_aux)
     loss = out[0] if has_aux else out
     if isinstance(sums, list):
-        terms = LossSums.of_terms(as_tower_output(loss, None).loss)
-        grads, value = _of_means(terms, sums, pull, towers)
+        grads, value = _of_means(sums_of_terms(loss), sums, pull, towers)
         return out, grads, value
     is_of_sum = has_denominator(loss) and not as_original
-    with jax.named_scope(tags.OF_A_SUM if is_of_sum else "gradient"):
-        grads = pull(1.0)
+    grads = pull(1.0, of_sum=is_of_sum)
     is_own_mean = as_original and isinstance(loss, Weighted)
     return out, grads, loss.value if is_own_mean else loss
 
@@ -366,8 +319,8 @@ def _gradient_of_sum(
 def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
     """What is differentiated of a tower's loss: a number, or a list for several."""
     # A tower without examples counts its shared term in the original.
-    if isinstance(loss, Means) and (as_original or len(loss.terms) > 1):
-        sums = LossSums.of_terms(as_tower_output(loss, None).loss)
+    if is_sum_of_means(loss) and (as_original or len(loss.terms) > 1):
+        sums = sums_of_terms(loss)
         return [*sums.sums, *sums.shared]
     if as_original and isinstance(loss, Weighted):
         return loss.value
@@ -375,12 +328,15 @@ def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
 
 
 def _of_means(
-    loss: LossSums,
+    loss: Any,
     sums: list[jax.Array],
     pull: Callable[[PyTree], PyTree],
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
-    """The gradient of a sum of means, and the loss of that gradient."""
+    """The gradient of a sum of means, and the loss of that gradient.
+
+    ``loss`` is the result of `sums_of_terms`.
+    """
     # The weights of this tower, if no others are known.
     weights = loss.weights
     parts = 1
@@ -390,8 +346,7 @@ def _of_means(
         weights, parts = towers.sum_weights(loss.weights)
     factors = [ratio(jnp.ones_like(w), w) for w in weights]
     factors += [jnp.asarray(1 / parts) for _ in loss.shared]
-    with jax.named_scope("gradient"):
-        grads = pull(factors)
+    grads = pull(factors)
     value = sum(c * x for c, x in zip(factors, sums, strict=True))
     if towers is None or not (are_known or towers.is_alone):
         return grads, value
@@ -400,7 +355,7 @@ def _of_means(
 
 def _cast_like(own: PyTree, grads: PyTree) -> PyTree:
     """The gradients, cast to the dtypes of other values."""
-    return map_values(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
+    return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
 
 
 def _check_own_state(
@@ -446,7 +401,7 @@ def _reduce_gradients(
             " its weight divides the gradients. Write optimizer.update(grads, state,"
             " params, loss=loss), or use minimize."
         )
-    wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
+    wide = map_gradients(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:
         wide = divided(wide, loss.weight)
     total, summed = towers.meet(loss, wide)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from towerjax.data.batch_rows import Remainder
-from towerjax.data.placer import Placer
-from towerjax.mesh.transfer import place
 from towerjax.step.plan import StepOptions
-from towerjax.step.state.train_state import state_layout
+from towerjax.step.state.policies import StatePolicy
 from towerjax.step.step import EvalStep, Step, TrainStep
 from towerjax.tf1.estimator.losses import LossReduction
 from towerjax.tf1.estimator.model_engine import (
@@ -34,7 +32,7 @@ from towerjax.tf1.estimator.variables import (
     store,
 )
 from towerjax.tf1.strategies import MirroredStrategy
-from towerjax.towers.strategies import Strategy
+from towerjax.tf1.values import AnyStrategy
 from towerjax.towers.values import stack_local
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundaries, api_boundary
@@ -56,17 +54,13 @@ class ReplicatedModel:
     """
 
     def __init__(
-        self, model_fn: ModelFn, strategy: Strategy, options: ModelOptions
+        self, model_fn: ModelFn, strategy: AnyStrategy, options: ModelOptions
     ) -> None:
         self.model_fn = model_fn
         self.strategy = strategy
         self.options = options
-        # Each mode pads to its own batch sizes.
-        remainder = options.step.remainder
-        self._placers = {
-            mode: Placer(strategy.placement, remainder=remainder) for mode in Mode
-        }
         self._steps: dict[Hashable, Step] = {}
+        self._first: dict[Mode, Step] = {}  # the first step of each mode
 
     def __repr__(self) -> str:
         name = getattr(self.model_fn.fn, "__name__", self.model_fn.fn)
@@ -88,13 +82,12 @@ class ReplicatedModel:
           ValueError: A device is not on this machine.
         """
         refuse_unheld("variables", variables)
-        placement = self.strategy.placement
+        strategy = self.strategy
         state = as_state(variables)
-        local = stack_local(state.local, placement.num_towers)
+        local = stack_local(state.local, strategy.num_towers)
         state = dataclasses.replace(state, local=local)
-        layouts = state_layout(self.strategy)
-        placed = as_variables(place(state, placement, layouts, state.params))
-        return store(placed, placement, self.options.variable_placement)
+        placed = as_variables(StatePolicy(strategy).copied(state))
+        return store(placed, strategy, self.options.variable_placement)
 
     def __call__(
         self,
@@ -183,7 +176,7 @@ class ReplicatedModel:
         wanted = ("predictions",)
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
-    def on_one_tower(self, strategy: Strategy) -> "ReplicatedModel":
+    def on_one_tower(self, strategy: AnyStrategy) -> "ReplicatedModel":
         """The same model on one tower, as ``tj.testing.one_tower`` needs it.
 
         Args:
@@ -226,8 +219,9 @@ class ReplicatedModel:
             tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, given)
             if of_step:
                 step = model_train_step(tower_fn, self.strategy, of_step)
-            else:
-                step = model_step(tower_fn, self.strategy, self._placers[mode])
+            else:  # calls of a mode pad to the sizes of that mode
+                step = model_step(tower_fn, self.strategy, self._first.get(mode))
+                self._first.setdefault(mode, step)
             self._steps[key] = step
         return self._steps[key]
 
@@ -236,7 +230,7 @@ class ReplicatedModel:
 def replicate_model_fn(
     model_fn: Callable[..., ModelSpec],
     loss_reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
-    devices: Strategy | Sequence[Any] | None = None,
+    devices: AnyStrategy | Sequence[Any] | None = None,
     *,
     variable_placement: VariablePlacement = VariablePlacement.MIRRORED,
     remainder: Remainder = "pad",
@@ -297,7 +291,7 @@ def replicate_model_fn(
         remainder=remainder, donate=donate, max_programs=max_programs, audit=audit
     )
     options = ModelOptions(loss_reduction, variable_placement, compat, step)
-    if isinstance(devices, Strategy):
+    if isinstance(devices, AnyStrategy):
         strategy = devices
     else:
         strategy = MirroredStrategy(devices=devices)

@@ -11,15 +11,11 @@ import jax
 import numpy as np
 
 import towerjax as tj
-from towerjax.data.batch_rows import batch_signature
-from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.stream import Source, check_batches, close
-from towerjax.loop.evaluate import evaluate as evaluate_batches
+from towerjax.data.stream import Source, as_reusable, check_batches, close
 from towerjax.loop.evaluate import outputs_on_host
-from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.tf1.estimator.model_engine import hooks_of
-from towerjax.tf1.estimator.model_fn import not_none
+from towerjax.tf1.estimator.model_fn import ModelHook, checked_hooks, not_none
 from towerjax.tf1.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary
@@ -38,9 +34,7 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     """A batch ``(features, labels)`` as the dict that the steps of a model take."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
-        args = (arrays, *element.args[1:])
-        signature = batch_signature(arrays, args[2])
-        return dataclasses.replace(element, args=args, signature=signature)
+        return element.with_tree(arrays)
     is_dict = isinstance(element, Mapping) and set(element) == {"features", "labels"}
     if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
@@ -180,7 +174,7 @@ def train_and_evaluate(
     variables: tj.TrainState,
     steps: int | None = None,
     epochs: int | None = None,
-    hooks: Sequence[Hook | WithState] = (),
+    hooks: Sequence[ModelHook | tj.loop.WithState] = (),
     params: Any = None,
     config: Any = None,
     **options: Any,
@@ -243,7 +237,7 @@ def train_and_evaluate(
     Source: "TensorFlow Estimators", 2017, https://doi.org/10.1145/3097983.3098171.
     """
     check_methods("model", model, "train_step", MAKE_MODEL)
-    hooks = check_hooks(hooks)
+    hooks = checked_hooks(hooks)
     passes = 1 if epochs is None else epochs
     if epochs is None and steps is not None and not hasattr(train_data, "__next__"):
         passes = None
@@ -321,7 +315,7 @@ def evaluate(
     """
     check_methods("model", model, "eval_step", MAKE_MODEL)
     step = model.eval_step(**not_none(params=params, config=config))
-    return evaluate_batches(step, variables, Epochs("data", data), prefetch=prefetch)
+    return tj.evaluate(step, variables, Epochs("data", data), prefetch=prefetch)
 
 
 @api_boundary

@@ -8,12 +8,9 @@ from typing import Any
 
 import jax
 
-from towerjax.mesh.devices import Device, host_device
-from towerjax.mesh.placement import Placement
-from towerjax.mesh.transfer import has_sharding
-from towerjax.step.state.checks import check_leaves, check_num_towers, place_others
-from towerjax.step.state.train_state import TrainState, state_layout
-from towerjax.towers.strategies import Strategy
+import towerjax as tj
+from towerjax.step.state.policies import StatePolicy
+from towerjax.tf1.values import AnyStrategy
 from towerjax.towers.variables import TowerLocal, is_local
 from towerjax.types import Layout, PyTree
 from towerjax.types.trees import is_key, parts_of, put_parts
@@ -25,19 +22,24 @@ class _Plain:
     """A stand-in for the optimizer's state if variables are not a `TrainState`."""
 
 
-def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> TrainState:
+def is_plain(state: tj.TrainState) -> bool:
+    """Whether the state stands for variables that are no `TrainState`."""
+    return isinstance(state.opt_state, _Plain)
+
+
+def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> tj.TrainState:
     """The variables as a state; trees of other types get this step number and key."""
-    if isinstance(variables, TrainState):
+    if isinstance(variables, tj.TrainState):
         return variables
     local = parts_of(TowerLocal, variables)
     places = [dataclasses.replace(x, value=None) for x in local]
     bare = put_parts(TowerLocal, variables, places)
-    return TrainState(step, bare, _Plain(), local, rng)
+    return tj.TrainState(step, bare, _Plain(), local, rng)
 
 
-def as_variables(state: TrainState) -> PyTree:
+def as_variables(state: tj.TrainState) -> PyTree:
     """The variables of a state, the inverse of `as_state`."""
-    if not isinstance(state.opt_state, _Plain):
+    if not is_plain(state):
         return state
     return put_parts(TowerLocal, state.params, state.local)
 
@@ -63,25 +65,27 @@ class VariablePlacement(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
-    """The devices that keep the variables, in turn."""
+def variable_devices(placement: Any, policy: VariablePlacement) -> list[jax.Device]:
+    """The devices that keep the variables of a strategy's placement, in turn."""
     devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
     gpus = [d for d in devices if d.platform == "gpu"]
-    return gpus if len(gpus) == 1 else [host_device()]
+    return gpus if len(gpus) == 1 else [placement.host]
 
 
-def _own_devices(placement: Placement) -> list[Device]:
+def _own_devices(placement: Any) -> list[jax.Device]:
     here = jax.process_index()
     return [d for d in placement.jax_devices if d.process_index == here]
 
 
-def store(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
+def store(
+    variables: PyTree, strategy: AnyStrategy, policy: VariablePlacement
+) -> PyTree:
     """The variables, moved to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
-    devices = itertools.cycle(variable_devices(placement, policy))
+    devices = itertools.cycle(variable_devices(strategy.placement, policy))
 
     def moved(x: Any) -> Any:
         if is_local(x):
@@ -96,34 +100,33 @@ def store(variables: PyTree, placement: Placement, policy: VariablePlacement) ->
 
 
 def spread(
-    state: TrainState, strategy: Strategy, policy: VariablePlacement
-) -> TrainState:
+    state: tj.TrainState, states: StatePolicy, policy: VariablePlacement
+) -> tj.TrainState:
     """The variables, copied to all devices for a step unless they already lie there."""
-    if isinstance(state.opt_state, _Plain) and strategy.state != "mirrored":
+    states.check(state)
+    strategy = states.strategy
+    if is_plain(state) and strategy.state != "mirrored":
         raise ValueError(
             f"state={strategy.state!r} needs variables that are a tj.TrainState. Write"
             " tj.TrainState.create(params, optimizer)."
         )
-    placement = strategy.placement
-    layout = state_layout(strategy)
-    check_num_towers(state, placement.num_towers)
-    check_leaves(state)
     if policy is not VariablePlacement.MIRRORED:
-        copy = functools.partial(_copy_stored, placement=placement, copies={})
-        state = jax.tree.map(copy, state, jax.tree.broadcast(layout, state))
-    where = placement, layout, "variables", state.params
-    return place_others(state, *where, own=True)
+        copy = functools.partial(_copy_stored, strategy=strategy, copies={})
+        state = jax.tree.map(copy, state, jax.tree.broadcast(states.layout, state))
+    return states.placed(state, "variables", own=True)
 
 
 def _copy_stored(
-    x: PyTree, layout: Layout, *, placement: Placement, copies: dict[int, jax.Array]
+    x: PyTree, layout: Layout, *, strategy: AnyStrategy, copies: dict[int, jax.Array]
 ) -> PyTree:
     """The leaf, mirrored if `store` has put it on one device."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1
+    placement = strategy.placement
     mirrored = placement.sharding(Layout.MIRRORED)
-    is_here = has_sharding(x, mirrored)
-    if is_here or not is_stored or layout is not Layout.MIRRORED:
+    if not is_stored or layout is not Layout.MIRRORED:
+        return x
+    if x.sharding.is_equivalent_to(mirrored, x.ndim):
         return x
     if id(x) not in copies:  # an array that is in the tree twice is copied once
         # Each process copies its own array.

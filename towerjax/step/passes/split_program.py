@@ -1,7 +1,7 @@
-"""Split a model function's program into passes, where its optimizers reduce gradients.
+"""Split a tower function's program into passes, which end where towers meet.
 
-The function is traced once, as one tower's jaxpr. A pass ends at each `MEET`, where an
-optimizer needs the sum over all towers, and returns the tower's addends. A pass also
+The function is traced once, as one tower's jaxpr. A pass ends at each `MEET`, where a
+sum over all towers is needed, and returns the tower's addends. A pass also
 ends at each `DIFFERENTIATE`. It returns the tower's loss, and the losses are added up
 and differentiated. Results that do not depend on a value of one tower are computed
 once, after the last pass.
@@ -15,21 +15,33 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.jaxprs.equation import needed_eqns, user_line
+from towerjax.jaxprs import tags
+from towerjax.jaxprs.equation import (
+    all_sites,
+    named_axes,
+    needed_eqns,
+    scopes_of,
+    user_line,
+)
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.lowering.dependents import dependents
+from towerjax.lowering.tower_axis import axes_in_tower
+from towerjax.metrics.state import check_metric, is_metric
 from towerjax.metrics.weighted import Means
-from towerjax.step.state.accumulators import is_typed
-from towerjax.step.state.train_state import TrainState
-from towerjax.tf1.estimator.meets import (
+from towerjax.step.passes.meets import (
     DIFFERENTIATE,
     MEET,
     PARAMETERS,
     operands_of,
     parameters_of,
 )
-from towerjax.towers.variables import TowerLocal
+from towerjax.step.state.accumulators import is_typed
+from towerjax.step.state.train_state import TrainState
+from towerjax.towers.executors import in_tower_fn
+from towerjax.towers.tower import Tower, context_args, tower_of
+from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import PyTree, Sum
+from towerjax.types.trees import name_by_key, shapes_of
 
 
 @jax.tree_util.register_static
@@ -57,6 +69,7 @@ class SplitProgram:
         axis: str,
     ) -> None:
         self._closed = closed
+        self._axis = axis
         given = closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         own = given[num_mirrored:]
@@ -71,6 +84,39 @@ class SplitProgram:
         self._results, self._treedef = self._placed_results(tree)
         self.num_passes = self._count_passes()
 
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[[TrainState, PyTree, Tower], PyTree],
+        state: TrainState,
+        rows: PyTree,
+        tower: Tower,
+        *,
+        shows_state: bool,
+    ) -> "SplitProgram":
+        """The program of one tower's call of ``fn``; only shapes of arguments are read.
+
+        The leaves of the result have the types by which passes merge them. Without
+        ``shows_state`` the tower has no step number, no key and no local variables.
+        """
+        axes, _ = context_args(tower)
+
+        def of_args(mirrored: TrainState, own: PyTree) -> PyTree:
+            local, rows, context = own
+            state = dataclasses.replace(mirrored, local=local)
+            context = {**context, "rows": tower.rows}
+            if shows_state:
+                context |= {"state": state, "local": plain(local)}
+            with in_tower_fn():
+                out = fn(state, rows, tower_of(tower.strategy, axes, **context))
+            return jax.tree_util.tree_map_with_path(_checked, out, is_leaf=is_metric)
+
+        shapes = shapes_of(_arguments(state, rows, tower))
+        env = axes_in_tower(axes)
+        made = jax.make_jaxpr(of_args, axis_env=env, return_shape=True)(*shapes)
+        counts = [len(jax.tree.leaves(x)) for x in (shapes[0], state.local)]
+        return cls(*made, *counts, axis=axes.tower_axis)
+
     def _place(self, eqn: JaxprEqn) -> None:
         """Note an equation, and the first pass that knows its values."""
         number = self._pass_of(eqn.invars)
@@ -84,7 +130,6 @@ class SplitProgram:
             self._eqns.append(eqn)
             known_in = number
         if kind is PARAMETERS:
-            self._refuse_own(eqn)
             self._sources.update(zip(eqn.outvars, eqn.invars, strict=True))
         self._known.update(dict.fromkeys(eqn.outvars, known_in))
 
@@ -134,7 +179,12 @@ class SplitProgram:
         return parameters
 
     def run(
-        self, args: PyTree, merged: list[PyTree], trained: PyTree = None
+        self,
+        state: TrainState,
+        rows: PyTree,
+        tower: Tower,
+        merged: list[PyTree],
+        trained: PyTree = None,
     ) -> dict[str, PyTree]:
         """One tower's results in a pass; ``merged`` has those of earlier passes.
 
@@ -142,7 +192,8 @@ class SplitProgram:
         results, because the pass itself computes them.
         """
         number = len(merged)
-        walk = self._evaluate(number, jax.tree.leaves(args), merged, trained)
+        inputs = jax.tree.leaves(_arguments(state, rows, tower))
+        walk = self._evaluate(number, inputs, merged, trained)
         meets = self._meets_of(number)
         operands = [
             jax.tree.unflatten(eqn.params["treedef"], map(walk.read, operands_of(eqn)))
@@ -173,17 +224,29 @@ class SplitProgram:
                 results.append(of_passes[at][number])
         return jax.tree.unflatten(self._treedef, results)
 
-    def refuse_changed_local(self) -> None:
-        """Raise if towers change their own variables in one of several passes.
+    def line_of_met_sum(self) -> str | None:
+        """The line where towers communicate in a loss whose sum is differentiated."""
+        for site in all_sites(self._closed):
+            if self._axis in named_axes(site[0]) and tags.OF_A_SUM in scopes_of(site):
+                return user_line(site)
+        return None
+
+    def line_of_own_parameters(self) -> str | None:
+        """The line of a loss with parameters that differ from tower to tower."""
+        for eqn in self._eqns:
+            if eqn.primitive is PARAMETERS and self._is_own(eqn.invars):
+                return user_line((eqn, None))
+        return None
+
+    @property
+    def changes_local(self) -> bool:
+        """Whether towers change their own variables in one of several passes.
 
         A micro-batch sees the previous one's change only in the pass that makes it.
         """
         local = [x for x, _ in self._results if isinstance(x, TowerLocal)]
-        if self.num_passes > 1 and {*jax.tree.leaves(local)} - self._local_vars:
-            raise ValueError(
-                "model_fn changes tower-local variables and goes on after an update, so"
-                " that micro-batches would see different values. Write micro_batches=1."
-            )
+        changed = {*jax.tree.leaves(local)} - self._local_vars
+        return self.num_passes > 1 and bool(changed)
 
     def _meets_of(self, number: int | None) -> list[JaxprEqn]:
         return [eqn for eqn, at in self._meets if at == number]
@@ -200,17 +263,6 @@ class SplitProgram:
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         return [*leaves, *[None] * others]
-
-    def _refuse_own(self, eqn: JaxprEqn) -> None:
-        """Raise if the parameters of a loss differ from tower to tower."""
-        if self._is_own(eqn.invars):
-            raise ValueError(
-                f"TowerOptimizer.minimize at {user_line((eqn, None))} got parameters"
-                " that are computed from one tower's rows, draws or variables, so the"
-                " sum of all losses has no gradient by them. Write"
-                " optimizer.compute_gradients(loss_fn, params), which works on one"
-                " tower, and apply_gradients."
-            )
 
     def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
         """An interpreter that knows the merged results of earlier passes."""
@@ -266,6 +318,17 @@ class SplitProgram:
         """Whether a pass, or for None the update, runs an equation with an effect."""
         last = self.num_passes if number is None else number
         return bool(eqn.effects) and self._pass_of(eqn.invars) == last
+
+
+def _arguments(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+    """A tower's arguments: the replicated ones, and its own."""
+    _, context = context_args(tower)
+    return dataclasses.replace(state, local=None), (state.local, rows, context)
+
+
+def _checked(path: tuple[Any, ...], x: Any) -> Any:
+    """A metric state as a pass merges it, before its numbers become arrays."""
+    return check_metric(name_by_key(path), x) if is_metric(x) else x
 
 
 LOSSES = "minimized"

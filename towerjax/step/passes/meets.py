@@ -1,11 +1,12 @@
-"""The places where towers of a model function meet, as primitives in its program.
+"""The places where towers meet inside a tower function, as primitives in its program.
 
 The primitives have no implementation. `SplitProgram` ends a pass at each, and supplies
 its values.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -14,9 +15,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
 from towerjax.collectives.sparse_rows import is_rows, map_values
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.jaxprs import tags
+from towerjax.mesh.private_jax import bind_axis, bound_axes
+from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.types import PyTree
+from towerjax.towers.tower import Tower
+from towerjax.types import PyTree, Reduction
 from towerjax.types.trees import map_parts, widen_dtype
 
 MEET = Primitive("towers_meet")
@@ -47,6 +51,19 @@ def _differentiated_shapes(
     return [*operands[: treedef.num_leaves], *grads]
 
 
+_Bound = TypeVar("_Bound", bound=Hashable)
+
+
+def bound(value: Hashable) -> AbstractContextManager[None]:
+    """A context in which `bound_here` finds the value, as JAX finds a named axis."""
+    return bind_axis(value)
+
+
+def bound_here(kind: type[_Bound]) -> _Bound | None:
+    """The value of this type that is bound where a program is traced, or None."""
+    return next((x for x in bound_axes() if isinstance(x, kind)), None)
+
+
 def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
     """The losses and gradients summed over towers; table rows are concatenated.
 
@@ -58,18 +75,30 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
     return jax.tree.unflatten(treedef, outcomes)
 
 
+def sum_inside(tower: Tower, value: PyTree) -> PyTree:
+    """The sum over towers, by a collective: inside a jit or scan no pass can end."""
+    with jax.named_scope(tags.SUMMED_BY_STEP):
+        return tower.reduce(Reduction.SUM, value)
+
+
 def differentiate(
     of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
 ) -> tuple[Weighted | Means, PyTree, PyTree]:
     """The loss of all towers, the gradient of its sums, and the other results.
 
     ``of_params(params) -> (loss, rest)`` is called once, to be traced. It has no effect
-    except its results, which are not differentiated again.
+    except its results, which are not differentiated again. A loss of one mean comes
+    back as ``Weighted``, with a gradient that is not divided yet.
     """
+
+    def of_one_mean(params: PyTree) -> tuple[Any, PyTree]:
+        loss, rest = of_params(params)
+        return one_mean(loss) or loss, rest
+
     params = jax.tree.map(jnp.asarray, params)
     leaves, treedef = jax.tree.flatten(params)
     given = PARAMETERS.bind(*leaves)
-    traced = TracedLoss.of(of_params, params)
+    traced = TracedLoss.of(of_one_mean, params)
     (loss, rest), _ = traced.of_micro_batch(treedef.unflatten(given), [])
     rest = map_parts(jax.Array, lax.stop_gradient, rest)
     shapes = params
