@@ -11,13 +11,11 @@ import sys
 import jax
 import pytest
 import quickly
+import suite
 from checkout import TESTS
 
-from towerjax.check import first_call
-from towerjax.mesh import placement
-
 # Before JAX looks for devices, as programs do.
-from towerjax.tools.cli import main
+from towerjax.__main__ import main
 
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,8 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
 quickly.compiled()
 # The models of tests are small, and are split all the same.
-LEAST_SHARD = placement.LEAST_SHARD
-placement.LEAST_SHARD = 1
+suite.shards_from(1)
 
 
 # Files that compare bits throughout, with other processes too, or look at programs.
@@ -51,7 +48,7 @@ def pytest_runtest_setup(item):
     Before the test's fixtures, of which those of a module come first.
     """
     name = item.module.__name__.rpartition(".")[2]
-    first_call.CHECKS_UNASKED = name in AUDITED
+    suite.audits(unasked=name in AUDITED)
     is_optimized = re.search("bits|hash|in_place", item.name) is not None
     is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
     quickly.compiled(not is_optimized)

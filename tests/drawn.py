@@ -10,11 +10,6 @@ import numpy as np
 from containers import KINDS, held
 from hypothesis import settings
 from hypothesis import strategies as st
-from layouts import names
-
-from towerjax.mesh.placement import Placement
-from towerjax.towers.executors import over_devices
-from towerjax.types import Layout
 
 # The values that are drawn reach single precision's ends, and half precision's.
 FLOATS = (np.float32, jnp.bfloat16, np.float16, np.complex64)
@@ -26,17 +21,6 @@ seeds = st.integers(0, 2**32 - 1)
 def few(number):
     """As many examples, the same ones in every run."""
     return settings(max_examples=number, deadline=None, derandomize=True, database=None)
-
-
-def on_devices(device_fn, towers, devices, executor="shard_map"):
-    """``device_fn(rows, axes)`` as one compiled program; its results are mirrored."""
-    placement = Placement(names(devices), towers, tower_loop="vmap", executor=executor)
-    layouts = (Layout.PER_TOWER,)
-    out = Layout.MIRRORED
-    fn = over_devices(
-        lambda rows: device_fn(rows, placement.axes), placement, layouts, out
-    )
-    return jax.jit(fn)
 
 
 def floats(rng, dtype, shape, kind):

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import define_prng_impl
-from one_tower_programs import NUMBERS, equalities, program_of, rows_of
+from one_tower_programs import (
+    NUMBERS,
+    TOWER_AXIS,
+    equalities,
+    has_own_rules,
+    leaves_of,
+    program_of,
+    rows_of,
+    run_on_towers,
+)
 
 import towerjax as tj
-from towerjax.mesh.placement import TOWER_AXIS, TowerAxes
-from towerjax.proof.equal.one_tower import Merge, MergedLeaf, has_own_derivatives
-from towerjax.step.state.train_state import TrainState
-from towerjax.towers.row_free_keys import ALL_TOWERS
-from towerjax.towers.tower import tower_of
 
 # features, steps of time
 F = 3
@@ -1047,29 +1050,6 @@ def function_of(seed, operations=OPERATIONS, length=6):
     return fn
 
 
-def leaves_of(d, made, batch, tower):
-    """The last values as leaves, each merged in ways that its shape allows."""
-    d.rng = np.random.default_rng([999, d.below(10**6)])
-    rows = d.value("rows")
-    weight = tower.weight.astype(rows.dtype)
-    weights = [weight.sum(), jnp.float64(1.0), jnp.float64(tower.rows)]
-    weights += [(jnp.abs(rows) * weight).sum(), d.value("number")]
-    arrays = [*weights]
-    leaves = [MergedLeaf("weight", Merge.PER_TOWER)] * len(weights)
-    for number, x in enumerate(made):
-        if shape_name(x, tower.rows).startswith("rows"):
-            arrays.append(x)
-            leaves.append(MergedLeaf(f"rows {number}", Merge.ROWS))
-            shape = (-1,) + (1,) * (x.ndim - 1)
-            x = d.of(x, x * weight.reshape(shape)).sum(0)
-        arrays += [x] * (2 + len(weights))
-        leaves.append(MergedLeaf(f"sum {number}", Merge.SUM))
-        leaves.append(MergedLeaf(f"same {number}", Merge.REPLICATED))
-        for i in range(len(weights)):
-            leaves.append(MergedLeaf(f"mean {number} by {i}", Merge.MEAN, i))
-    return arrays, leaves
-
-
 def params_and_batch(rows, seed=0):
     """Parameters, and a batch of so many rows."""
     draw = np.random.default_rng(seed)
@@ -1079,106 +1059,6 @@ def params_and_batch(rows, seed=0):
         "b": np.array(0.7),
     }
     return params, {"x": draw.normal(size=(rows, F)), "y": draw.normal(size=rows)}
-
-
-def key_of_rows(rows):
-    """A key of which ``tower.rng`` draws the same for each row, and each tower its own.
-
-    What all towers share is an ordinary key.
-    """
-    key = np.array([7, 0, 0], np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(key), impl=_impl_of_rows(rows))
-
-
-@functools.cache
-def _impl_of_rows(rows):
-    """Data are a word, who draws, and whose key it is.
-
-    0 is a tower's, 1 that of all towers, and 2 one of the keys of a tower's rows.
-    """
-
-    def ordinary(key):
-        word = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
-        return jax.random.fold_in(word, key[2])
-
-    def fold_in(key, number):
-        number = jnp.asarray(number).astype(jnp.uint32)
-        is_shared = key[2] | (number == jnp.uint32(ALL_TOWERS)).astype(jnp.uint32)
-        return jnp.stack([key[0], key[1] * 31 + number + 1, is_shared])
-
-    def split(key, shape):
-        alike = key.at[1].set(0)
-        words = jax.random.bits(ordinary(alike), shape, jnp.uint32)
-        is_of_rows = (key[2] == 0) & (rows in shape)
-        same = jnp.broadcast_to(jax.random.bits(ordinary(alike), (), jnp.uint32), shape)
-        words = jnp.where(is_of_rows, same, words)
-        rest = jnp.stack([key[1], jnp.where(is_of_rows, jnp.uint32(2), key[2])])
-        rest = jnp.broadcast_to(rest, (*shape, 2))
-        return jnp.concatenate([words[..., None], rest], axis=-1)
-
-    def random_bits(key, width, shape):
-        dtype = jnp.dtype(f"uint{width}")
-        drawn = jax.random.bits(ordinary(key), shape, dtype)
-        alike = ordinary(key.at[1].set(0))
-        each = jnp.broadcast_to(jax.random.bits(alike, (), dtype), shape)
-        is_of_rows = (key[2] == 2) | ((key[2] == 0) & (rows in shape))
-        return jnp.where(is_of_rows, each, drawn)
-
-    how = {"seed": lambda seed: jnp.zeros(3, jnp.uint32), "split": split}
-    how |= {"random_bits": random_bits, "fold_in": fold_in}
-    name = f"rows{rows}"
-    return define_prng_impl(key_shape=(3,), name=name, tag=name, **how)
-
-
-def run_on_towers(fn, params, batch, towers, rows, valid, wanted, seen=None):
-    """The merged leaves of these numbers, and a derivative of each, under vmap.
-
-    ``seen`` is filled with all leaves of the function.
-    """
-    seen = [] if seen is None else seen
-    axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
-    strategy = tj.Mirrored(("cpu:0",), towers=towers)
-    key = key_of_rows(rows)
-    batch = jax.tree.map(jnp.asarray, batch)
-
-    def of_tower(params, own, valid):
-        state = TrainState(jnp.int32(0), params, (), {}, key)
-        number = lax.axis_index(TOWER_AXIS).astype(jnp.int32)
-        tower = tower_of(
-            strategy, axes, number, state, rows=rows, num_valid=valid, of_rows=rows
-        )
-        arrays, seen[:] = fn(params, own, tower)
-        return arrays
-
-    def merged(params):
-        own = jax.vmap(of_tower, (None, 0, 0), axis_name=TOWER_AXIS, axis_size=towers)
-        arrays = own(params, batch, valid)
-        return [merge_of(seen[i], arrays, i, valid) for i in wanted]
-
-    def looked_at(params):
-        values, pull = jax.vjp(merged, params)
-        ones = [jnp.cos(jnp.arange(x.size) * 1.0).reshape(x.shape) for x in values]
-        grads = []
-        for i in range(len(values)):
-            cotangents = [x * (i == k) for k, x in enumerate(ones)]
-            grads.append(pull(cotangents)[0])
-        return values, grads
-
-    return jax.device_get(jax.jit(looked_at)(params))
-
-
-def merge_of(leaf, arrays, number, valid):
-    """The towers' values ``[T, ...]`` of a leaf as one; NaN where they should agree."""
-    x = arrays[number]
-    if leaf.merge is Merge.ROWS:
-        kept = np.arange(x.shape[1]) < np.asarray(valid)[:, None]
-        return x[np.nonzero(kept)]
-    if leaf.merge is Merge.SUM:
-        return x.sum(0)
-    if leaf.merge is Merge.MEAN:
-        return x.sum(0) / arrays[leaf.weight].sum(0)
-    off = jnp.abs(lax.stop_gradient(x - x[:1])).max() > 1e-6 * (1e-9 + jnp.abs(x).max())
-    return x[0] + jnp.where(off, 1e3 * len(x), 0.0)
 
 
 def split_batch(batch, towers, rows, padded):
@@ -1211,7 +1091,7 @@ def judged(fn, *, padded=False, looks_at=("proved",)):
     params, traced = params_and_batch(rows_of(1, padded))
     said = equalities(fn, params, traced, padded=padded)
     program, _, leaves = program_of(fn, params, traced, 1, rows_of(1, padded))
-    follows = not has_own_derivatives(program.jaxpr)
+    follows = not has_own_rules(program)
     named = {leaf.name: i for i, leaf in enumerate(leaves)}
     said = [x for x in said if x.says in looks_at]
     if not said:

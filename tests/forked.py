@@ -117,12 +117,16 @@ def told(run, *args, timeout_s=1800, code=0, **options):
     return text
 
 
+def free_port():
+    """A port of the loopback interface where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 def told_by_all(run, *args, processes=2, devices=2, timeout_s=1800, code=0):
     """What each process of a job prints that calls a function, and ends with a code."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = "127.0.0.1:{1}".format(*server.getsockname())
     variables = {
-        "TOWERJAX_COORDINATOR": address,
+        "TOWERJAX_COORDINATOR": f"127.0.0.1:{free_port()}",
         "TOWERJAX_NUM_PROCESSES": f"{processes}",
     }
     options = [

@@ -8,10 +8,10 @@ import known_wrong
 import numpy as np
 import optax
 import proved_models
+from one_tower_programs import answers_of_step
 from proved_models import Model
 
 import towerjax as tj
-from towerjax.check.equality.of_step import StepToProve, equalities_of
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -25,10 +25,7 @@ def answers_for(model, padded):
     how = {"rng": jax.random.key(0)}
     if model.local is not None:
         how["local"] = tj.TowerLocal(model.local, tj.Reduction.MEAN)
-    plan, state = step.to_audit(step.init(model.params, **how))
-    rows = len(jax.tree.leaves(model.batch)[0]) // step.num_calls
-    given = plan, step.strategy, state, model.batch, rows, padded
-    return equalities_of(StepToProve(*given))
+    return answers_of_step(step, step.init(model.params, **how), model.batch)
 
 
 def losses_of(fns, params, batch):

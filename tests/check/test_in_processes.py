@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.check.programs import child, processes, read, same
+from towerjax.check.programs.devices import refuse_others
+from towerjax.check.programs.in_place import Held
 from towerjax.check.programs.processes import NamedFunction, ToldError, name_function
 from towerjax.check.programs.runs import UserProgram
 
@@ -483,3 +485,35 @@ def test_a_digest_is_of_the_arguments_as_they_were_given():
     ]
     ran.run()
     assert read.digest_of(ran) == read.digest_of(fresh) != ""
+
+
+# What programs hold and where they run.
+
+
+def test_keys_of_a_dict_that_is_held_need_no_order():
+    held = {0: X.copy(), "one": WEIGHTS.copy(), None: jnp.ones(2)}
+    before = Held(lambda: held, [])
+    held["one"] += 1
+    assert [*before.changed()] == ["fn.held['one']"]
+
+
+def test_what_is_not_yet_defined_holds_nothing():
+    def make(devices):
+        if not devices:
+            later = None
+        return lambda x: x.sum() or later, (X,)
+
+    fn, args = make(jax.devices()[:1])
+    assert not Held(fn, args).changed()
+
+
+class Host:
+    platform = "of_the_host"
+
+
+def test_what_is_kept_on_another_platform_runs_nowhere_else():
+    own = jax.devices()[:2]
+    other = Host()
+    refuse_others(own, frozenset([*own, other]))
+    with pytest.raises(ValueError, match=r"make\(2 devices\) runs on 1 device, cpu:0,"):
+        refuse_others(own, frozenset([own[0], other]))

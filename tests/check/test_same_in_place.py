@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
-from towerjax.check.programs.in_place import Held
 
 P = PartitionSpec
 DRAW = np.random.default_rng(5)
@@ -369,24 +368,6 @@ def test_a_result_of_another_dtype_is_no_state():
         return fn, [jax.device_put(X.astype(jnp.bfloat16), rows)]
 
     assert tj.testing.same_on_devices(make, (1, 2)).splits == 1
-
-
-def test_keys_of_a_dict_that_is_held_need_no_order():
-    held = {0: X.copy(), "one": Y.copy(), None: jnp.ones(2)}
-    before = Held(lambda: held, [])
-    held["one"] += 1
-    assert [*before.changed()] == ["fn.held['one']"]
-
-
-def test_what_is_not_yet_defined_holds_nothing():
-    def make(devices):
-        gradient = gradient_of(devices, right)
-        if not devices:
-            later = None
-        return lambda w, x, y: gradient(w, x, y) or later, (W, X, Y)
-
-    fn, args = make(jax.devices()[:1])
-    assert not Held(fn, args).changed()
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
-from towerjax.check.audit.comparison import NotAudited
-from towerjax.check.programs.devices import refuse_others
 
 P = PartitionSpec
 DRAW = np.random.default_rng(3)
@@ -199,24 +197,13 @@ def test_a_program_that_runs_on_other_devices_is_refused(make, text):
         tj.testing.same_on_devices(make)
 
 
-class Host:
-    platform = "of_the_host"
-
-
-def test_what_is_kept_on_another_platform_runs_nowhere_else():
-    own = jax.devices()[:2]
-    other = Host()
-    refuse_others(own, frozenset([*own, other]))
-    with pytest.raises(ValueError, match=r"make\(2 devices\) runs on 1 device, cpu:0,"):
-        refuse_others(own, frozenset([own[0], other]))
-
-
 def test_a_program_that_draws_anew_is_told():
     drawn = np.random.default_rng(0)
     make, _ = WRONG["share"]
     draws = lambda devices: (lambda x: make(devices)[0](W, x * drawn.uniform()), [X])  # noqa: E731
-    with pytest.raises(NotAudited, match="not deterministic"):
+    with pytest.raises(ValueError, match="not deterministic") as error:
         tj.testing.same_on_devices(draws)
+    assert type(error.value).__name__ == "NotAudited"
 
 
 @pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 1), (1, 16)])

@@ -13,10 +13,9 @@ from audited_losses import BATCH, PARAMS, errors, mean, scores
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layouts import names
+from one_tower_programs import answers_of_step
 
 import towerjax as tj
-from towerjax.check.equality.of_step import equalities_of
-from towerjax.check.equality.traced_passes import StepToProve
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -24,10 +23,7 @@ TWO = tj.Mirrored(("cpu:0",), towers=2)
 def says_of(step, state=None, batch=BATCH):
     """What is said of each leaf of a step."""
     state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
-    plan, state = step.to_audit(state)
-    rows = len(jax.tree.leaves(batch)[0]) // step.num_calls
-    given = plan, step.strategy, state, batch, rows, step.placer.may_pad
-    return {x.leaf: x for x in equalities_of(StepToProve(*given))}
+    return {x.leaf: x for x in answers_of_step(step, state, batch)}
 
 
 def train(loss_fn, **options):
@@ -374,8 +370,8 @@ def test_a_step_of_thousands_of_towers_is_proved(symbolic):
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0",), towers=4096)
     )
-    given = step.plan, step.strategy, step.init(PARAMS), BATCH, 1
-    assert [x.says for x in equalities_of(StepToProve(*given))] == ["proved"]
+    found = answers_of_step(step, step.init(PARAMS), BATCH, rows=1)
+    assert [x.says for x in found] == ["proved"]
 
 
 @pytest.mark.parametrize("extend", [tj.contrib.LocalSGD(2), tj.contrib.DiLoCo(2)])
@@ -399,12 +395,13 @@ def test_sums_of_a_cross_tower_op_of_ones_own_are_unknown():
     assert found.says == "unknown" and "Halved" in found.why
 
 
-def test_what_has_no_passes_is_unknown():
+def test_what_has_no_passes_is_unknown(monkeypatch):
     step = train(lambda p, b, t: mean(errors(p, b), t))
     passes = dataclasses.replace(step.plan.passes, each=())
     plan = dataclasses.replace(step.plan, passes=passes)
-    given = StepToProve(plan, TWO, step.init(PARAMS), BATCH, 12)
-    assert [x.says for x in equalities_of(given)] == ["unknown"]
+    monkeypatch.setattr(step, "plan", plan)
+    found = answers_of_step(step, step.init(PARAMS), BATCH)
+    assert [x.says for x in found] == ["unknown"]
 
 
 def test_nothing_is_compiled(compiled):

@@ -8,8 +8,6 @@ import sys
 import forked
 import pytest
 
-from towerjax.mesh.cluster.spec import free_port
-
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = str(pathlib.Path(__file__).parent / "train.py")
 STEPS = 12
@@ -46,5 +44,5 @@ def of_two_devices(folder, path=os.environ["PATH"]):
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
-        **on_loopback(free_port()),
+        **on_loopback(forked.free_port()),
     }

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 
-from towerjax.mesh.cluster.spec import free_port
+import forked
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
 NEEDED = "munged slurmctld slurmd srun sbatch scancel scontrol".split()
@@ -120,7 +120,7 @@ def started(folder):
     """A `Slurm` whose daemons run until the end of the block."""
     for name in ("state", "bin", *NODES):
         (folder / name).mkdir()
-    ports = [free_port() for _ in range(3)]
+    ports = [forked.free_port() for _ in range(3)]
     options = {"folder": folder, "ports": ports, "nodes": NODES}
     text = CONFIGURATION.format(user=getpass.getuser(), **options)
     (folder / "slurm.conf").write_text(text)

@@ -6,12 +6,11 @@ import shutil
 import signal
 import subprocess
 
+import forked
 import programs
 import pytest
 from programs import ASKED, STEPS, TRAIN, bits, page
 from slurm import PATIENCE_S, wait_until
-
-from towerjax.mesh.cluster.spec import free_port
 
 pytestmark = [pytest.mark.slow, ASKED]
 # By root, and on fewer cores than processes.
@@ -91,7 +90,7 @@ def master(launcher):
     """What the page says to set where JAX does not find the processes."""
     if launcher[0] == "mpirun.openmpi":
         return {}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forked.free_port())}
 
 
 def test_two_processes_have_the_bits_of_one(launcher, started, tmp_path, bits):

@@ -5,12 +5,11 @@ import re
 import shlex
 import signal
 
+import forked
 import programs
 import pytest
 import slurm
 from programs import ASKED, STEPS, TRAIN, bits, page
-
-from towerjax.mesh.cluster.spec import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -158,7 +157,7 @@ def test_two_steps_of_one_allocation_are_two_jobs(cluster, tmp_path, bits):
     line = line.replace("srun ", "srun --exact ")  # each has its own CPUs
     lines = ["#!/bin/bash"]
     for i in range(2):
-        port = programs.on_loopback(free_port())
+        port = programs.on_loopback(forked.free_port())
         lines.append("".join(f"{x}={value} " for x, value in port.items()))
         lines[-1] += f"{line} {tmp_path}/{i} {STEPS} &"
     path = tmp_path / "job.sh"

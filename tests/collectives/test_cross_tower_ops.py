@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn import on_devices
+from drawn import FLOATS, assert_same_bits, few, seeds, towers_values
+from hypothesis import given
+from hypothesis import strategies as st
 from layouts import names
 
 import towerjax as tj
@@ -19,14 +22,14 @@ from towerjax.collectives.ops import (
     sum_over_towers,
     sum_rows_over_towers,
 )
-from towerjax.collectives.reduce import add_rows
-from towerjax.mesh.placement import Placement
+from towerjax.collectives.packing import Packing
+from towerjax.collectives.reduce import add_pairwise, add_rows, reduced_dtype
 from towerjax.proof.analysis import analyse
-from towerjax.towers.executors import trace_one_tower
+from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.towers.reduce import _reduce_all
-from towerjax.types import Layout
 
 R = tj.Reduction
+Layout = tj.towers.Layout
 DTYPES = (np.float32, jnp.bfloat16, np.float16, np.int32, np.complex64)
 SHAPES = ((), (7,), (0, 3), (5, 1, 3), (1,), (41,))
 
@@ -35,6 +38,18 @@ def mirrored(towers, devices, ops, **options):
     return tj.tf1.MirroredStrategy(
         names(devices), towers=towers, cross_tower_ops=ops, **options
     )
+
+
+def on_devices(device_fn, towers, devices, executor="shard_map"):
+    """``device_fn(rows, axes)`` as one compiled program; its results are mirrored."""
+    strategy = tj.Mirrored(names(devices), towers=towers, executor=executor)
+    placement = strategy.placement
+    layouts = (Layout.PER_TOWER,)
+    out = Layout.MIRRORED
+    fn = over_devices(
+        lambda rows: device_fn(rows, placement.axes), placement, layouts, out
+    )
+    return jax.jit(fn)
 
 
 def ops_for(devices):
@@ -190,9 +205,7 @@ def test_special_values_arrive_bit_for_bit():
 
 @pytest.mark.parametrize("ops", ops_for(6), ids=repr)
 def test_sums_are_proved_the_same_on_every_tower(ops):
-    axes = Placement(
-        names(6), 12, tower_loop="vmap", executor="shard_map"
-    ).abstract_axes
+    axes = tj.Mirrored(names(6), towers=12).placement.abstract_axes
 
     def tower_fn(x):
         # The second is alone in its dtype, and has no elements.
@@ -232,7 +245,7 @@ def test_ops_are_values_with_a_short_text():
 
 
 def test_groups_are_processes_unless_said_otherwise():
-    axes = Placement(names(6), 6, tower_loop="vmap", executor="shard_map").axes
+    axes = tj.Mirrored(names(6)).placement.axes
     three = dataclasses.replace(axes, num_processes=3)
 
     def sizes(ops, axes):
@@ -466,3 +479,134 @@ def test_platform_and_processes_decide(monkeypatch):
         assert owners(*indices).ops == tj.AllReduce()
         assert "processes do not form equal groups" in owners(*indices).reason
     assert "one process, whose links are alike" in owners(0, 0).reason
+
+
+# Buffers: every leaf lies in one place, and comes back.
+
+
+kinds_of_leaves = st.lists(
+    st.tuples(
+        st.sampled_from([np.float32, jnp.bfloat16, np.int32, np.bool_]),
+        st.sampled_from([(), (1,), (5,), (0, 4), (3, 2), (40,)]),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@pytest.mark.slow
+@few(150)
+@given(
+    kinds_of_leaves,
+    st.sampled_from([8, 100, 24, 0, -1, math.inf]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, math.inf]),
+)
+def test_leaves_share_buffers_without_gap_or_overlap(found, limit, times, most):
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in found]
+    packing = Packing.of(
+        leaves, unshared_above=limit, reach=times * limit, max_leaves=most
+    )
+    ends = [0] * packing.num_buffers
+    members = [[] for _ in ends]
+    for slot, leaf in zip(packing.slots, leaves, strict=True):
+        assert slot.start == ends[slot.buffer] and slot.shape == leaf.shape
+        ends[slot.buffer] += leaf.size
+        members[slot.buffer].append(leaf)
+    assert all(members)
+    for group in members:
+        assert len({leaf.dtype for leaf in group}) == 1 and len(group) <= most
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
+        assert len(group) == 1 or max(sizes) <= limit
+        assert len(group) == 1 or sum(sizes) <= times * limit
+    if limit == most == math.inf:
+        assert packing.num_buffers == len({leaf.dtype for leaf in leaves})
+    for total in (0, 1, len(leaves), 41):
+        sizes = pack_sizes(total, len(leaves) + 1)
+        assert sum(sizes) == total and len(sizes) == len(leaves) + 1
+        assert min(sizes) >= 0 and len(set(sizes[:-1])) <= 1
+
+
+@jax.jit
+def packed_and_unpacked(leaves):
+    out = []
+    for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
+        packing = Packing.of(leaves, unshared_above=limit, reach=limit, max_leaves=most)
+        buffers = packing.pack(leaves, lead=0)
+        out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
+    return out
+
+
+@pytest.mark.slow
+@few(10)
+@given(seed=seeds, kind=st.sampled_from(["spread", "special"]))
+def test_what_is_packed_is_unpacked_bit_for_bit(seed, kind):
+    trees = [towers_values(seed + i, kind, 5 + i) for i in range(2)]
+    leaves = jax.tree.leaves(trees)
+    for again in packed_and_unpacked(leaves):
+        assert_same_bits(again, leaves)
+
+
+def add_in_numpy(rows):
+    """Neighbours, then their sums; an odd last one waits. In the dtype of the rows."""
+    rows = list(rows)
+    while len(rows) > 1:
+        pairs = [
+            np.add(a, b, dtype=a.dtype)
+            for a, b in zip(rows[0::2], rows[1::2], strict=False)
+        ]
+        rows = pairs + rows[len(pairs) * 2 :]
+    return rows[0]
+
+
+@functools.cache
+def pinned_sums(towers, devices):
+    def device_fn(rows, axes):
+        return sum_rows_over_towers(tj.PinnedTree(), rows, axes)
+
+    return on_devices(device_fn, towers, devices)
+
+
+ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers, devices", [(7, (1,)), (12, (4,))])
+@few(10)
+@given(seed=seeds, kind=st.sampled_from(["ones", "plain", "spread", "special"]))
+def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
+    values = towers_values(seed, kind, towers, ADDED)
+    with np.errstate(all="ignore"):
+        expected = jax.tree.map(add_in_numpy, values)
+    for number in devices:
+        found = pinned_sums(towers, number)(values)
+        assert_same_bits(jax.device_get(found), expected)
+        for x in jax.tree.leaves(found):
+            for shard in x.addressable_shards:
+                assert_same_bits(np.asarray(shard.data), np.asarray(x))
+
+
+@pytest.mark.slow
+def test_the_tree_depends_on_the_number_of_towers_alone():
+    rows = np.random.default_rng(0).normal(size=(12, 1000)).astype(np.float32)
+
+    @jax.jit
+    def sums(rows):
+        """Of all at once, and of parts that are added up first."""
+        parts = [[add_pairwise(x) for x in jnp.split(rows, n)] for n in (12, 6, 3, 4)]
+        return add_pairwise(rows), [add_pairwise(jnp.stack(x)) for x in parts]
+
+    whole, (*again, of_thirds) = jax.device_get(sums(rows))
+    for one in again:  # powers of two: a device's towers are a subtree
+        np.testing.assert_array_equal(whole, one)
+    assert (of_thirds != whole).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int64", "int32", "bool", "float32", "uint8"])
+def test_the_dtype_of_a_reduction_is_numpys_in_x64(dtype):
+    with jax.enable_x64(True):
+        x = np.ones(4, dtype)
+        for reduction, numpys in ((R.MEAN, jnp.mean), (R.SUM, jnp.sum)):
+            expected = jax.eval_shape(numpys, x).dtype
+            assert reduced_dtype(reduction, x.dtype) == expected

@@ -7,7 +7,6 @@ import pytest
 from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import all_rows_of
 
 R = tj.Reduction
 SHAPE = (6, 2)
@@ -71,7 +70,8 @@ def test_towers_may_have_unequally_many_rows(T, D, reduction):
 @pytest.mark.slow
 def test_a_dense_tower_among_sparse_ones_has_all_rows():
     array = np.arange(12, dtype=np.float32).reshape(SHAPE)
-    towers = [of_tower(0), all_rows_of(array), of_tower(2, rows=1)]
+    every = tj.sparse.IndexedRows(array, np.arange(6), SHAPE)
+    towers = [of_tower(0), every, of_tower(2, rows=1)]
     mixed = tj.PerTower((towers[0], array, towers[2]))
     assert_joined(mirrored(3).reduce(R.SUM, mixed), towers, R.SUM)
 

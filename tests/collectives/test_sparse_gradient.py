@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import is_rows
+from towerjax.collectives.sparse_rows import all_rows_of, map_values, sum_duplicates
 from towerjax.step.passes.looked_up import TracedLoss
 
 N = 5
@@ -103,7 +103,7 @@ def test_each_lookup_has_the_dense_gradient(name, of_lookups):
     assert value == pytest.approx(float(expected_value), rel=1e-6)
     np.testing.assert_allclose(grads["s"], expected["s"], rtol=1e-6)
     rows = grads["t"]
-    assert is_rows(rows) and rows.dense_shape == (N, D)
+    assert isinstance(rows, tj.sparse.IndexedRows) and rows.dense_shape == (N, D)
     assert rows.values.dtype == np.float32 and len(rows.indices) == LOOKUPS[name][1]
     dense = np.zeros((N, D), np.float32)
     np.add.at(dense, rows.indices, rows.values)
@@ -361,3 +361,42 @@ def test_no_gradient_of_the_tables_size_is_sent(lazy):
     assert sent and not [line for line in sent if "10000" in line]
     made = rf"f32\[10000,{D}\]\S* (copy|select|add|multiply|broadcast)\("
     assert (re.search(made, text) is None) == lazy
+
+
+# What rows are added and multiplied by.
+
+
+@pytest.mark.slow
+def test_rows_by_index():
+    rng = np.random.default_rng(0)
+    for rows, num_rows in [(0, 4), (6, 4), (6, 50)]:
+        values = rng.normal(size=(rows, 2)).astype(np.float32)
+        indices = rng.integers(0, num_rows, rows)
+        summed, unique = jax.device_get(
+            jax.jit(sum_duplicates, static_argnums=2)(values, indices, num_rows)
+        )
+        assert len(unique) == min(rows, num_rows)
+        assert (np.diff(unique) > 0).all()
+        exist = unique < num_rows
+        assert unique[exist].tolist() == np.unique(indices).tolist()
+        expected = [np.float64(values)[indices == i].sum(0) for i in np.unique(indices)]
+        np.testing.assert_allclose(
+            summed[exist], np.reshape(expected, (-1, 2)), rtol=1e-5, atol=1e-6
+        )
+        assert not summed[~exist].any()
+
+
+@pytest.mark.slow
+def test_a_map_of_values_leaves_indices_alone():
+    values = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
+    rows = tj.sparse.IndexedRows(values, np.int32([0, N - 1, 0, 0, 3]), (N, D))
+    tree = {"b": np.ones(2), "t": rows}
+    out = map_values(lambda x, y: x * y, tree, {"b": 2, "t": 3})
+    assert out["b"].tolist() == [2, 2]
+    np.testing.assert_array_equal(out["t"].values, tree["t"].values * 3)
+    np.testing.assert_array_equal(out["t"].indices, tree["t"].indices)
+    dtypes = map_values(lambda x: x.dtype, tree)
+    assert map_values(lambda x, y: x.astype(y), tree, dtypes)["t"].dense_shape == (N, D)
+    product = map_values(lambda x, y: x * y, tree, tree)["t"]
+    np.testing.assert_array_equal(product.values, tree["t"].values ** 2)
+    assert all_rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]

@@ -9,12 +9,6 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import (
-    all_rows_of,
-    is_rows,
-    map_values,
-    sum_duplicates,
-)
 
 pytestmark = pytest.mark.slow
 N = 7
@@ -41,6 +35,10 @@ def gradients(step, dtype=np.float32, names="ab", seed=0):
             indices = np.array(indices, np.int32)
             grads[name] = tj.sparse.IndexedRows(values, indices, SHAPES[name])
     return grads
+
+
+def is_rows(x):
+    return isinstance(x, tj.sparse.IndexedRows)
 
 
 def dense(tree):
@@ -211,25 +209,6 @@ def test_a_row_that_is_given_twice_is_its_sum():
     np.testing.assert_allclose(*updates, rtol=1e-6)
 
 
-def test_rows_by_index():
-    rng = np.random.default_rng(0)
-    for rows, num_rows in [(0, 4), (6, 4), (6, 50)]:
-        values = rng.normal(size=(rows, 2)).astype(np.float32)
-        indices = rng.integers(0, num_rows, rows)
-        summed, unique = jax.device_get(
-            jax.jit(sum_duplicates, static_argnums=2)(values, indices, num_rows)
-        )
-        assert len(unique) == min(rows, num_rows)
-        assert (np.diff(unique) > 0).all()
-        exist = unique < num_rows
-        assert unique[exist].tolist() == np.unique(indices).tolist()
-        expected = [np.float64(values)[indices == i].sum(0) for i in np.unique(indices)]
-        np.testing.assert_allclose(
-            summed[exist], np.reshape(expected, (-1, 2)), rtol=1e-5, atol=1e-6
-        )
-        assert not summed[~exist].any()
-
-
 def test_an_array_plus_rows_keeps_its_dtype():
     bf16 = np.full((N, D), 256, jnp.bfloat16)
     ones = np.ones((4, D), np.float32)
@@ -240,19 +219,6 @@ def test_an_array_plus_rows_keeps_its_dtype():
     assert out.dtype == jnp.bfloat16
     assert np.asarray(out)[:, 0].tolist()[:3] == [256, 260, 256]
     assert np.asarray(whole)[:, 0].tolist() == [0, 2, 0, 0, 0, 0, 0]
-
-
-def test_a_map_of_values_leaves_indices_alone():
-    tree = {"b": np.ones(2), "t": gradients(0)["a"]}
-    out = map_values(lambda x, y: x * y, tree, {"b": 2, "t": 3})
-    assert out["b"].tolist() == [2, 2]
-    np.testing.assert_array_equal(out["t"].values, tree["t"].values * 3)
-    np.testing.assert_array_equal(out["t"].indices, tree["t"].indices)
-    dtypes = map_values(lambda x: x.dtype, tree)
-    assert map_values(lambda x, y: x.astype(y), tree, dtypes)["t"].dense_shape == (N, D)
-    product = map_values(lambda x, y: x * y, tree, tree)["t"]
-    np.testing.assert_array_equal(product.values, tree["t"].values ** 2)
-    assert all_rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]
 
 
 # What is compiled.

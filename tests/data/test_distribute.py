@@ -16,8 +16,6 @@ import pytest
 from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.data import distribute
-from towerjax.mesh.placement import Placement
 
 LAYOUTS = pytest.mark.parametrize("T, D", [(4, 2), (3, 1), (1, 1)])
 
@@ -345,33 +343,6 @@ def test_predictions_of_elements_are_in_the_order_of_towers():
     sizes = [np.arange(3), np.arange(10, 11), np.arange(20, 22)]
     (placed,) = strategy.distribute_dataset(sizes, split="elements")
     assert predict(jnp.float32(0), placed).tolist() == [0, 2, 4, 20, 40, 42]
-
-
-def test_each_process_is_told_which_part_is_its_own(monkeypatch):
-    class Peers:
-        def __init__(self, *_):
-            pass
-
-        def all_gather(self, told):
-            return [told, told]
-
-    def source(context):
-        asked.append(context)
-        yield np.full((2, 1), context.process_index, np.float32)
-
-    asked = []
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(distribute, "Exchange", Peers)
-    placement = Placement(("cpu:0", "cpu:1"), 4, "vmap", "shard_map")
-    vars(placement)["num_processes"] = 2
-    options = distribute.InputOptions("batch", "error", 1, 0)
-    dataset = distribute.DistributedDataset(placement, source, options)
-    build = dataset._build
-    dataset._place = lambda taken, rows, counts: (build(taken, rows), counts)
-    (tree, counts), *none = dataset
-    assert asked == [tj.towers.InputContext(1, num_processes=2, num_towers=4)]
-    assert tree.tolist() == [[1.0], [1.0]] and not none
-    assert counts.tolist() == [1, 1, 1, 1]
 
 
 class Loader:

@@ -1,27 +1,16 @@
 """Batches of a kind that was seen before: checked and placed as the first one was."""
 
 import functools
-import types
 
+import guards
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax._src.array import ArrayImpl
-from jax._src.config import guard_lib
 
 import towerjax as tj
-from towerjax.mesh.private_jax import put
-from towerjax.step.run.step_flags import (
-    MOST_STATES,
-    NONE,
-    Lineage,
-    StepFlags,
-    next_step_flag,
-    send_to_host,
-)
-from towerjax.types import Layout
 
 
 def build(devices=2, **options):
@@ -104,18 +93,6 @@ def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
         assert float(metrics["loss"]) == (3 - value) ** 2
 
 
-def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
-    step = known(1)
-    state, _ = step(step.init(np.float32(3.0)), rows())
-    w = float(state.params)
-    batch = rows(seed=1)
-    monkeypatch.setattr("towerjax.mesh.transfer.put", None)  # what places host rows
-    _, metrics = step(state, batch)
-    assert float(metrics["loss"]) == pytest.approx(np.mean((w - batch["x"]) ** 2))
-    with pytest.raises(TypeError, match="NoneType"):
-        step.place_batch(batch)
-
-
 @pytest.mark.slow
 def test_where_rows_lie_is_looked_at_each_time():
     """Rows on the step's devices are handed on; those of one device are not."""
@@ -154,22 +131,6 @@ def test_the_first_batch_of_a_kind_is_not_kept_alive():
     assert len(jax.live_arrays()) == alive - 1
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("layout", [Layout.PER_TOWER, Layout.PER_TOWER_STEPS])
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool, jnp.bfloat16])
-def test_put_is_device_put(layout, dtype, shared):
-    sharding = build(4).strategy.placement.sharding(layout)
-    x = np.arange(8 * 4 * 3).reshape(8, 4, 3).astype(dtype)[:, ::-1]
-    found = put(x, sharding, shared=shared)
-    expected = jax.device_put(x, sharding)
-    assert found.sharding == expected.sharding and found.aval == expected.aval
-    for mine, theirs in zip(
-        found.addressable_shards, expected.addressable_shards, strict=True
-    ):
-        assert (mine.device, mine.index) == (theirs.device, theirs.index)
-        np.testing.assert_array_equal(mine.data, theirs.data)
-
-
 @pytest.mark.slow
 def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_for():
     step = build()
@@ -186,20 +147,13 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
     np.testing.assert_array_equal(found, rows(5)["x"])
 
 
-def asked_for():
-    """May a GPU's array be read, where a guard refuses what nobody asked for?"""
-    state = guard_lib.thread_local_state()
-    allow = guard_lib.TransferGuardLevel.ALLOW
-    return state.explicit_device_get or state.device_to_host == allow
-
-
 @pytest.mark.slow
 def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
     read = ArrayImpl._value.fget
     refused = []
 
     def value(array):
-        refused.extend([] if asked_for() else [array.shape])
+        refused.extend([] if guards.asked_for() else [array.shape])
         return read(array)
 
     step = build(1)
@@ -217,79 +171,6 @@ def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
     assert not refused
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_step_flag_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
-    num_devices,
-):
-    """By an explicit transfer, which a transfer guard allows."""
-    events = []
-
-    class StepFlag:
-        def __init__(self, number):
-            self.number = number
-            self.is_sent = False
-
-        def copy_to_host_async(self):
-            assert asked_for()
-            self.is_sent = True
-            events.append(("sent", call))
-
-        def __array__(self, dtype=None, copy=None):
-            assert asked_for() and self.is_sent
-            events.append(("read", call))
-            return np.asarray(self.number)
-
-    placement = types.SimpleNamespace(
-        platform="cuda", num_processes=1, num_devices=num_devices
-    )
-    step_flags = StepFlags(placement, tj.NonFiniteError)
-    state = object()
-    step_flags.put(Lineage(state, StepFlag(NONE)))
-    for call in range(1, 25):  # step 9 is refused, just too late to be asked for
-        if call == 24:
-            with pytest.raises(tj.NonFiniteError, match="of step 9 "):
-                step_flags.check(state)
-            break
-        step_flags.check(state)
-        line = step_flags.take(state)
-        before = line.step_flag.number
-        line.step_flag = StepFlag(before if before != NONE or call != 9 else 9)
-        step_flags.put(line)
-    times = [("sent", 8), ("sent", 16), ("read", 16), ("sent", 24), ("read", 24)]
-    assert events == times
-    step_flags.settle()  # it is told once
-    nothing = object()  # on CPUs nothing is sent
-    send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
-
-
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("bad", [0, 6, 8, 18])
-def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
-    placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
-    step_flags = StepFlags(placement, tj.NonFiniteError)
-    program = jax.jit(next_step_flag)
-    state = object()
-    for number in range(20):
-        refused = number if number in (bad, 19) else NONE
-        line = step_flags.take(state)
-        step_flags.put(Lineage(state, program(line.step_flag, np.int32(refused))))
-    with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
-        step_flags.settle()
-    step_flags.settle()  # nothing pends
-    assert step_flags.take(state).step_flag is step_flags.none
-
-
-def test_threads_that_call_at_once_keep_each_others_step_flags():
-    placement = tj.OneDevice().placement
-    step_flags = StepFlags(placement, tj.NonFiniteError)
-    state = object()
-    assert step_flags.take(state).step_flag is step_flags.take(state).step_flag
-    step_flags.put(Lineage(state, jnp.int32(7)))
-    step_flags.put(Lineage(state, jnp.int32(NONE)))
-    with pytest.raises(tj.NonFiniteError, match="of step 7 "):
-        step_flags.settle()
-
-
 def test_no_state_is_told_of_another_and_each_is_told_once():
     """Two trainings of one step; the second's batch is at fault."""
     step = build(on_nonfinite="raise")
@@ -305,38 +186,6 @@ def test_no_state_is_told_of_another_and_each_is_told_once():
     states[1], _ = step(kept, rows())
     step.settle()
     assert [int(state.step) for state in states] == [3, 2]
-
-
-def test_step_flags_on_states_that_were_left_are_few_and_none_is_lost():
-    step_flags = StepFlags(tj.OneDevice().placement, tj.NonFiniteError)
-    for number in range(200):
-        step_flags.put(Lineage(object(), jnp.int32(5 if number == 3 else NONE)))
-    assert len(step_flags._lines) <= MOST_STATES
-    with pytest.raises(tj.NonFiniteError, match="of step 5 "):
-        step_flags.settle()
-    step_flags.settle()
-
-
-def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
-    """A step may show that another process has died, which no step flag would."""
-
-    class Lost:
-        def copy_to_host_async(self):
-            pass
-
-        def __array__(self, dtype=None, copy=None):
-            raise RuntimeError("Connection closed by peer")
-
-    several = types.SimpleNamespace(platform="cuda", num_processes=2)
-    skips = StepFlags(several, None)
-    state = object()
-    skips.put(Lineage(state, jnp.int32(3)))
-    skips.settle()
-    skips.put(Lineage(state, Lost()))
-    for _ in range(15):
-        skips.check(state)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        skips.check(state)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from jax.experimental import sparse
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.data.sparse_rows import Entries
 
 WIDTH = 5
 W = np.float32([2, -1, 3, 0.5, 7])
@@ -113,18 +112,6 @@ def test_the_example_of_four_rows():
     x = sparse.BCOO((np.float32([1, 2, 3, 4]), indices), shape=(4, 3))
     predict = predicting(lambda w, x: x @ w, mirrored(2, 1))
     assert predict(np.ones(3, np.float32), x).tolist() == [6, 0, 0, 4]
-
-
-@pytest.mark.slow
-def test_each_tower_has_its_entries_and_padding_as_jax_pads():
-    dense = np.array([[1, 0, 2], [0, 0, 0], [3, 4, 5], [0, 6, 0]], np.float32)
-    entries = Entries.from_leaf("x", sparse.BCOO.fromdense(dense))
-    split = entries.split(2, 2, 6, 2)
-    for part in range(2):
-        own = sparse.BCOO.fromdense(dense[2 * part : 2 * part + 2], nse=6)
-        rows = slice(6 * part, 6 * part + 6)
-        np.testing.assert_array_equal(split.data[rows], own.data)
-        np.testing.assert_array_equal(split.indices[rows], own.indices)
 
 
 @pytest.mark.slow

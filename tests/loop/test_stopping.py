@@ -12,7 +12,6 @@ import pytest
 from checkpoint_model import Evaluation
 
 import towerjax as tj
-from towerjax.loop.stopping import Watch
 
 NAN = math.nan
 INF = math.inf
@@ -73,105 +72,6 @@ def bits(tree):
         return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
     return [of(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def by_hand(values, patience, mode, min_delta):
-    """The same count, from the definition."""
-    best = INF if mode == "min" else -INF
-    without = 0
-    for number, value in enumerate(values, 1):
-        gain = best - value if mode == "min" else value - best
-        if value != value or value == best or not gain > min_delta:
-            without += 1
-        else:
-            best = value
-            without = 0
-        if without == patience:
-            return number
-    return None
-
-
-def watched(values, *arguments):
-    """The number of the evaluation that ends a run."""
-    watch = Watch([tj.EarlyStopping("x", *arguments)])
-    for number, value in enumerate(values, 1):
-        watch.add(number, {"x": value})
-        if watch.stopped is not None:
-            return number
-    return None
-
-
-def test_patience_of_any_values_is_as_counted_by_hand():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        values = rng.choice([NAN, INF, -INF, 0, 1, 2, 3, 4], size=12).tolist()
-        arguments = int(rng.integers(1, 5)), str(rng.choice(["min", "max"]))
-        arguments = (*arguments, float(rng.choice([0, 1, 2])))
-        assert watched(values, *arguments) == by_hand(values, *arguments), values
-
-
-# Step, loss and accuracy of the evaluations of the original's early stopping.
-EVALUATED = [(1000, 0.8, 0.5), (2000, 0.7, 0.6), (3000, 0.4, 0.7), (3500, 0.41, 0.68)]
-HOOKS = [
-    (dict(metric="accuracy", mode="max", goal=0.8), None),
-    (dict(metric="accuracy", mode="max", goal=0.6, min_steps=4000), None),
-    (dict(metric="accuracy", mode="max", goal=0.6), 2000),
-    (dict(metric="accuracy", mode="max", goal=0.7, min_steps=3000), 3000),
-    (dict(metric="loss", goal=0.3), None),
-    (dict(metric="loss", goal=0.5, min_steps=4000), None),
-    (dict(metric="loss", goal=0.5), 3000),
-    (dict(metric="accuracy", mode="max", patience=2), None),
-    (dict(metric="accuracy", mode="max", patience=1, min_steps=4000), None),
-    (dict(metric="accuracy", mode="max", patience=1), 3500),
-    (dict(metric="loss", patience=2), None),
-    (dict(metric="loss", patience=1, min_steps=4000), None),
-    (dict(metric="loss", patience=1, min_steps=3500), None),  # the first that counts
-    (dict(metric="loss", patience=1), 3500),
-    (dict(metric="loss", patience=2, goal=0.3), None),
-    (dict(metric="loss", patience=2, goal=0.5), 3000),
-    (dict(metric="loss", patience=1, goal=0.3), 3500),
-    # It is reached, though by less than what counts as an improvement.
-    (dict(metric="loss", patience=9, goal=0.7, min_delta=0.2), 2000),
-    (dict(metric="loss", goal=-0.5), None),
-]
-ACCURATE = dict(metric="accuracy", mode="max", goal=0.7)
-SEVERAL = [  # any one ends the run
-    ([dict(metric="loss", patience=2), dict(metric="loss", goal=0.3)], None),
-    ([dict(metric="loss", patience=2), dict(metric="loss", goal=0.5)], 3000),
-    ([dict(metric="loss", patience=1), dict(metric="loss", goal=0.3)], 3500),
-    ([dict(metric="loss", patience=1), ACCURATE], 3000),
-    ([ACCURATE | {"goal": 0.8}, dict(metric="loss", patience=1)], 3500),
-    ([], None),
-]
-
-
-@pytest.mark.parametrize(
-    "rules, last", [([one], last) for one, last in HOOKS] + SEVERAL
-)
-def test_a_goal_and_steps_that_do_not_count(rules, last):
-    early = [tj.EarlyStopping(**options) for options in rules]
-    watch = Watch(early)
-    ended = []
-    for number, loss, accuracy in EVALUATED:
-        watch.add(number, {"loss": loss, "accuracy": accuracy})
-        ended += [number] * (watch.stopped is not None)
-        again = Watch(early)  # a job that goes on from here
-        again.go_on(watch.values)
-        assert again.stopped == watch.stopped
-        if ended:
-            break
-    assert ended == ([] if last is None else [last])
-
-
-def test_counts_of_another_rule_are_not_gone_on_from():
-    saved = Watch([tj.EarlyStopping("x", 1)])
-    for number in (1, 2):
-        saved.add(number, {"x": float(number)})
-    assert saved.stopped is not None
-    for rule in (tj.EarlyStopping("y", 1), tj.EarlyStopping("x", 1, "max")):
-        watch = Watch([rule])
-        watch.go_on(saved.values)
-        assert watch.stopped is None
 
 
 def test_several_rules_of_several_metrics_end_a_run(steps):

@@ -1,7 +1,6 @@
 """A run keeps all its files in an object store as it does on a disk."""
 
 import json
-import math
 import pathlib
 import tempfile
 
@@ -17,12 +16,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from orbax.checkpoint import CheckpointManager
 from test_checkpoint import metrics_of, train
-from test_writers import events_of
+from test_writers import events_of, record
 
 import towerjax as tj
-from towerjax.loop.files import StoredFile, checked_path
-from towerjax.loop.writers import Record
-from towerjax.sweeps.grid import RecordFile
 
 
 @pytest.fixture(autouse=True)
@@ -159,12 +155,7 @@ def test_an_address_that_would_be_a_local_folder_is_refused(path):
         with pytest.raises(ValueError, match="address that etils.epath knows"):
             make(path)
     with pytest.raises(ValueError, match="results=.* address that etils.epath knows"):
-        RecordFile(path, {})
-
-
-def test_a_local_path_is_made_absolute(tmp_path):
-    for path in ("run", pathlib.Path("run"), epath.Path("run")):
-        assert checked_path("x", path, "a file") == epath.Path(tmp_path / "run")
+        tj.sweep(lambda rate: rate, {"rate": [0.1]}, [], results=path)
 
 
 def lines_of(name):
@@ -174,11 +165,11 @@ def lines_of(name):
 def test_lines_are_stored_with_evaluations_and_at_the_end():
     path = "fake://bucket/run.jsonl"
     writer = tj.JsonLines(path).open(0)
-    writer.write(Record("train", 1, 0.5, {"loss": 2.0}))
+    writer.write(record("train", 1, 0.5, {"loss": 2.0}))
     assert path not in store.FILES
-    writer.write(Record("eval", 1, 0.5, {"loss": 1.0}))
+    writer.write(record("eval", 1, 0.5, {"loss": 1.0}))
     assert [x["kind"] for x in lines_of(path)] == ["train", "eval"]
-    writer.write(Record("train", 2, 0.5, {"loss": 0.5}))
+    writer.write(record("train", 2, 0.5, {"loss": 0.5}))
     writer.close()
     assert [x["step"] for x in lines_of(path)] == [1, 1, 2]
 
@@ -202,33 +193,15 @@ def test_a_stored_file_of_steps_done_again_has_each_once(light, tmp_path):
         train(light, None, 1, writers=[tj.JsonLines(path)])
 
 
-def test_storing_takes_a_tenth_of_the_time_at_most(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-
-    class Slow:
-        stored = []
-
-        def write_bytes(self, data):
-            self.stored.append(data)
-            now[0] += 3
-
-    file = StoredFile(Slow(), b"a", flush_s=10)
-    for at in (9, 10, 42, 44, math.inf):
-        now[0] = at
-        file.write(b"b")
-    assert [len(data) for data in Slow.stored] == [3, 5, 6]
-
-
 def test_curves_are_stored():
     writer = tj.TensorBoard("fake://bucket/logs").open(0)
-    writer.write(Record("train", 1, 1.0, {"x": 1.0}))
+    writer.write(record("train", 1, 1.0, {"x": 1.0}))
     assert store.FILES == {}
-    writer.write(Record("eval", 1, 1.0, {"x": 2.0}))
+    writer.write(record("eval", 1, 1.0, {"x": 2.0}))
     [path] = epath.Path("fake://bucket/logs").iterdir()
     assert "/events.out.tfevents." in str(path)
     assert [x[2] for x in events_of(path)] == [{}, {}, {"train/x": 1}, {"eval/x": 2}]
-    writer.write(Record("train", 2, 1.0, {"x": 3.0}))
+    writer.write(record("train", 2, 1.0, {"x": 3.0}))
     writer.close()
     assert len(events_of(path)) == 5
     with pytest.raises(ValueError, match="'fake://bucket/logs' holds event files"):

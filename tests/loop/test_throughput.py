@@ -10,8 +10,6 @@ import pytest
 from test_writers import events_of
 
 import towerjax as tj
-from towerjax.jaxprs.flops import Flops
-from towerjax.loop.throughput import Done, Throughput, flops_in_words
 
 ROWS = 12
 LENGTH = 5
@@ -91,7 +89,7 @@ def test_a_cpu_has_no_peak_and_a_report_says_the_same():
     step, state, history = run(batches(2))
     assert [*history.summary.rates] == ["flops_per_second"]
     found = step.report(state, next(batches(1)), timed_calls=2)
-    assert found.counted == Flops(
+    assert found.counted == tj.tools.Flops(
         PRODUCTS, found.counted.elementwise, found.counted.recomputed
     )
     assert found.peak_flops is None and found.mfu is None
@@ -118,25 +116,3 @@ def test_rates_that_cannot_be_had_are_refused(name):
     with pytest.raises(ValueError) as caught:
         run(batches(1), **options)
     assert told in str(caught.value)
-
-
-def test_rates_beside_a_step_are_those_of_the_last_twenty():
-    log = Throughput(["tokens"], peak=50.0)
-    assert log.now()["steps_per_second"] == 0
-    for number in range(1, 41):
-        # One second a step, of the last twenty half a second.
-        seconds = number if number <= 20 else 20 + (number - 20) / 2
-        metrics = {"tokens": np.int32(3)}
-        log.add(seconds, metrics, 2, Flops(10, 0, 0, ("x",) * (number == 9)))
-    assert log.now() == {
-        "steps_per_second": 2,
-        "examples_per_second": 4,
-        "tokens_per_second": 6,
-        "flops_per_second": 20,
-        "mfu": 0.4,
-    }
-    assert log.rates(log.done)["tokens_per_second"] == 120 / 30
-    assert log.uncounted == ("x",)
-    assert flops_in_words(log.now(), True) == "at least 20 FLOP/s (40.0% of the peak)"
-    assert flops_in_words({"steps_per_second": 2.0}, True) == ""
-    assert "flops_per_second" not in Throughput().rates(Done(1.0, 1, 2))

@@ -1,7 +1,6 @@
 """What a run writes down: exact numbers, whole lines, once each, whatever happens."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -9,18 +8,15 @@ import pathlib
 import struct
 import sys
 import time
+import types
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from tensorboardX.proto import event_pb2
 
 import towerjax as tj
-from towerjax.loop import writers
-from towerjax.loop.files import append_line
-from towerjax.loop.writers import Record, json_value
 
 RATE = 0.125
 
@@ -56,6 +52,13 @@ def data(num_steps, start=0):
 def run(step, batches, *writers, state=None, **options):
     state = step.init(jnp.float32(3.0)) if state is None else state
     return tj.run(step, state, batches, writers=writers, progress=False, **options)
+
+
+def record(kind, step, time_s, metrics):
+    """What a writer is given of a step, or of an evaluation."""
+    return types.SimpleNamespace(
+        kind=kind, step=step, time_s=time_s, metrics=metrics, rates={}
+    )
 
 
 # What each writer has written: (kind, step, number by curve), in order
@@ -204,7 +207,7 @@ def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
     def write(start, *records):
         with contextlib.closing(tj.JsonLines(path).open(start)) as writer:
             for kind, number, value in records:
-                writer.write(Record(kind, number, 0.5, {"loss": value}))
+                writer.write(record(kind, number, 0.5, {"loss": value}))
                 told = (kind, number, {"loss": value})
                 assert lines_of(path)[-1:] == [told]  # whole, whoever is killed
 
@@ -216,64 +219,27 @@ def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
     assert found == [*train, ("eval", 2, 7), ("train", 3, 2)]
 
 
-@pytest.mark.parametrize("value, written", [
-    (np.float32(0.1), float(np.float32(0.1))),
-    (np.float64(0.1), 0.1),
-    (ml_dtypes.bfloat16(0.1), 0.10009765625),
-    (np.int32(-3), -3),
-    (np.uint64(2**64 - 1), 2**64 - 1),
-    (True, True),
-    (np.bool_(False), False),
-    (7.5, 7.5),
-    (np.float32(np.nan), "NaN"),
-    (math.inf, "Infinity"),
-    (np.array([[1, 2], [3, 4]], np.int8), [[1, 2], [3, 4]]),
-    (np.array([[0.5, -math.inf]], np.float16), [[0.5, "-Infinity"]]),
-    (np.zeros((0, 2)), []),
-])  # fmt: skip
-def test_numbers_are_written_exactly(value, written):
-    assert json_value("x", value) == written
-    assert type(json_value("x", value)) is type(written)
-    json.dumps(json_value("x", value), allow_nan=False)
-
-
-def test_a_line_is_json_for_any_reader():
-    append_line(file := io.BytesIO(), {"x": [1, "y"]})
-    assert file.getvalue() == b'{"x": [1, "y"]}\n'
-
-
 def test_extreme_scalars_and_arrays_are_curves(tmp_path):
     values = {"nan": math.nan, "huge": 1e300, "low": -math.inf, "half": np.float16(0.5)}
     values |= {"matrix": np.arange(4).reshape(2, 2), "none": np.zeros(0), "yes": True}
     with contextlib.closing(tj.TensorBoard(tmp_path, max_elements=4).open(0)) as writer:
-        writer.write(Record("eval", 1, 2.0, values))
+        writer.write(record("eval", 1, 2.0, values))
     [(_, _, told)] = shown_by_tensorboard(tmp_path)
     assert math.isnan(told.pop("nan"))
     matrix = {f"matrix/{i}/{j}": 2.0 * i + j for i in (0, 1) for j in (0, 1)}
     assert told == {"huge": math.inf, "low": -math.inf, "half": 0.5, "yes": 1, **matrix}
 
 
-@pytest.mark.parametrize(
-    "flush_s, kind, flushed", [(1e6, "train", 0), (1e6, "eval", 3), (0, "train", 3)]
-)
-def test_events_are_flushed_with_each_evaluation_and_in_time(
-    tmp_path, monkeypatch, flush_s, kind, flushed
-):
-    monkeypatch.setattr(writers, "_FLUSHED_EVERY_S", flush_s)
-    writer = tj.TensorBoard(tmp_path).open(0)
-    writer.write(Record(kind, 1, 1.0, {"x": 1.0}))
-    [path] = tmp_path.iterdir()
-    assert len(events_of(path)) == flushed
-    writer.close()
-    assert [e[1] for e in events_of(path)][-1] == 1.0 and len(events_of(path)) == 3
-
-
 def writing(options, metrics):
     def write(path):
         with contextlib.closing(options(path).open(0)) as writer:
-            writer.write(Record("train", 2, 2.0, metrics))
+            writer.write(record("train", 2, 2.0, metrics))
 
     return write
+
+
+def in_lines(path):
+    return tj.JsonLines(path / "run.jsonl")
 
 
 def a_file_of(text):
@@ -321,9 +287,8 @@ def given(writers):
 NO_LINE = "Line {} of .* is not a line of a run"
 NO_NUMBER = "the metric 'x' is .* real"
 REFUSED = [
-    *[(lambda _, x=x: json_value("x", x), NO_NUMBER)
+    *[(writing(in_lines, {"x": x}), NO_NUMBER)
         for x in (np.complex64(1), np.array("a"), np.array(None), tj.Weighted(3, 2))],
-    (lambda _: append_line(io.BytesIO(), {"x": math.nan}), "not JSON compliant"),
     (a_file_of("hello"), NO_LINE.format(1)),
     (a_file_of("{}\n"), NO_LINE.format(1)),
     (a_file_of('{"step": 3, "loss": 0.5}\n'), NO_LINE.format(1)),  # of another program

@@ -1,5 +1,6 @@
 """Programs on parts of their parameters: where they communicate, and their numbers."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,10 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from towerjax.jaxprs import tags
+from towerjax.lowering import scatters
 from towerjax.lowering.sharded_values import Shard, Shards, Targets
 from towerjax.lowering.shards import on_shards
+from towerjax.lowering.xla import inline_and_merge
 from towerjax.mesh.placement import DEVICE_AXIS
 
 D = 2
@@ -327,3 +330,64 @@ def test_gradients_of_what_is_cast_are_added_in_the_bits_of_the_parameter():
     run = lambda w, x: gradient(loss, w, x).data  # noqa: E731
     found = jax.vmap(run, axis_name=DEVICE_AXIS)(w, x)
     np.testing.assert_array_equal(found[:, 0], 257)  # in bfloat16 it is 256
+
+
+def test_what_is_not_written_to_stays_as_it_is():
+    def fn(x):
+        return lax.scan(lambda c, row: (c + row, jnp.sort(row)), x[0], x)
+
+    program = jax.make_jaxpr(fn)(jnp.ones((4, 3)))
+    assert scatters.hold_indexed(program, None) is program
+
+
+@pytest.mark.slow
+def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
+    divided = jax.jit(lambda x, by: jnp.sort(x) / by)
+
+    def fn(x):
+        twice = divided(x, x.sum()) * divided(x, x.sum()) + jnp.arange(8.0)
+        # A loop has numbers of its own, equal to those before it.
+        each = jax.lax.map(lambda row: divided(row, 2.0) + jnp.arange(8.0), x[None])
+        return twice + each[0] + jnp.arange(8.0) + jax.lax.cond(x[0] > 0, hard, soft, x)
+
+    hard = jax.jit(jnp.sin)
+    soft = jax.jit(lambda x: jnp.sin(x) / jnp.sin(x))
+    lowered = jax.jit(fn).lower(jnp.arange(8.0))
+    x = np.arange(8, dtype=np.float32)
+    inline_and_merge(lowered)
+    text = lowered.as_text()
+    assert "call @" not in text and text.count("func.func") == 1
+    expected = {"divide": 3, "sort": 2, "add across": 1, "iota": 2, "sine": 2}
+    names = re.findall(r"stablehlo\.(\w+(?: across)?)", text)
+    assert {name: names.count(name) for name in expected} == expected
+    np.testing.assert_allclose(lowered.compile()(x), fn(x), rtol=1e-6)
+
+
+def test_a_division_by_what_is_spread_is_a_product_with_its_inverse():
+    """Of a number, a column, a row, and of what was spread before; of floats alone."""
+
+    def fn(x, column, number):
+        rows = jnp.broadcast_to(jnp.broadcast_to(number, (4,))[None], x.shape)
+        each = jax.lax.map(lambda row: row / column[:, 0], x.T)
+        half = x.astype(jnp.bfloat16) / number.astype(jnp.bfloat16)
+        counts = jax.lax.div((x * 8).astype(int), jnp.full((3, 4), number).astype(int))
+        turned = (x + 1j) / (column * 1j)
+        return x / number, x / column, x / rows, each, half, counts, turned
+
+    rng = np.random.default_rng(0)
+    args = [np.float32(rng.uniform(1, 2, shape)) for shape in ((3, 4), (3, 1), ())]
+    lowered = jax.jit(fn).lower(*args)
+    inline_and_merge(lowered)
+    for found, expected in zip(
+        lowered.compile()(*args), jax.jit(fn)(*args), strict=True
+    ):
+        assert found.dtype == expected.dtype
+        rtol = 2.0**-7 if found.dtype == jnp.bfloat16 else 1e-6
+        found, expected = (np.asarray(x, "complex64") for x in (found, expected))
+        np.testing.assert_allclose(found, expected, rtol=rtol)
+    text = lowered.as_text()
+    spread = set(re.findall(r"(%\w+) = stablehlo.broadcast_in_dim", text))
+    divisions = re.findall(r"stablehlo.divide %\w+, (%\w+) : tensor<(.*)>", text)
+    by_spread = [kind for by, kind in divisions if by in spread]
+    assert by_spread and all("i32" in x or "complex" in x for x in by_spread)
+    assert len(divisions) > len(by_spread)  # one for each array that was spread

@@ -5,12 +5,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import re
 import subprocess
 import sys
 import warnings
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import flax.linen as nn
 import jax
@@ -26,9 +25,6 @@ from benchmarks import sharded
 from benchmarks.absent import PROGRAMS, by_hand, by_towerjax, is_no_worse
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
-from towerjax.lowering.xla import compile_on_devices, lower_on_devices
-from towerjax.mesh import absent
-from towerjax.towers.strategies import StateLayout
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 needs_compiler = pytest.mark.skipif(
@@ -125,65 +121,6 @@ def test_the_shapes_of_tower_local_variables_are_enough():
         for values in (arrays, jax.eval_shape(lambda: arrays))
     ]
     assert told[0] == told[1] and told[0].local.value["mean"].shape == (8, 3)
-
-
-@pytest.mark.parametrize(
-    "devices, own", [(None, "cosine"), (H200S, "sine"), (tj.Absent("v5e:2x4"), "tanh")]
-)
-def test_a_program_is_lowered_for_the_platform_of_its_devices(devices, own):
-    codes = {"cpu": jnp.cos, "cuda": jnp.sin, "tpu": jnp.tanh}
-    traced = jax.jit(lambda x: jax.lax.platform_dependent(x, **codes)).trace(1.0)
-    placement = tj.Mirrored(devices).placement
-    lowered = lower_on_devices(traced, placement).as_text()
-    assert re.findall(r"stablehlo\.(cosine|sine|tanh)", lowered) == [own]
-
-
-def test_a_missing_compiler_says_what_to_install(monkeypatch):
-    def nothing(*args, **kwargs):
-        if kwargs["platform"] == "tpu":
-            raise RuntimeError("JAX TPU support not installed; cannot ...")
-        raise NotImplementedError
-
-    monkeypatch.setattr(absent.topologies, "get_topology_desc", nothing)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    for target, extra in (("h200", "gpu"), ("v5e:2x4", "tpu")):
-        devices = tj.Absent(target, None if extra == "tpu" else 1)
-        with pytest.raises(ValueError, match=rf"towerjax\[{extra}-compiler\]"):
-            devices.jax_devices()
-
-
-def test_a_product_that_fits_no_kernel_is_compiled_for_cublas():
-    class Lowered:
-        text = "the output tile sizes are too large"
-
-        def compile(self, options=None):
-            if options is None:
-                raise jax.errors.JaxRuntimeError(self.text)
-            return options
-
-    placement = tj.Mirrored(devices=tj.Absent("h100", 1)).placement
-    with pytest.warns(UserWarning, match="No GPU is here to try kernels on"):
-        found = compile_on_devices(Lowered(), placement)
-    assert found == {"xla_gpu_enable_triton_gemm": False}
-    Lowered.text = "no room"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
-        compile_on_devices(Lowered(), placement)
-
-
-def test_only_a_traceback_about_gpus_that_are_not_there_is_kept_back(monkeypatch):
-    def record(name, failed):
-        info = (ValueError, ValueError(), None) if failed else None
-        text = "Exception when calling %s.initialize()"
-        return logging.LogRecord("", logging.ERROR, "", 1, text, (name,), info)
-
-    for gpus in ([], ["/dev/nvidia0"]):
-        monkeypatch.setattr(absent.glob, "glob", lambda _, gpus=gpus: gpus)
-        for name in ("jax_plugins.xla_cuda13", "jax_plugins.other"):
-            for failed in (True, False):
-                kept_back = not gpus and failed and "cuda" in name
-                filters = logging.getLogger("jax._src.xla_bridge").filters
-                ours = [f for f in filters if f.__module__ == absent.__name__]
-                assert ours[0](record(name, failed)) == (not kept_back)
 
 
 @pytest.mark.slow
@@ -300,25 +237,9 @@ def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
     assert all("compiled for cuBLAS" in text for text in texts)
 
 
-def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word():
-    """With ``jax_compilation_cache_dir``: JAX wants devices to read what it wrote."""
-
-    class Lowered:
-        def compile(self):
-            warnings.warn(
-                "Error reading persistent compilation cache entry", stacklevel=1
-            )
-            return "compiled"
-
-    absent_ones = tj.Mirrored(devices=ONE).placement
-    assert compile_on_devices(Lowered(), absent_ones) == "compiled"
-    with pytest.warns(UserWarning, match="Error reading"):
-        compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
-
-
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("state", get_args(StateLayout))
+@pytest.mark.parametrize("state", get_args(get_type_hints(tj.Mirrored)["state"]))
 def test_each_state_is_held_as_the_strategy_says(state):
     step, params, batch = make_step(tj.Mirrored(devices=H200S, state=state))
     found = step.report(params, batch)

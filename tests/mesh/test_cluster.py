@@ -10,7 +10,6 @@ import pytest
 import towerjax as tj
 from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import (
-    Cluster,
     detection,
     find_cluster,
     forgotten,
@@ -18,10 +17,13 @@ from towerjax.mesh.cluster.spec import (
     is_free,
     is_loopback,
     own_devices,
-    parse_spec,
     refusal,
     started_cluster,
 )
+from towerjax.mesh.cluster.start import _join_cluster, _other_processes
+
+Cluster = tj.cluster.Cluster
+parse_spec = tj.cluster.parse_spec
 
 WORKERS = {"worker": ["a:1", "b:2"]}
 
@@ -296,3 +298,18 @@ def test_several_of_which_none_joined_are_refused_by_a_strategy(
 ])  # fmt: skip
 def test_one_process_that_need_not_join_is_not_refused(environ):
     assert forgotten(environ) is None
+
+
+def test_jax_must_count_as_many_processes(monkeypatch):
+    monkeypatch.setattr(start, "_initialize_jax", lambda *_: None)
+    for mine in (Cluster(1, 4, "a:1", "TF_CONFIG"), Cluster(1, 2, "a:1", "TF_CONFIG")):
+        text = "TF_CONFIG: this is process 1 of .*0 of 1"
+        with pytest.raises(RuntimeError, match=text):
+            _join_cluster(mine, {})
+    alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
+    assert _join_cluster(alone, {}) == alone
+
+
+def test_many_others_are_named_in_short():
+    cluster = Cluster(0, 1000, "a:1", "x")
+    assert _other_processes(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"

@@ -18,9 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.mesh import processes
-from towerjax.mesh.cluster import start
-from towerjax.mesh.cluster.spec import Cluster, free_port
-from towerjax.mesh.cluster.start import _join_cluster, _other_processes, initialize
 
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 # Nothing may take longer than its own limit; those of a test are never reached.
@@ -178,14 +175,14 @@ def job(tmp_path):
 
 def named(num_processes, **arguments):
     """The arguments of each process of a cluster on this machine."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{forked.free_port()}"
     arguments = {"initialization_timeout_s": 120, **arguments}
     arguments |= {"coordinator": coordinator, "num_processes": num_processes}
     return [({}, arguments | {"process_id": i}) for i in range(num_processes)]
 
 
 def named_by_tf_config(**arguments):
-    jobs = {"chief": [f"127.0.0.1:{free_port()}"], "worker": ["127.0.0.1:9"]}
+    jobs = {"chief": [f"127.0.0.1:{forked.free_port()}"], "worker": ["127.0.0.1:9"]}
     tasks = [{"type": job, "index": 0} for job in jobs]
     texts = [json.dumps({"cluster": jobs, "task": task}) for task in tasks]
     return [({"TF_CONFIG": text}, arguments) for text in texts]
@@ -193,7 +190,11 @@ def named_by_tf_config(**arguments):
 
 def named_by(rank, size, **arguments):
     """As a launcher names the processes of one machine."""
-    both = {size: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = {
+        size: "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(forked.free_port()),
+    }
     return [(both | {rank: i}, arguments) for i in ("0", "1")]
 
 
@@ -220,7 +221,7 @@ def test_a_job_of_another_launcher_is_one_job(job):
     """And what JAX says counts where it was initialized before."""
     launchers = [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", OPEN_MPI_SIZE)]
     jobs = [job(sums, named_by(*names)) for names in launchers]
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{forked.free_port()}"
     before = job(joined, [({}, (address, 2, i)) for i in range(2)])
     for members, how in zip(jobs, ("torchrun", "Open MPI"), strict=True):
         for i, one in enumerate(members):
@@ -330,19 +331,4 @@ def test_a_process_that_comes_early_says_that_it_waits(job):
 def test_a_timeout_is_an_int_of_seconds(name, value):
     name = f"{name}_timeout_s"
     with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number"):
-        initialize(**{name: value})
-
-
-def test_jax_must_count_as_many_processes(monkeypatch):
-    monkeypatch.setattr(start, "_initialize_jax", lambda *_: None)
-    for mine in (Cluster(1, 4, "a:1", "TF_CONFIG"), Cluster(1, 2, "a:1", "TF_CONFIG")):
-        text = "TF_CONFIG: this is process 1 of .*0 of 1"
-        with pytest.raises(RuntimeError, match=text):
-            _join_cluster(mine, {})
-    alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
-    assert _join_cluster(alone, {}) == alone
-
-
-def test_many_others_are_named_in_short():
-    cluster = Cluster(0, 1000, "a:1", "x")
-    assert _other_processes(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"
+        tj.cluster.initialize(**{name: value})

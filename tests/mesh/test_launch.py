@@ -13,13 +13,22 @@ import time
 import forked
 import pytest
 from checkout import ROOT
+from test_going_on import children
 
-from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _Worker, write
-from towerjax.mesh.cluster.launcher import _collect_signals
-from towerjax.mesh.cluster.spec import free_port
-from towerjax.tools.cli import main
+import towerjax as tj
+from towerjax.__main__ import main
+from towerjax.mesh.cluster import launcher as of_launcher
+from towerjax.mesh.cluster.group import (
+    End,
+    Timeouts,
+    _Job,
+    _process_group,
+    _Worker,
+    write,
+)
+from towerjax.mesh.cluster.launcher import RestartPlan, _collect_signals
 
+launch = tj.cluster.launch
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]
 INDEX = "import os, sys, time, signal; i = os.environ['TOWERJAX_PROCESS_ID'];"
 
@@ -58,7 +67,7 @@ def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypa
         f"print(*(os.environ[name] for name in {names.split()}));"
         "print('err', i, file=sys.stderr); print('x', end='')"
     )
-    port = free_port()
+    port = forked.free_port()
 
     def state():
         handlers = [signal.getsignal(n) for n in (2, 15, 1, 10, 12)]
@@ -337,3 +346,84 @@ def test_the_launcher_names_jax_nowhere():
     paths = [package / "tools/cli.py", *(package / "mesh/cluster").glob("*.py")]
     imports = re.compile(r"^ *(import|from) jax", re.MULTILINE)
     assert [x.stem for x in paths if imports.search(x.read_text())] == ["start"]
+
+
+# Which processes go on, and who is lost.
+
+
+def test_as_many_go_on_as_are_left_and_divide_the_towers():
+    whole = RestartPlan(processes=6, towers=12, restarts=9)
+    one = whole.after(End(137, lost=1))
+    two = one.after(End(137, lost=1))  # 4 of 4 places that are left
+    assert [plan.count for plan in (whole, one, two)] == [6, 4, 4]
+    assert [one.restarts, two.restarts] == [8, 7]
+    three = two.after(End(137, lost=1))
+    none = whole.after(End(137, lost=6))
+    assert [three.count, none.count] == [3, 1]
+    assert whole.after(End(75)).count == 6  # each saved and ended by itself
+    assert RestartPlan(6, 6, 9, lost=1).count == 3
+    assert RestartPlan(6, None, 9).after(End(137, lost=6)).count == 6
+
+
+@pytest.mark.parametrize("end, left, code", [
+    (End(0), None, 0),
+    (End(3), None, 3),
+    (End(75), 1, 75),
+    (End(137, lost=1), 1, 75),
+    (End(1, lost=1), 1, 75),  # another failed since one was lost
+    (End(75, ended_by=15), None, 75),
+    (End(143, ended_by=15), None, 143),
+    (End(1, ended_by=2), None, 130),
+    (End(0, ended_by=15), None, 0),
+])  # fmt: skip
+def test_what_an_end_leads_to(end, left, code):
+    plan = RestartPlan(2, restarts=2)
+    after = plan.after(end)
+    assert (after and after.restarts) == left
+    assert plan.code(end) == code
+    assert RestartPlan(2, restarts=0).after(end) is None
+    if end.lost:
+        assert RestartPlan(2).code(end) == end.code
+
+
+@pytest.mark.parametrize("first, code, lost", [
+    ("os.kill(os.getpid(), 9)", 137, 1),
+    ("os.abort()", 134, 1),
+    ("sys.exit(3)", 3, 0),
+])  # fmt: skip
+def test_those_whom_jax_aborts_since_one_ended_are_not_lost(
+    first, code, lost, tmp_path
+):
+    """In the same moment or later: three of four abort, as JAX does to survivors."""
+    program = f"""
+signal.signal(15, signal.SIG_IGN)
+os.symlink(f"/proc/{{os.getpid()}}/stat", {str(tmp_path)!r} + "/" + me)
+while len(os.listdir({str(tmp_path)!r})) < 4: time.sleep(.01)  # until all are there
+if me == "0": {first}
+try:
+    while ") Z " not in open({str(tmp_path / "0")!r}).read(): time.sleep(.01)
+except OSError: pass  # the launcher has collected it
+time.sleep(.1 * (int(me) - 1))
+os.abort()"""
+    ends = []
+    after = RestartPlan.after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            RestartPlan, "after", lambda *args: ends.append(args[1]) or after(*args)
+        )
+        children(program, processes=4, restarts=0, grace_s=5)
+    assert [(end.code, end.lost) for end in ends] == [(code, lost)]
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(
+    capfd, monkeypatch
+):
+    monkeypatch.setattr(of_launcher, "_LOSS_GRACE_S", 2)
+    waits = "signal.signal(15, signal.SIG_IGN); time.sleep(0.2);"
+    killed = "os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
+    options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 1.5}
+    began = time.monotonic()
+    assert children(waits + killed, **options) == 75
+    assert 2 < time.monotonic() - began < 50
+    assert "still running: 0; ended with SIGKILL" in capfd.readouterr().err

@@ -3,19 +3,10 @@
 import importlib
 import json
 import re
-import threading
-from types import SimpleNamespace
 
 import forked
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from checkout import TESTS
-
-from towerjax.mesh import processes
-from towerjax.mesh.transfer import _place_on_processes
-from towerjax.towers.executors import fingerprint_of_program
 
 WORKER = TESTS / "workers" / "train.py"
 # The runs of one process of eight devices, and of two of two: one start for all.
@@ -183,43 +174,6 @@ def test_a_process_may_work_by_itself_on_its_own_devices(told):
     assert [one["own_devices_alone"] for one in told] == [[False, 0.7], [False, 1.7]]
 
 
-def of_an_array(value):
-    table = np.append(np.zeros(5000, np.float32), np.float32(value))
-    return lambda x: jax.lax.fori_loop(0, 2, lambda i, x: x * jnp.asarray(table), x)
-
-
-def of_keys(value):
-    keys = jax.random.split(jax.random.key(value), 5001)
-    return lambda x: x * jax.vmap(jax.random.uniform)(keys)
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("simplified", [False, True])
-@pytest.mark.parametrize("closing_over", [of_an_array, of_keys])
-def test_what_a_function_closes_over_is_compared(simplified, closing_over):
-    # Where JAX starts with simplified constants, a program's text has no values.
-    lowered = SimpleNamespace(as_text=lambda: "a function of arrays")
-
-    def shown(value):
-        traced = jax.jit(closing_over(value)).trace(jnp.ones(5001))
-        return fingerprint_of_program(traced, lowered)
-
-    before = jax.config.jax_use_simplified_jaxpr_constants
-    jax.config.update("jax_use_simplified_jaxpr_constants", simplified)
-    try:
-        assert shown(1) == shown(1) != shown(2)
-    finally:
-        jax.config.update("jax_use_simplified_jaxpr_constants", before)
-
-
-def test_keys_are_placed_by_one_program(compiled):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    for key in map(jax.random.key, range(3)):
-        placed = _place_on_processes(key, sharding)
-        assert (jax.random.key_data(placed) == jax.random.key_data(key)).all()
-    assert compiled.count("jit(wrap_key_data)") <= 1
-
-
 @pytest.mark.slow
 def test_an_input_that_fails_on_one_process_is_told_to_all(told):
     assert told[1]["loader_fails"] == "mine: disk"
@@ -269,28 +223,3 @@ def test_every_process_hears_of_a_writer_and_of_another_patience(told):
     for me, one in enumerate(told):
         assert "The work of tj.run must be the same" in one["differs"]
         assert f"patience={1 + me}" in one["differs"]
-
-
-def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
-    class Client:
-        """Of the coordinator: the other's value comes in the 13th second."""
-
-        asked = 0
-        key_value_set = staticmethod(lambda key, value: None)
-
-        def blocking_key_value_get(self, key, milliseconds):
-            assert milliseconds == 1000
-            self.asked += 1
-            if self.asked < 13:
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
-            return json.dumps([key.rpartition("/")[2]])
-
-    monkeypatch.setattr(processes, "coordinator_client", Client)
-    stopped = threading.Event()
-    exchange = processes.Exchange("data", "a batch", stopped)
-    assert exchange.all_gather(["0"]) == [["0"]]
-    text = "towerjax: process 0 waits for a batch of process 0\n"
-    assert capfd.readouterr().err == text
-    stopped.set()
-    with pytest.raises(processes.Stopped):
-        exchange.all_gather(["0"])

@@ -5,17 +5,19 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import metrax
 import metrics_oracle as oracle
 import numpy as np
 import optax
 import pytest
+from clu import metrics as clu_metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import mirrored
 
 import towerjax as tj
 from towerjax.metrics.rows import Pairs
-from towerjax.metrics.state import on_host, value_on_host
+from towerjax.metrics.state import is_additive, merge_parts, on_host, value_on_host
 
 m = tj.metrics
 
@@ -811,3 +813,43 @@ def test_small_integers_and_booleans_are_added_as_numbers():
     assert found["seen"] == 8 + 8 * 200
     one = Seen(True, np.uint8(200))
     assert operator.add(*jax.tree.leaves(m.merge(one, one))) == 2 + 400
+
+
+class Difference(clu_metrics.Metric):
+    """Adds one leaf and takes the other away: not additive."""
+
+    def __init__(self, a, b):
+        self.a = a
+        self.b = b
+
+    def merge(self, other):
+        return Difference(self.a + other.a, self.b - other.b)
+
+    def compute(self):
+        return self.a - self.b
+
+
+class Swapped(Difference):
+    def merge(self, other):
+        return Swapped(self.a + other.b, self.b + other.a)
+
+
+for cls in (Difference, Swapped):
+    jax.tree_util.register_pytree_node(
+        cls, lambda x: ((x.a, x.b), None), lambda _, x, cls=cls: cls(*x)
+    )
+
+
+@pytest.mark.slow
+def test_sums_of_other_classes_are_seen_in_their_merge():
+    value = np.arange(3, dtype=np.float32)
+    average = clu_metrics.Average.from_model_output(value)
+    last = clu_metrics.LastValue.from_model_output(value)
+    area = tj.metrics.from_clu(metrax.AUCROC.from_model_output(value / 3, value > 1))
+    assert [is_additive(x) for x in (average, last, area)] == [True, True, True]
+    of_batches = [is_additive(x, type(x).merge) for x in (average, last, area)]
+    assert of_batches == [True, False, True]
+    value = float(area.compute())
+    assert float(merge_parts(area, area).compute()) == value
+    for kind in (Difference, Swapped):
+        assert not is_additive(kind(jnp.float32(1), jnp.float32(2)))

@@ -12,10 +12,9 @@ import numpy as np
 import optax
 import pytest
 from clu import metrics as clu_metrics
-from test_metrics import WAYS, batches_of, own_states, random_rows
+from test_metrics import WAYS, Difference, Swapped, batches_of, own_states, random_rows
 
 import towerjax as tj
-from towerjax.metrics.state import is_additive, merge_parts
 
 
 @pytest.fixture(autouse=True)
@@ -100,47 +99,9 @@ def test_train_metrics_are_values_of_the_global_batch():
     assert metrics["peak"][0] == ROWS["value"].max()
 
 
-@pytest.mark.slow
-def test_sums_of_other_classes_are_seen_in_their_merge():
-    value = np.arange(3, dtype=np.float32)
-    average = clu_metrics.Average.from_model_output(value)
-    last = clu_metrics.LastValue.from_model_output(value)
-    area = tj.metrics.from_clu(metrax.AUCROC.from_model_output(value / 3, value > 1))
-    assert [is_additive(x) for x in (average, last, area)] == [True, True, True]
-    of_batches = [is_additive(x, type(x).merge) for x in (average, last, area)]
-    assert of_batches == [True, False, True]
-
-
-class Difference(clu_metrics.Metric):
-    """Adds one leaf and takes the other away: not additive."""
-
-    def __init__(self, a, b):
-        self.a = a
-        self.b = b
-
-    def merge(self, other):
-        return Difference(self.a + other.a, self.b - other.b)
-
-    def compute(self):
-        return self.a - self.b
-
-
-class Swapped(Difference):
-    def merge(self, other):
-        return Swapped(self.a + other.b, self.b + other.a)
-
-
-for cls in (Difference, Swapped):
-    jax.tree_util.register_pytree_node(
-        cls, lambda x: ((x.a, x.b), None), lambda _, x, cls=cls: cls(*x)
-    )
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", [Difference, Swapped])
 def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
-    assert not is_additive(kind(jnp.float32(1), jnp.float32(2)))
-
     def metric_fn(params, x, tower):
         return {"x": kind(x[0], 10 * x[0])}
 
@@ -285,7 +246,6 @@ def test_an_adapted_metric_gives_back_its_own_class():
     assert tj.metrics.from_clu(state) is state
     assert isinstance(state.metric, metrax.AUCPR) and state.metric.num_thresholds == 200
     value = float(metric.compute())
-    assert float(merge_parts(state, state).compute()) == value
     assert float(tj.metrics.merge(state, state).compute()) == value
     with pytest.raises(ValueError, match="not a pytree with merge and compute"):
         tj.metrics.from_clu(metrax.AUCPR)

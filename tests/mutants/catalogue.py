@@ -34,7 +34,7 @@ _LATER = "audit::a_fault_that_only_later_batches_show_is_refused"
 _CHANCE = "audit::what_agrees_by_chance_on_the_rows_as_they_come_is_found"
 _AUDIT = "audit::what_depends_on_the_split_is_found"
 _PROCESSES_LOOK = (
-    "bad_input::step_flags_are_not_waited_for_and_processes_look_at_the_same_calls"
+    "step_units::step_flags_are_not_waited_for_and_processes_look_at_the_same_calls"
 )
 _SHARED_SUM = "call::a_sum_of_what_all_towers_share_is_refused"
 
@@ -192,12 +192,13 @@ REGISTRY = (
        'latest.get(np.dtype("float32"))', _OPS),
     _m("B34", "rows of one index overwrite each other",
        "collectives.sparse_rows:sum_duplicates", "summed.at[slots].add(",
-       "summed.at[slots].set(", "sparse_update::rows_by_index"),
+       "summed.at[slots].set(", "sparse_gradient::rows_by_index"),
     _m("B35", "the optimizer's state is one step old",
        "step.make.train:apply_gradients", "opt_state=opt_state)",
        "opt_state=state.opt_state)", f"{_ONE_TOWER}[7]"),
     _m("B36", "prefetch repeats a batch", "data.stream:_fill", "feed.add(*pair)",
-       "feed.add(*pair)\n                feed.add(*pair)", "feed::order_is_kept[1]"),
+       "feed.add(*pair)\n                feed.add(*pair)",
+       "data_units::order_is_kept[1]"),
     _m("B37", "a state that goes on has another key", "towers.saved:restore_on",
        "if is_variable(old):",
        "if jax.numpy.issubdtype(jax.numpy.result_type(new),"
@@ -283,7 +284,7 @@ PROOF = (
     _m("P20", "processes may close over different arrays, of which a text is silent",
        "towers.executors:fingerprint_of_program",
        "digest.update(np.asarray(array).tobytes())", "pass",
-       "processes::what_a_function_closes_over_is_compared[of_keys-True]"),
+       "mesh_units::what_a_function_closes_over_is_compared[of_keys-True]"),
     _m("P21", "what is reduced over all towers is reduced over devices alone",
        "lowering.tower_axis:_Lowering._rename_axis",
        "names if x == self.axes.tower_axis", "names[:1] if x == self.axes.tower_axis",
@@ -411,7 +412,7 @@ STATE = (
     _m("S14", "a refused step leaves rows of one table in the place of another",
        "step.state.update:_evaluate_guarded",
        "if_refused.get(var) is not olds[var]", "if_refused.get(var) is None",
-       "row_updates::tables_that_change_places_keep_theirs"),
+       "step_units::tables_that_change_places_keep_theirs"),
     _m("S15", "a step that may be refused copies each table",
        "step.state.update:_evaluate_guarded",
        "if var in olds and if_refused.get(var) is not olds[var]:",
@@ -441,10 +442,10 @@ STATE = (
        "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
     _m("S05", "early stopping takes more for better", "loop.stopping:sign_of",
        'mode == "min"', 'mode != "min"',
-       "stopping::patience_of_any_values_is_as_counted_by_hand"),
+       "loop_units::patience_of_any_values_is_as_counted_by_hand"),
     _m("S06", "early stopping does not start anew after an improvement",
        "loop.stopping:reason_to_stop", "                without = 0\n", "",
-       "stopping::patience_of_any_values_is_as_counted_by_hand"),
+       "loop_units::patience_of_any_values_is_as_counted_by_hand"),
     _m("S09", "a run that goes on counts from 0", "loop.stopping:Point.__post_init__",
        "step_number(self.state)", "0",
        "run::step_numbers_go_on_where_the_state_stopped"),
@@ -482,10 +483,10 @@ STATE = (
     _m("S27", "of threads that call one step one loses the other's step flag",
        "step.run.step_flags:StepFlags.put", "self._lines.append(line)",
        "self._lines[:] = [line]",
-       "placer::threads_that_call_at_once_keep_each_others_step_flags"),
+       "step_units::threads_that_call_at_once_keep_each_others_step_flags"),
     _m("S28", "of several steps that were refused the last one is named",
        "step.run.step_flags:next_step_flag", "before != NONE", "refused == NONE",
-       "placer::a_program_keeps_the_first_step_that_was_refused[6-1]"),
+       "step_units::a_program_keeps_the_first_step_that_was_refused[6-1]"),
     _m("S41", "a call that fails loses the step flag of those before",
        "step.step:Step.__call__", "self.step_flags.put(line)",
        '"out" in locals() and self.step_flags.put(line)',
@@ -548,7 +549,7 @@ INPUT = (
     _m("I05", "two processes get the same part of the data",
        "data.distribute:DistributedDataset.__init__",
        "here = jax.process_index() if processes > 1 else 0", "here = 0",
-       "distribute::each_process_is_told_which_part_is_its_own"),
+       "data_units::each_process_is_told_which_part_is_its_own"),
     _m("M25", "an update on a mesh of its own is not analysed",
        "proof.meshes:prove_update", 'eqn.primitive.name == "shard_map"',
        'eqn.primitive.name == "none"', "proof_meshes::"
@@ -695,11 +696,11 @@ VALUES = (
     _m("V16",
        "calls stay, so that what two of them compute is computed twice on one device",
        "lowering.xla:inline_and_merge", "_inline_in(block, functions)", "pass",
-       "pinned_tree::calls_are_inlined_and_equal_operations_of_a_computation_merged"),
+       "sharded_values::calls_are_inlined_and_equal_operations_of_a_computation_merged"),
     _m("V17", "what a loop computes is merged with what stands before the loop",
        "lowering.xla:inline_and_merge", "_merge_in(block, inverses)",
        'PassManager.parse("builtin.module(cse)").run(module.operation)',
-       "pinned_tree::calls_are_inlined_and_equal_operations_of_a_computation_merged"),
+       "sharded_values::calls_are_inlined_and_equal_operations_of_a_computation_merged"),
 )
 
 TESTING = (
@@ -984,7 +985,7 @@ _FORGOTTEN = (
     "cluster::several_of_which_none_joined_are_refused_by_a_strategy"
 )
 _DETECTION = "cluster::what_jax_detects_is_left_to_it"
-_ABORTED = "going_on::those_whom_jax_aborts_since_one_ended_are_not_lost"
+_ABORTED = "launch::those_whom_jax_aborts_since_one_ended_are_not_lost"
 JOBS = (
     _m("J01", "processes of an mpirun are taken for those of the Slurm step around it",
        "mesh.cluster.spec:detection", '_DETECTED.get(launched[0], "deactivate")',
@@ -1030,7 +1031,7 @@ ALONE = (
        "proof_fuzz::what_is_called_mirrored_has_the_same_bits"),
     _m("D07", "a batch is padded to the largest size that was seen",
        "data.placer:Placer._fit", "size = min(sizes,", "size = max(sizes,",
-       "properties::placed_batches_lie_on_their_towers_padded_to_few_sizes"),
+       "data_units::placed_batches_lie_on_their_towers_padded_to_few_sizes"),
     _m("D08", "classes of exports are joined where they are to be stacked",
        "tf1.estimator.model_fn:typed_rows", "if stacked_classes:",
        "if not stacked_classes:", "replicate_calls::exports_are_joined_row_by_row"),
@@ -1709,7 +1710,7 @@ ANY_PROGRAM = (
        "in_processes::the_line_that_divides_by_the_number_is_told"),
     _m("X36", "what is meant may become any size", "tools.faults:Fault.is_meant_by",
        'self.relative <= _WORSE * entry["relative"]', "True",
-       "faults::what_is_meant_is_no_fault_until_it_is_worse"),
+       "tools_units::what_is_meant_is_no_fault_until_it_is_worse"),
     _m("X37", "what is restored is what was saved", "testing.resumed:_differences",
        '_unlike(restored, saved, "restored", "saved", rtol)', "()",
        "resumed::what_is_not_resumed_is_named_first"),

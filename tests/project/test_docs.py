@@ -20,8 +20,6 @@ import pytest
 from checkout import ROOT
 
 import towerjax as tj
-from towerjax.mesh.cluster.spec import free_port
-from towerjax.step.step import Step
 
 DOCS = ROOT / "docs"
 TEXTS = {
@@ -225,6 +223,7 @@ def attributes(kind):
     return {*dir(kind), *(field.name for field in fields)}
 
 
+STEP = inspect.signature(tj.build_eval_step).return_annotation.__origin__
 OBJECTS = {
     "R": attributes(tj.Reduction),
     "choice": attributes(tj.collectives.OpsChoice),
@@ -235,7 +234,7 @@ OBJECTS = {
     "optimizer": attributes(tj.estimator.TowerOptimizer),
     "spec": attributes(tj.estimator.ModelSpec),
     "state": attributes(tj.TrainState),
-    "step": attributes(Step),
+    "step": attributes(STEP),
     "tower": attributes(tj.Tower),
     "variables": attributes(tj.TrainState),
 }
@@ -343,7 +342,7 @@ def test_configure_joins_the_cluster(tmp_path):
     program = f"""
 import towerjax as tj
 strategy = tj.tf1.MirroredStrategy(num_gpus=0)
-spec = {{"worker": ["127.0.0.1:{free_port()}"]}}
+spec = {{"worker": ["127.0.0.1:{forked.free_port()}"]}}
 same = strategy.configure(cluster_spec=spec, task_type="worker", task_id=0)
 print(same == strategy, tj.cluster.initialize().how)
 """

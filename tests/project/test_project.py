@@ -98,26 +98,59 @@ def test_the_rooms_of_a_step_import_those_before_them():
             assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
-# Laws that look at something inside, each for one card.
-LOOK_INSIDE = {
-    "test_bad_input.py",
-    "test_refusals.py",
-    "test_resuming.py",
-}
+TESTS = ROOT.parent / "tests"
+# Beside unit tests: what the suite sets, what the proof is asked, what mutants replace.
+LOOK_INSIDE = {"suite.py", "one_tower_programs.py", "project/test_mutants.py"}
+MOST_UNIT_TESTS = 27
 ROOMS_OF_TESTS = {*ROOMS, "tf1", "contrib", "laws", "foreign", "project", "cluster"}
 
 
-def test_laws_are_written_on_the_public_names():
-    """What a redesign may change, only the tests of its own room import."""
-    tests = ROOT.parent / "tests"
-    found = set()
-    for path in tests.rglob("test_*.py"):
-        folder = path.relative_to(tests).parts[0]
-        assert folder in ROOMS_OF_TESTS, f"{path.name} is in no room"
-        inside = {x for x in imports_of(path) if x in ROOMS and x not in PUBLIC_ROOMS}
-        if folder == "laws" and inside:
-            found.add(path.name)
-    assert found == LOOK_INSIDE
+def dotted(node):
+    """``tj.a.b`` as ``towerjax.a.b``; "" for what is no such chain."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    is_ours = isinstance(node, ast.Name) and node.id == "tj"
+    return ".".join(("towerjax", *reversed(names))) if is_ours and names else ""
+
+
+def names_of_ours(path):
+    """What a file names of towerjax: by an import, as ``tj.a.b``, or in a text."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield dotted(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"towerjax(\.\w+){2,}", node.value):
+                yield node.value
+
+
+def is_inner(name):
+    """Whether a dotted name is of a module that is not public."""
+    top, *parts = name.split(".")
+    if top != "towerjax" or not parts or parts[0] in (*PUBLIC_ROOMS, "__main__"):
+        return False
+    modules = [x for x in MODULES if f"{name}.".startswith(f"{x}.")]
+    return bool(modules) and (parts[0] not in tj.__all__ or len(modules) > 1)
+
+
+def test_few_tests_look_inside():
+    """What a redesign may change, only unit tests of its own room import."""
+    found = collections.defaultdict(set)
+    for path in TESTS.rglob("*.py"):
+        name = path.relative_to(TESTS).as_posix()
+        folder = name.split("/")[0]
+        in_room = folder in ROOMS_OF_TESTS or not path.name.startswith("test_")
+        assert in_room, f"{name} is in no room"
+        if any(map(is_inner, names_of_ours(path))):
+            is_unit_test = folder in {*ROOMS, "contrib"}
+            found[is_unit_test].add(name)
+    assert found[False] == LOOK_INSIDE
+    assert len(found[True]) <= MOST_UNIT_TESTS, sorted(found[True])
 
 
 def test_contrib_is_written_on_the_public_names():

@@ -17,7 +17,6 @@ from checkout import ROOT
 
 import towerjax as tj
 import towerjax.contrib
-from towerjax.types.version import page
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -306,8 +305,8 @@ def named_pages(path):
         yield AT.fullmatch(target)[1].partition("#")[::2]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "page":
-            address = page(*[ast.literal_eval(x) for x in node.args])
-            yield AT.fullmatch(address)[1].partition("#")[::2]
+            name, *section = [ast.literal_eval(x) for x in node.args]
+            yield f"docs/{name}.md", "".join(section).lower().replace(" ", "-")
 
 
 @pytest.mark.slow

@@ -2,15 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.state.faults import Differing, fingerprint, outliers
 
 ADAM = optax.adam(0.1)
 SGD = optax.sgd(0.1)
@@ -99,7 +96,8 @@ def test_one_bit_on_one_device_is_named(executor, plain, in_turn):
     step = plain if executor == "shard_map" else in_turn
     for leaf in LEAVES if executor == "shard_map" else LEAVES[:1]:
         error = differing(corrupted(step.init(params()), {leaf: [2]}))
-        assert (error.step, error.differing) == (0, (Differing("cpu:2", leaf),))
+        [one] = error.differing
+        assert (error.step, one.device, one.leaf) == (0, "cpu:2", leaf)
         assert f"differed after step 0: cpu:2, {leaf}. " in str(error)
     state = step.init(params())
     tj.check_mirrored(state)
@@ -118,10 +116,6 @@ def test_most_devices_are_right_and_of_halves_the_first(plain):
         ("cpu:1", "params/Dense_0/kernel"),
         ("cpu:3", "params/Dense_0/kernel"),
     ]
-    table = np.array([[7, 1, 5], [7, 2, 6], [7, 2, 5], [7, 3, 6]])
-    wrong = [[False, True, False], [False, False, True]]
-    wrong += [[False, False, False], [False, True, True]]
-    assert outliers(table).tolist() == wrong
 
 
 @pytest.mark.slow
@@ -131,7 +125,7 @@ def test_what_is_sharded_has_no_copies_to_compare(state):
     whole = step.init(params())
     tj.check_mirrored(whole)
     [one] = differing(corrupted(whole, {"rng": [3]})).differing
-    assert one == Differing("cpu:3", "rng")
+    assert (one.device, one.leaf) == ("cpu:3", "rng")
 
 
 @pytest.mark.slow
@@ -154,44 +148,6 @@ def test_a_checkpoint_of_copies_that_differ_is_not_written(
         tj.run(plain, state, data, checkpointer=saving, progress=False)
     assert saving.steps == (2,) and len(caught.value.history.steps) == 4
     plain.place(saving.restore(plain, plain.init(params())))
-
-
-@pytest.mark.slow
-def test_bits_of_every_type_make_the_fingerprint():
-    quiet = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    pairs = [  # equal as numbers, or almost, and different in bits
-        (np.float32([0.0]), np.float32([-0.0])),
-        (quiet[:1], quiet[1:]),
-        (np.array([1, 2], ml_dtypes.bfloat16), np.array([2, 1], ml_dtypes.bfloat16)),
-        (np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([2], "float8_e4m3fn")),
-        (np.float16([0, 1]), np.float16([1, 0])),  # swapped
-        (np.array([True, False]), np.array([False, True])),
-        (np.int8([-1]), np.int8([1])),
-        (np.uint8([[1, 2], [3, 4]]), np.uint8([[1, 3], [2, 4]])),
-        (np.complex64([1 + 2j]), np.complex64([2 + 1j])),
-        (np.int32([0, 0]), np.int32([0, -(1 << 31)])),
-        (np.zeros(3, np.float32), np.zeros(3, np.float32) + np.float32(1e-45)),
-        (np.zeros((0, 3)), np.ones(1, np.float32)),
-    ]
-    of = jax.jit(lambda trees: jax.tree.map(fingerprint, trees))
-    firsts, seconds = np.array(jax.tree.map(int, of([*pairs]))).T
-    assert (firsts != seconds).all(), (firsts, seconds)
-    with jax.enable_x64(True):
-        # Of the one half of the bits, of the other.
-        three = of([np.float64([x]) for x in (1, 1 + 2**-52, 2)])
-    assert len(set(map(int, three))) == 3
-
-
-@pytest.mark.slow
-def test_each_bit_of_each_element_shows():
-    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    of = jax.jit(jax.vmap(fingerprint))
-    bits = np.tile(x.view(np.uint32).reshape(-1), (1 + 12 * 32, 1))
-    for element in range(12):
-        for bit in range(32):
-            bits[1 + element * 32 + bit, element] ^= np.uint32(1) << np.uint32(bit)
-    prints = of(lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32))
-    assert len(set(np.asarray(prints).tolist())) == 1 + 12 * 32
 
 
 # What is not finite.

@@ -1,18 +1,15 @@
 """A sharded state: the same numbers, less on each device."""
 
 import functools
-import types
 
-import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import suite
 
 import towerjax as tj
-from towerjax.mesh import placement
-from towerjax.step.run.trace import Traced
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even
@@ -149,9 +146,15 @@ def test_what_cannot_be_sharded_is_refused(state, options, text):
         mirrored(state, **options)
 
 
+@pytest.fixture
+def as_users_have_it():
+    suite.shards_from(suite.LEAST_SHARD)
+    yield
+    suite.shards_from(1)
+
+
 @pytest.mark.slow
-def test_small_leaves_stay_whole(monkeypatch):
-    monkeypatch.setattr(placement, "LEAST_SHARD", conftest.LEAST_SHARD)
+def test_small_leaves_stay_whole(as_users_have_it):
     params = {str(n): np.zeros(n, np.float32) for n in (508, 512)}
 
     def fn(params, batch, tower):
@@ -163,29 +166,3 @@ def test_small_leaves_stay_whole(monkeypatch):
     for tree in (state.params, state.opt_state[0].mu):
         sizes = [x.addressable_shards[0].data.size for x in tree.values()]
         assert sizes == [508, 128]
-
-
-EXACT = {"state": "sharded", "cross_tower_ops": tj.PinnedTree(), "tower_loop": "scan"}
-WITHIN = {"within": {"model": 2}}
-
-
-@pytest.mark.parametrize("options, devices, hold_update, expected", [
-    ({}, 2, False, False),
-    ({}, 2, True, False),
-    (WITHIN, 4, False, False),
-    (WITHIN, 4, True, True),
-    (EXACT, 2, False, True),
-    (EXACT, 1, False, False),
-    (EXACT | {"state": "mirrored"}, 2, False, False),
-    ({"state": "sharded"}, 2, False, False),
-])  # fmt: skip
-def test_which_updates_each_device_runs(options, devices, hold_update, expected):
-    names = [f"cpu:{i}" for i in range(devices)]
-    plan = types.SimpleNamespace(
-        strategy=tj.Mirrored(names, towers=2, **options),
-        passes=types.SimpleNamespace(hold_update=hold_update),
-    )
-    for accepts in (True, False):  # one that accepts nothing has no update
-        plan.accepts = accepts
-        traced = Traced(plan, (), (), None, None)
-        assert traced.update_on_devices == (expected and accepts)

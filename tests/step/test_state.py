@@ -12,7 +12,6 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.step.state.checks import is_usable
 
 PINNED = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
 
@@ -212,15 +211,6 @@ def test_what_devices_cannot_hold_is_refused_where_a_state_is_made():
     given = dict.fromkeys(("opt_state", "extra"), jax.ShapeDtypeStruct((3,), np.int8))
     shapes = step.shapes({"w": np.float32(0)}, **given)
     assert {name: getattr(shapes, name) for name in given} == given
-
-
-@pytest.mark.parametrize("hold", [list, tuple, lambda x: {"w": x}, lambda x: [[*x]]])
-def test_a_state_is_usable_until_it_is_donated(hold):
-    w = jnp.ones(2)
-    state = tj.TrainState.create(hold([w]), optax.sgd(0.1))
-    assert is_usable(state)
-    w.delete()
-    assert not is_usable(state)
 
 
 def test_a_state_is_replaced_as_in_flax():

@@ -12,8 +12,6 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.check.audit.comparison import NotAudited
-from towerjax.check.programs.processes import ProgramDied, ToldError
 from towerjax.testing import resumed
 
 ROWS = [np.full(3, i, np.float32) for i in range(8)]
@@ -125,8 +123,8 @@ def in_this_process(monkeypatch):
     def call(label, devices, run, *args):
         try:
             return run(*args)
-        except ToldError as told:
-            raise told.error from None
+        except Exception as told:  # one of another process holds that of its program
+            raise getattr(told, "error", told) from None
 
     monkeypatch.setattr(resumed, "call_in_process", call)
 
@@ -183,8 +181,10 @@ def test_a_tolerance_is_of_a_leafs_size():
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_training_that_is_not_deterministic_is_told_apart():
-    with pytest.raises(NotAudited, match="not deterministic even without a restart"):
+    text = "not deterministic even without a restart"
+    with pytest.raises(ValueError, match=text) as error:
         tj.testing.same_resumed(that_draws, steps=(1, 1))
+    assert type(error.value).__name__ == "NotAudited"
 
 
 @pytest.mark.slow
@@ -231,5 +231,7 @@ def test_a_key_that_is_not_saved_is_found_by_a_new_process():
     with pytest.raises(tj.testing.SplitError) as error:
         tj.testing.same_resumed(without_its_key, steps=(2, 1))
     assert error.value.findings[0].leaf == "state['key']"
-    with pytest.raises(ProgramDied, match="(?s)of 2 steps at once ended.*no more"):
+    with pytest.raises(
+        tj.testing.ProgramDied, match="(?s)of 2 steps at once ended.*no more"
+    ):
         tj.testing.same_resumed(dies, steps=(1, 1))

@@ -1,12 +1,6 @@
 """``towerjax`` from a shell: help, exit codes, errors of one sentence."""
 
-import json
-
-import numpy as np
 import pytest
-
-from towerjax.loop.writers import as_json
-from towerjax.tools.cli import resolve, show
 
 PROGRAM = """
 value = 3
@@ -63,22 +57,6 @@ def test_every_command_has_help_with_an_example(shell):
     assert shell()[0] == 2 and shell("fly")[0] == 2
 
 
-def test_what_is_not_finite_is_json_too(capsys):
-    text = json.dumps(as_json({"a": (1.5, np.inf, [-np.inf]), "b": None, "c": np.nan}))
-    show("for a person", {"a": np.nan}, True)
-    assert json.loads(capsys.readouterr().out) == {"a": "NaN"}
-    assert text == '{"a": [1.5, "Infinity", ["-Infinity"]], "b": null, "c": "NaN"}'
-
-
 def test_a_name_of_another_form_is_told_with_one_of_the_command(shell):
     code, _, err = shell("audit", "train")
     assert code == 2 and "not of the form module:name, such as train:make_step" in err
-
-
-def test_what_a_named_module_misses_is_no_wrong_name(tmp_path, monkeypatch):
-    (tmp_path / "needs_other.py").write_text("import towerjax_of_nobody")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="towerjax_of_nobody"):
-        resolve("needs_other:value", "")
-    with pytest.raises(ValueError, match="of_nobody.*; set PYTHONPATH"):
-        resolve("towerjax_of_nobody:value", "")

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import re
-import types
 
 import flax.linen as nn
 import jax
@@ -18,9 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.mesh import placement
 from towerjax.tf1.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
-from towerjax.towers.strategies import on_one_group
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 CPUS = [f"cpu:{i}" for i in range(8)]
@@ -341,15 +338,6 @@ def test_what_counts_the_padding_of_split_rows_is_refused(size):
     step = tj.build_train_step(of_padding, ADAM, strategy, **options)
     with pytest.raises(tj.testing.SplitError, match="Padded rows count"):
         trained(step, size=size)
-
-
-@pytest.mark.parametrize("options", [{"tower_loop": "scan"}, {"axis_name": "batch"}])
-def test_towers_of_several_devices_go_to_the_first_of_them(options):
-    options |= {"within": {"model": 2}, "specs": SPECS, "rows": "model"}
-    strategy = tj.Mirrored([f"cpu:{i}" for i in (4, 5, 6, 7)], **options)
-    placement = on_one_group(strategy, 2).placement
-    expected = tj.Mirrored(["cpu:4", "cpu:5"], towers=2, **options).placement
-    assert placement == expected
 
 
 def noisy_loss_fn(params, batch, tower):
@@ -700,21 +688,6 @@ def test_an_axis_that_is_not_there_names_the_option(within):
     with pytest.raises((RuntimeError, ValueError), match="mesh") as told:
         step.check(start(), rows())
     assert "tj.Mirrored(within={'model': 2})" in "".join(told.value.__notes__)
-
-
-def test_a_tower_is_of_one_process(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def devices(*owners):
-        return tuple(types.SimpleNamespace(process_index=x) for x in owners)
-
-    placement._check_owners(devices(0, 0, 1, 1), 2)
-    with pytest.raises(ValueError, match=r"2 devices .* to the processes \[0, 1\]"):
-        placement._check_owners(devices(0, 0, 0, 1), 2)
-    with pytest.raises(ValueError, match="equally many devices of each, process"):
-        placement._check_owners(devices(1, 0), 1)
-    with pytest.raises(ValueError, match="equally many devices of each, process"):
-        placement._check_owners(devices(0, 0, 1), 1)
 
 
 def test_a_shard_map_that_is_kept_says_to_call_it_anew():

@@ -7,7 +7,9 @@ import pytest
 
 import towerjax as tj
 from towerjax.types import tables
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.tables import Table, as_text, by_rich, leaf_table, number_of
+from towerjax.types.version import page
 
 UNITS = {
     tables.in_seconds: (1000, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}),
@@ -135,3 +137,21 @@ def test_a_table_takes_no_text_for_markup():
     assert "<b>" not in bundle["text/html"]
     assert "font-family:monospace" in bundle["text/html"]
     assert as_text([table]).splitlines()[2:4] == ["  <b>[/]   1", "  x       22"]
+
+
+def test_a_class_is_a_boundary_where_a_user_may_enter():
+    @api_boundaries
+    class Entered:
+        def __init__(self): ...
+        def __call__(self): ...
+        def opened(self): ...
+        def _inside(self): ...
+
+    found = [name for name, x in vars(Entered).items() if hasattr(x, "__wrapped__")]
+    assert found == ["__init__", "__call__", "opened"]
+
+
+def test_a_page_and_its_sections_have_an_address():
+    docs = "https://github.com/towerjax/towerjax/blob/main/docs"
+    assert page("how_to/sweeps") == f"{docs}/how_to/sweeps.md"
+    assert page("same_bits", "Of two steps") == f"{docs}/same_bits.md#of-two-steps"

@@ -14,7 +14,6 @@ import pytest
 from layouts import mirrored, with_verbs
 
 import towerjax as tj
-from towerjax.types.boundary import api_boundaries
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
 W = np.ones(4, np.float32)
@@ -168,18 +167,6 @@ def test_what_a_user_calls_of_python_is_shown():
         train(tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2)))
     files = [x.filename for x in traceback.extract_tb(caught.value.__traceback__)]
     assert files[-1] == statistics.__file__ and files.count(__file__) == 3
-
-
-def test_a_class_is_a_boundary_where_a_user_may_enter():
-    @api_boundaries
-    class Entered:
-        def __init__(self): ...
-        def __call__(self): ...
-        def opened(self): ...
-        def _inside(self): ...
-
-    found = [name for name, x in vars(Entered).items() if hasattr(x, "__wrapped__")]
-    assert found == ["__init__", "__call__", "opened"]
 
 
 def test_all_frames_are_kept_where_jax_keeps_its_own():

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import quickly
+import suite
 import writes
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
-from towerjax.mesh import placement
 
-placement.LEAST_SHARD = 1  # as in tests/conftest.py
+suite.shards_from(1)  # as in tests/conftest.py
 FOUR = tj.Mirrored(towers=4)
 VERBS = tj.tf1.with_verbs(FOUR)
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")

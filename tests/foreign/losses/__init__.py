@@ -17,9 +17,7 @@ import optax
 import towerjax as tj
 from tests.foreign.losses.given import ROWS, Loss
 from tests.foreign.program import Program, function, root_of
-from towerjax.check.equality.of_step import equalities_of
-from towerjax.check.equality.traced_passes import StepToProve
-from towerjax.proof.equal.one_tower import Equality
+from tests.one_tower_programs import answers_of_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def asked(loss: Loss, padded: bool) -> dict[str, Any]:
     }
 
 
-def said_of(loss: Loss, padded: bool) -> list[Equality]:
+def said_of(loss: Loss, padded: bool) -> list[Any]:
     """What is proved of each leaf that a train step of two towers merges."""
     strategy = tj.Mirrored(("cpu:0",), towers=2, axis_name="batch")
     remainder: Any = "pad" if padded else "error"
@@ -84,7 +82,4 @@ def said_of(loss: Loss, padded: bool) -> list[Equality]:
     if loss.local is not None:
         given["local"] = tj.TowerLocal(zeros(loss.local), tj.Reduction.MEAN)
     state = step.init(zeros(loss.params), **given)
-    plan, state = step.to_audit(state)
-    rows = ROWS // step.num_calls
-    to_prove = StepToProve(plan, strategy, state, loss.batch, rows, padded)
-    return equalities_of(to_prove)
+    return answers_of_step(step, state, loss.batch, rows=ROWS // step.num_calls)

@@ -17,8 +17,6 @@ from jax.experimental import io_callback
 from refusals import refused
 
 import towerjax as tj
-from towerjax.loop.options import check_hooks
-from towerjax.step.run.step_flags import NONE, Lineage, StepFlags
 
 TWO = ("cpu:0", "cpu:1")
 SGD = optax.sgd(0.01)
@@ -531,7 +529,9 @@ UNLIKE = {
         (loss_fn, fn), loss_fn, S
     ),
     "update_fn(state, merged)": lambda fn: tj.build_step(loss_fn, fn, S),
-    "hook(number, metrics)": lambda fn: check_hooks([fn]),
+    "hook(number, metrics)": lambda fn: tj.run(
+        build(), build().init(start()), [good()], hooks=[fn]
+    ),
     "function(number, state, metrics)": lambda fn: tj.loop.WithState(fn, every=2),
 }
 OTHER_ORDER = {
@@ -1068,51 +1068,6 @@ def test_a_call_that_fails_keeps_the_step_flag_of_those_before(monkeypatch):
         step(after.replace(params=state.params), good())
     with pytest.raises(tj.NonFiniteError, match="of step 1 "):
         step.settle()
-
-
-class StepFlag:
-    """One that arrives when it is told to, and counts who waits for it."""
-
-    def __init__(self, number=NONE):
-        self.number = number
-        self.has_arrived = False
-        self.waits = 0
-
-    def is_ready(self):
-        return self.has_arrived
-
-    def addressable_data(self, index):
-        return self
-
-    def __array__(self, dtype=None, copy=None):
-        self.waits += not self.has_arrived
-        return np.asarray(self.number, dtype)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_step_flags_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
-    placement = SimpleNamespace(
-        platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
-    )
-    step_flags = StepFlags(placement, tj.NonFiniteError)
-    given = [StepFlag() for _ in range(15)] + [StepFlag(2)]
-    state = object()
-    line = Lineage(state, StepFlag())
-    for i, step_flag in enumerate(given):
-        if i == 15:  # a call of 8 before is waited for, so that few are in flight
-            given[6].has_arrived = True
-        step_flags.put(line)
-        step_flags.check(state)
-        line = step_flags.take(state)
-        line.step_flag = step_flag
-    step_flags.put(line)
-    assert not any(step_flag.waits for step_flag in given)
-    given[-1].has_arrived = True
-    if processes == 2:
-        for _ in range(15):  # the other process may not see it yet
-            step_flags.check(state)
-    with pytest.raises(tj.NonFiniteError, match="of step 2 "):
-        step_flags.check(state)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from layouts import with_verbs as mirrored
 from refusals import refused
 
 import towerjax as tj
-from towerjax.step.state.faults import Differing, Location
 
 R = tj.Reduction
 ops = tj.collectives
@@ -637,20 +636,50 @@ def test_a_reduction_that_is_added_to_the_others_is_nowhere_a_sum():
             call()
 
 
-LOCATIONS = [Location(3, 1, "params/w", "gradient", "NaN")]
-ERRORS = [
-    tj.CheckpointError("no manifest"),
-    tj.ReplicationError("loss depends on the tower"),
-    tj.DesyncError(131, [Differing("cpu:5", "params/w")]),
-    tj.NonFiniteError(3, LOCATIONS),
-    tj.testing.SplitError(
+def of_two_towers():
+    """A step, and its first state."""
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(params["w"] * batch, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 2), audit=False)
+    return step, step.init({"w": np.float32(1)})
+
+
+def of_copies_that_differ():
+    _, state = of_two_towers()
+    w = state.params["w"]
+    devices = [shard.device for shard in w.addressable_shards]
+    copies = [jax.device_put(np.float32(i), x) for i, x in enumerate(devices)]
+    wrong = jax.make_array_from_single_device_arrays(w.shape, w.sharding, copies)
+    with pytest.raises(tj.DesyncError) as caught:
+        tj.check_mirrored(state.replace(params={"w": wrong}))
+    [differing] = caught.value.differing
+    return tj.DesyncError(131, [differing])
+
+
+def of_a_tower_with_nan():
+    step, state = of_two_towers()
+    locations = step.locate(state, np.float32([1, np.nan]))
+    assert {x.tower for x in locations} == {1}
+    return tj.NonFiniteError(3, locations)
+
+
+ERRORS = {
+    "CheckpointError": lambda: tj.CheckpointError("no manifest"),
+    "ReplicationError": lambda: tj.ReplicationError("loss depends on the tower"),
+    "DesyncError": of_copies_that_differ,
+    "NonFiniteError": of_a_tower_with_nan,
+    "SplitError": lambda: tj.testing.SplitError(
         [tj.testing.Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]
     ),
-]
+}
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_is_copied_and_pickled_whole(error):
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_copied_and_pickled_whole(name):
+    error = ERRORS[name]()
+    assert type(error).__name__ == name
     error.add_note("on host 3")
     pickled = [
         pickle.loads(pickle.dumps(error, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)

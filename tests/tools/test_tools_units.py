@@ -1,5 +1,12 @@
-"""Faults of a check: those that are meant, and where GitHub shows them."""
+"""The functions of the commands: faults that are meant, what is named and shown."""
 
+import json
+
+import numpy as np
+import pytest
+
+from towerjax.loop.writers import as_json
+from towerjax.tools.cli import resolve, show
 from towerjax.tools.faults import Fault, annotations, split_meant
 
 FAULTS = [
@@ -35,3 +42,19 @@ def test_github_is_told_where(tmp_path, monkeypatch):
     [line] = annotations(FAULTS[2:])
     at = f"file={tmp_path.name}/train.py,line=5,title=towerjax check"
     assert line == f"::error {at}::result is 2%0ALook at train.py:5, 50%25 of it"
+
+
+def test_what_is_not_finite_is_json_too(capsys):
+    text = json.dumps(as_json({"a": (1.5, np.inf, [-np.inf]), "b": None, "c": np.nan}))
+    show("for a person", {"a": np.nan}, True)
+    assert json.loads(capsys.readouterr().out) == {"a": "NaN"}
+    assert text == '{"a": [1.5, "Infinity", ["-Infinity"]], "b": null, "c": "NaN"}'
+
+
+def test_what_a_named_module_misses_is_no_wrong_name(tmp_path, monkeypatch):
+    (tmp_path / "needs_other.py").write_text("import towerjax_of_nobody")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="towerjax_of_nobody"):
+        resolve("needs_other:value", "")
+    with pytest.raises(ValueError, match="of_nobody.*; set PYTHONPATH"):
+        resolve("towerjax_of_nobody:value", "")

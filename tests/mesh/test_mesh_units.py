@@ -1,0 +1,280 @@
+"""The functions of devices and processes, each by itself: absent ones, signals."""
+
+import importlib.metadata
+import json
+import logging
+import re
+import signal
+import threading
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+from towerjax.lowering.xla import compile_on_devices, lower_on_devices
+from towerjax.mesh import absent, devices, processes
+from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.mesh.peaks import peak_flops_of
+from towerjax.mesh.transfer import _place_on_processes
+from towerjax.towers.executors import fingerprint_of_program
+
+H200S = tj.Absent("h200", 8)
+ONE = tj.Absent("h200", 1)
+
+
+# Devices that are not here.
+
+
+@pytest.mark.parametrize(
+    "there, own", [(None, "cosine"), (H200S, "sine"), (tj.Absent("v5e:2x4"), "tanh")]
+)
+def test_a_program_is_lowered_for_the_platform_of_its_devices(there, own):
+    codes = {"cpu": jnp.cos, "cuda": jnp.sin, "tpu": jnp.tanh}
+    traced = jax.jit(lambda x: jax.lax.platform_dependent(x, **codes)).trace(1.0)
+    placement = tj.Mirrored(there).placement
+    lowered = lower_on_devices(traced, placement).as_text()
+    assert re.findall(r"stablehlo\.(cosine|sine|tanh)", lowered) == [own]
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
+    def nothing(*args, **kwargs):
+        if kwargs["platform"] == "tpu":
+            raise RuntimeError("JAX TPU support not installed; cannot ...")
+        raise NotImplementedError
+
+    monkeypatch.setattr(absent.topologies, "get_topology_desc", nothing)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    for target, extra in (("h200", "gpu"), ("v5e:2x4", "tpu")):
+        there = tj.Absent(target, None if extra == "tpu" else 1)
+        with pytest.raises(ValueError, match=rf"towerjax\[{extra}-compiler\]"):
+            there.jax_devices()
+
+
+def test_a_product_that_fits_no_kernel_is_compiled_for_cublas():
+    class Lowered:
+        text = "the output tile sizes are too large"
+
+        def compile(self, options=None):
+            if options is None:
+                raise jax.errors.JaxRuntimeError(self.text)
+            return options
+
+    placement = tj.Mirrored(devices=tj.Absent("h100", 1)).placement
+    with pytest.warns(UserWarning, match="No GPU is here to try kernels on"):
+        found = compile_on_devices(Lowered(), placement)
+    assert found == {"xla_gpu_enable_triton_gemm": False}
+    Lowered.text = "no room"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        compile_on_devices(Lowered(), placement)
+
+
+def test_only_a_traceback_about_gpus_that_are_not_there_is_kept_back(monkeypatch):
+    def record(name, failed):
+        info = (ValueError, ValueError(), None) if failed else None
+        text = "Exception when calling %s.initialize()"
+        return logging.LogRecord("", logging.ERROR, "", 1, text, (name,), info)
+
+    for gpus in ([], ["/dev/nvidia0"]):
+        monkeypatch.setattr(absent.glob, "glob", lambda _, gpus=gpus: gpus)
+        for name in ("jax_plugins.xla_cuda13", "jax_plugins.other"):
+            for failed in (True, False):
+                kept_back = not gpus and failed and "cuda" in name
+                filters = logging.getLogger("jax._src.xla_bridge").filters
+                ours = [f for f in filters if f.__module__ == absent.__name__]
+                assert ours[0](record(name, failed)) == (not kept_back)
+
+
+def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word():
+    """With ``jax_compilation_cache_dir``: JAX wants devices to read what it wrote."""
+
+    class Lowered:
+        def compile(self):
+            warnings.warn(
+                "Error reading persistent compilation cache entry", stacklevel=1
+            )
+            return "compiled"
+
+    absent_ones = tj.Mirrored(devices=ONE).placement
+    assert compile_on_devices(Lowered(), absent_ones) == "compiled"
+    with pytest.warns(UserWarning, match="Error reading"):
+        compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
+
+
+PEAKS = {  # bfloat16, dense
+    "NVIDIA H100 80GB HBM3": 989.5e12,
+    "NVIDIA H100 PCIe": 756.5e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H200": 989.5e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "v5e:2x4": 197e12,
+    "v5p:2x2x1": 459e12,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,  # a part of one
+    "TPU v4 lite": None,
+    "TPU v3": None,
+    "NVIDIA A10": None,
+    "cpu": None,
+}
+
+
+def test_the_peak_of_a_device_is_known_by_its_kind():
+    assert {kind: peak_flops_of(kind) for kind in PEAKS} == PEAKS
+
+
+# Calls in flight, and signals.
+
+
+def test_of_calls_on_several_cpus_at_most_sixteen_are_in_flight(monkeypatch):
+    class Result:
+        ran = is_gone = fails = False
+
+        def is_deleted(self):
+            return self.is_gone
+
+        def is_ready(self):
+            return self.ran
+
+        def block_until_ready(self):
+            waited.append(calls.index(self))
+            self.ran = not self.is_gone
+            if self.is_gone or self.fails:
+                raise RuntimeError
+
+    def call(number, cpus="cpu:0 cpu:1"):
+        results = {"first": calls[number], "of the host": 1.0, "next": Result()}
+        devices.bound_in_flight(tuple(cpus.split()), 0, results)
+
+    def kept():
+        return [calls.index(x) for x in running["cpu:0", "cpu:1"]]
+
+    calls = [Result() for _ in range(22)]
+    waited = []
+    running = {}
+    monkeypatch.setattr(devices, "DeviceArray", Result)
+    monkeypatch.setattr(devices, "_RUNNING", running)
+    for number in range(16):
+        call(number)
+    call(21, "cpu:2 cpu:3")
+    assert waited == [] and kept() == [*range(16)]
+    call(16)
+    assert waited == [0] and kept() == [*range(1, 17)]
+    calls[1].is_gone = True  # a later step took it
+    calls[4].ran = True  # as a call of one device may have, in another order
+    call(17)
+    assert waited == [0, 1, 2] and kept() == [3, *range(4, 18)]
+    calls[3].ran = True
+    call(18)
+    assert waited == [0, 1, 2] and kept() == [*range(5, 19)]
+    calls[5].fails = True  # which is for who asks for its results
+    call(19), call(20)
+    assert waited == [0, 1, 2] and kept() == [*range(5, 21)]
+    calls.append(Result())
+    call(22)
+    assert waited == [0, 1, 2, 5] and kept() == [*range(6, 21), 22]
+
+
+def test_a_second_ctrl_c_waits_as_the_first():
+    guard = InterruptGuard()
+    finished = []
+
+    def pressed_three_times():
+        with guard:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            finished.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        guard.call(pressed_three_times)
+    assert finished
+
+
+def test_sigterm_is_held_back_while_results_are_read_and_not_after():
+    guard = InterruptGuard(7)
+    seen = []
+
+    def read():
+        for number in range(2):
+            with guard.holding_sigterm():
+                if number:
+                    signal.raise_signal(signal.SIGTERM)
+                seen.append(number)
+        seen.append("after")
+
+    with pytest.raises(Terminated):
+        guard.call(read)
+    assert seen == [0, 1]
+
+
+# Several processes.
+
+
+def of_an_array(value):
+    table = np.append(np.zeros(5000, np.float32), np.float32(value))
+    return lambda x: jax.lax.fori_loop(0, 2, lambda i, x: x * jnp.asarray(table), x)
+
+
+def of_keys(value):
+    keys = jax.random.split(jax.random.key(value), 5001)
+    return lambda x: x * jax.vmap(jax.random.uniform)(keys)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("simplified", [False, True])
+@pytest.mark.parametrize("closing_over", [of_an_array, of_keys])
+def test_what_a_function_closes_over_is_compared(simplified, closing_over):
+    # Where JAX starts with simplified constants, a program's text has no values.
+    lowered = SimpleNamespace(as_text=lambda: "a function of arrays")
+
+    def shown(value):
+        traced = jax.jit(closing_over(value)).trace(jnp.ones(5001))
+        return fingerprint_of_program(traced, lowered)
+
+    before = jax.config.jax_use_simplified_jaxpr_constants
+    jax.config.update("jax_use_simplified_jaxpr_constants", simplified)
+    try:
+        assert shown(1) == shown(1) != shown(2)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", before)
+
+
+def test_keys_are_placed_by_one_program(compiled):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for key in map(jax.random.key, range(3)):
+        placed = _place_on_processes(key, sharding)
+        assert (jax.random.key_data(placed) == jax.random.key_data(key)).all()
+    assert compiled.count("jit(wrap_key_data)") <= 1
+
+
+def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
+    class Client:
+        """Of the coordinator: the other's value comes in the 13th second."""
+
+        asked = 0
+        key_value_set = staticmethod(lambda key, value: None)
+
+        def blocking_key_value_get(self, key, milliseconds):
+            assert milliseconds == 1000
+            self.asked += 1
+            if self.asked < 13:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+            return json.dumps([key.rpartition("/")[2]])
+
+    monkeypatch.setattr(processes, "coordinator_client", Client)
+    stopped = threading.Event()
+    exchange = processes.Exchange("data", "a batch", stopped)
+    assert exchange.all_gather(["0"]) == [["0"]]
+    text = "towerjax: process 0 waits for a batch of process 0\n"
+    assert capfd.readouterr().err == text
+    stopped.set()
+    with pytest.raises(processes.Stopped):
+        exchange.all_gather(["0"])
