@@ -227,7 +227,7 @@ def test_rules_of_the_kind_to_come_are_refused(rule, batched):
     try:
         for name in names:
             jax.config.update(name, True)
-        with pytest.raises(ValueError, match="Leave these off"):
+        with pytest.raises(ValueError, match="Turn these options off"):
             test_derivatives_of_ones_own_go_through_a_call(rule, 4, 2, True, batched)
     finally:
         for name in names:

@@ -64,7 +64,7 @@ def test_a_product_that_fits_no_kernel_is_compiled_for_cublas():
             return options
 
     placement = tj.Mirrored(devices=tj.Absent("h100", 1)).placement
-    with pytest.warns(UserWarning, match="No GPU is here to try kernels on"):
+    with pytest.warns(UserWarning, match="there is no GPU here to try others on"):
         found = compile_on_devices(Lowered(), placement)
     assert found == {"xla_gpu_enable_triton_gemm": False}
     Lowered.text = "no room"

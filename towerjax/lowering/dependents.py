@@ -1,8 +1,9 @@
 """Which values of one tower's program differ between towers, and which are rounded.
 
-A value that all towers of a device share has one gradient for all of them. If it was
-rounded to fewer bits than gradients have, so is this gradient: a sum of many small
-numbers stands still, and of large ones it overflows, on one device before several.
+A value that all towers of a device share has one gradient for all of them. If the value
+was rounded to fewer bits than gradients have, this gradient is, too. Then a sum of many
+small numbers stops growing, and one of large numbers overflows; sooner on one device
+than on several.
 """
 
 import itertools
@@ -29,9 +30,9 @@ def dependents(
     axis: str = LOCAL_AXIS,
     ends: Collection[Any] = (),
 ) -> set[Any]:
-    """The values that depend on ``given``, or on an axis of towers, and so differ.
+    """The values that differ between towers: they depend on ``given`` or on ``axis``.
 
-    What the primitives ``ends`` return is the same again.
+    Results of the primitives ``ends`` do not differ.
     """
     differ: set[Any] = set(given)
     for eqn in body.eqns:
@@ -47,8 +48,8 @@ def rounds_shared_values(
 ) -> bool:
     """Whether values that all towers share are rounded to fewer bits.
 
-    ``own`` are those inputs that each tower has of its own, ``trained`` those of which
-    a gradient is taken; ``axis`` is that of all towers.
+    ``own`` are the per-tower inputs, ``trained`` the inputs by which a gradient is
+    taken, and ``axis`` is the axis of all towers.
     """
     given: list[Any] = [var.aval for var in trained]
     if any(_has_few_bits(x.dtype) for x in given):
@@ -72,12 +73,12 @@ def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
 
 
 def _own_inside(eqn: JaxprEqn, inner: Jaxpr, is_own: Any) -> set[Any]:
-    """Inputs of an inner program that each tower has of its own."""
-    if eqn.primitive.name == "while":  # of which nothing is differentiated backwards
+    """The per-tower inputs of an inner program."""
+    if eqn.primitive.name == "while":  # it has no backward derivative
         return {*inner.invars}
     outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
     own = {x for x, y in zip(inner.invars, outer, strict=False) if is_own(y)}
-    if eqn.primitive.name == "scan":  # what a step hands on comes into the next one
+    if eqn.primitive.name == "scan":  # a step's carry is an input of the next step
         first, number = loop_sizes(eqn)
         carried = zip(inner.invars[first : first + number], eqn.outvars, strict=False)
         own |= {x for x, y in carried if is_own(y)}

@@ -34,8 +34,9 @@ def scatter(x: jax.Array, dim: int) -> jax.Array:
 def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
     """The whole value, cast before it is sent.
 
-    Its gradient is added over devices in the bits of ``shard``, and scattered; or with
-    ``sink``, an array of the whole shape, it is that of ``sink``, and of this device.
+    Its gradient is added over devices in the bits of ``shard``, and scattered. If there
+    is a ``sink``, an array of the whole shape, this device's own gradient becomes that
+    of ``sink`` instead.
     """
     return gather(shard.astype(dtype), dim)
 
@@ -43,7 +44,7 @@ def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
 def _gather_first(
     shard: jax.Array, sink: Any, dim: int, dtype: Any
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    # Arrays without elements, which say what the gradients are of.
+    # Arrays without elements, which keep the dtypes of the gradients.
     empty = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (shard, sink))
     return gather(shard.astype(dtype), dim), empty
 
@@ -61,10 +62,10 @@ gather_cast.defvjp(_gather_first, _gather_last)
 
 
 def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) -> PyTree:
-    """``fn(shards, *args)``; its derivative makes again what it needs of shards alone.
+    """``fn(shards, *args)``; its derivative recomputes what depends on shards alone.
 
     So what a step of a loop has gathered is not kept for all steps. `jax.checkpoint`
-    with a policy would keep what a `jax.checkpoint` in ``fn`` is to compute again.
+    with a policy would keep values that a `jax.checkpoint` in ``fn`` recomputes.
     """
     leaves, treedef = jax.tree.flatten((shards, *args))
     number = len(jax.tree.leaves(shards))
@@ -117,17 +118,17 @@ def _instantiated(x: Any) -> Any:
 
 
 class _Made:
-    """Those results of a program that depend on its first inputs alone.
+    """The results of a program that depend on its first inputs alone.
 
     Attributes:
-      numbers: Which results these are.
+      numbers: The numbers of these results.
     """
 
     def __init__(self, closed: Any, number: int, results: list[Any]) -> None:
         body = closed.jaxpr
         given = {*body.invars[:number]}
         others = {*body.invars[number:]}
-        # A value of another trace might not live when these are made again.
+        # A value of another trace may be gone when these results are recomputed.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}
         eqns = list[Any]()
@@ -147,7 +148,7 @@ class _Made:
         self._eqns = needed_eqns(eqns, self._results)
 
     def values(self, shards: list[Any]) -> list[Any]:
-        """These results, made again."""
+        """These results, recomputed from ``shards``."""
         body = self._closed.jaxpr
         others = [None] * (len(body.invars) - len(shards))
         walk = Interpreter(body, self._closed.consts, [*shards, *others])

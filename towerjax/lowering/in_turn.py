@@ -1,4 +1,4 @@
-"""Run the towers of a device one after another, as on any other device."""
+"""Run the towers of a device one after another, with the same code on any devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +17,9 @@ def map_in_turn(
     """``lax.map`` over the ``size`` towers of a device, compiled the same for any size.
 
     XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
-    tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
-    ``number`` hides that there is one trip, and the row is a slice of two.
+    tower would be fused in another way than in a loop, on GPUs too, and its bits would
+    depend on ``D``. So ``number`` hides that there is one trip, and the row is a slice
+    of two.
     """
     twice = lambda x: jnp.concatenate([x, x])  # noqa: E731
     rows = towers if size > 1 else jax.tree.map(twice, towers)
@@ -39,11 +40,12 @@ def map_in_turn(
 
 
 def _index_of_own_kernels(i: jax.Array) -> jax.Array:
-    """The index ``i >= 0`` of a loop, whose body XLA:CPU then compiles op by op.
+    """The index ``i >= 0`` of a loop, from a sort, so that XLA:CPU compiles op by op.
 
-    It compiles small loops as one function, which LLVM unrolls by the number of trips,
-    but none with an operation that is not for such functions: a collective, which one
-    device has not, or a sort (openxla/xla, ``small_while_loop_hoisting_pass.cc``).
+    XLA:CPU compiles a small loop as one function, which LLVM unrolls by the number of
+    trips; but not a loop with an operation that such a function cannot have. This is a
+    collective, which does not exist on one device, or a sort (openxla/xla,
+    ``small_while_loop_hoisting_pass.cc``).
     """
     least = lambda i: lax.sort(jnp.stack([i, jnp.iinfo(i.dtype).max]))[0]  # noqa: E731
     return lax.platform_dependent(i, cpu=least, default=lambda i: i)
@@ -52,7 +54,7 @@ def _index_of_own_kernels(i: jax.Array) -> jax.Array:
 def scan_and_add(
     tower_fn: Callable[[PyTree], tuple[PyTree, PyTree]], towers: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Run one tower after another, and hold one tower's sums at a time."""
+    """``(sums, kept)`` of towers in turn, which holds one tower's sums at a time."""
     shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
     zeros = jax.tree.map(jnp.zeros_like, shapes[0])
 
@@ -64,6 +66,6 @@ def scan_and_add(
 
 
 def scan_in_turn(body: Callable[..., Any], init: PyTree, xs: PyTree) -> Any:
-    """A scan over towers or micro-batches; `shards` gathers in each of its steps."""
+    """A scan over towers or micro-batches, in each step of which `shards` gathers."""
     with jax.named_scope(tags.IN_TURN):
         return lax.scan(body, init, xs)

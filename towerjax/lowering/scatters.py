@@ -1,4 +1,4 @@
-"""Work around faults of XLA where it splits what is looked up or written to."""
+"""Work around bugs of XLA in gathers and scatters whose operand it splits."""
 
 import functools
 import math
@@ -15,17 +15,20 @@ from towerjax.mesh.placement import Placement
 
 
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
-    """A jaxpr, closed or not, which XLA compiles rightly within a tower of devices.
+    """The jaxpr, closed or not, changed so that XLA compiles it rightly.
 
-    XLA writes to one index of an array that it splits within a tower on every device,
-    and where the index is not of the device's shard, it writes what it has read there.
-    If it has cut the shard out of the whole, it merges the two slices and reads another
+    It is for a tower of several devices, where XLA has two bugs.
+
+    A write to one index of a split array is a write on every device. Where the index
+    lies outside of the device's shard, the device writes back what it read. If XLA has
+    cut this shard out of a whole array, it merges the two slices and reads from another
     place, until JAX 0.12: https://github.com/openxla/xla/issues/49121. So the operand
-    of each scatter is behind a barrier.
+    of each scatter is put behind a barrier.
 
-    Beside the towers' axis, it aborts where rows of indices are split along one axis,
-    and what they index along another (`ExpandDeviceGroupsWithIota`, JAX 0.10 to 0.12).
-    So with two axes what is indexed is split along other dims than its indices'.
+    If the towers' axis exists, too, XLA aborts where rows of indices are split along
+    one axis and the array that they index along another (`ExpandDeviceGroupsWithIota`,
+    JAX 0.10 to 0.12). So with two axes within a tower the indexed array is split only
+    along dims that are not indexed.
     """
     body = open_jaxpr(jaxpr)
     eqns = [_indexing(eqn, placement) for eqn in body.eqns]
@@ -38,7 +41,7 @@ def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
 def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     name = eqn.primitive.name
     is_scatter = name.startswith("scatter")
-    aborting = None  # where XLA would
+    aborting = None  # the placement, if XLA would abort
     if placement and placement.num_devices > 1 and len(placement.within) > 1:
         aborting = placement
     if not is_scatter and not (aborting and name == "gather"):
@@ -57,10 +60,10 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
 
 
 def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
-    """A spec of the operand that splits none of the dims that its indices are of.
+    """A spec of the operand that splits none of the indexed dims.
 
-    If its first dim is one of these, it is a table, which has no rows of a batch: its
-    columns are not split along the rows' axis, but may be along the others.
+    If the first dim is indexed, the operand is a table, and not rows of a batch. Then
+    its columns are not split along the rows' axis, but may be along the other axes.
     """
     numbers: Any = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape  # type: ignore

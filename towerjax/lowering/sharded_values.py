@@ -234,8 +234,7 @@ class Shard:
 
 
 is_shard: Callable[[Any], bool] = Shard.__instancecheck__
-"""Whether a value is a `Shard`: a method without a call of our own, because it is asked
-for each leaf."""
+"""Whether a value is a `Shard`: a function of C, because it is called for each leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,16 +1,17 @@
 """Run a program on sharded parameters, gathered where it uses them.
 
-The program is traced with whole parameters and proved. Evaluated here, a parameter
-stays a `Shard` until an equation really needs all of it: a cast to fewer bits is done
-before it is sent, a scan gathers one layer at a time, what is computed again is
-gathered again. A loss is so evaluated before it is differentiated: its derivative adds
-the gradient of what was gathered over devices, and scatters it there. So no device
-holds all parameters at once, nor a whole gradient, and no model is written for it.
+The program is traced with whole parameters and proved. When it is evaluated here, a
+parameter stays a `Shard` until an equation really needs all of it. A cast to fewer bits
+is done before it is sent; a scan gathers one layer at a time; what `jax.checkpoint`
+computes again is gathered again. A loss is evaluated in this way before it is
+differentiated. Where it gathers a parameter, its derivative adds the gradient over
+devices and scatters it. So no device holds all parameters at once, nor a whole
+gradient, and models need no change.
 
 The idea is ZeRO-3 of Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models", https://arxiv.org/abs/1910.02054, and FSDP of Zhao
-et al. (2023), https://arxiv.org/abs/2304.11277; that a traced program is rewritten, in
-place of a model that is wrapped, is ours.
+et al. (2023), https://arxiv.org/abs/2304.11277. Ours is to rewrite a traced program,
+where these wrap a model.
 """
 
 from collections import Counter
@@ -44,7 +45,7 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
-    """The shapes of a tree, of whole values where it has a `Shard`."""
+    """The shapes of a tree's leaves; for a `Shard` that of its whole value."""
     of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     return jax.tree.map(of, tree, is_leaf=is_shard)
 
@@ -55,12 +56,13 @@ def on_shards(
     replicated: bool = False,
     sums: Callable[[PyTree], list[int | None]] | None = None,
 ) -> PyTree:
-    """``fn(*args)``, where some arguments are a `Shard`; so may be some results.
+    """``fn(*args)``, where some arguments are a `Shard`, as may be some results.
 
-    ``replicated``: whether all values are replicated over devices, as in an update, and
-    not those of a device's own towers. Then what is computed of shards is a shard, too.
-    ``sums(shapes of results)``: dims of those that are to be added over devices, and to
-    be shards of these sums; the others are then whole.
+    ``replicated``: whether all values are replicated over devices, as in an update.
+    Then what is computed from shards is a shard, too. Otherwise values are those of a
+    device's own towers. ``sums(shapes of results)`` returns a dim for each result that
+    is added over devices and becomes a shard of this sum; the others, with None, are
+    then whole.
     """
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     if not any(map(is_shard, leaves)):
@@ -81,7 +83,8 @@ def on_shards(
 class _Body:
     """A program, closed or not, that is run on shards.
 
-    ``sums``: the dims of those results that are added over devices, and scattered.
+    ``sums`` has, by the number of a result that is added over devices, the dim along
+    which the sum is scattered.
     """
 
     def __init__(
@@ -95,17 +98,18 @@ class _Body:
         self._body: Jaxpr = open_jaxpr(program)
         self._consts: Sequence[Any] = getattr(program, "consts", ())
         self._replicated = replicated
-        # What an update returns, one device stores and reads again, where it is part of
-        # another value. Computed anew of whole values, it would be fused otherwise.
+        # One device stores a result of an update, and reads it again for other values.
+        # If it were computed anew from whole values here, XLA would fuse it in another
+        # way.
         outs = self._body.outvars if is_update else ()
         self._stored = {x for x in outs if isinstance(x, Var)}
         self._sums = sums or {}
         self._inside = self._scattered_inside() if sums else {}
 
     def _scattered_inside(self) -> dict[int, dict[int, int]]:
-        """By equation, those of its results that its program scatters, with their dims.
+        """By equation, the results that its inner program scatters, with their dims.
 
-        So a gradient that a tower takes itself, and that is only added, is not whole.
+        So a gradient that a tower takes itself, and that is only added, is never whole.
         """
         body = self._body
         inside = dict[int, dict[int, int]]()
@@ -121,7 +125,7 @@ class _Body:
         return inside
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """The results, some of them `Shard`."""
+        """The results, of which some may be a `Shard`."""
         walk = Interpreter(self._body, self._consts, args)
         for eqn in self._body.eqns:
             operands = [walk.read(x) for x in eqn.invars]
@@ -171,7 +175,7 @@ class _Body:
         if eqn.primitive.name not in _CHECKPOINT:
             return body.run(operands)
         if params.get("differentiated"):
-            # Else XLA would keep what the forward pass has gathered.
+            # Without a barrier XLA would keep what the forward pass has gathered.
             barred = with_barrier(operands) if params["prevent_cse"] else operands
             return body.run(barred)
 
@@ -191,9 +195,9 @@ class _Body:
         first_xs = num_consts + num_carried
         consts = operands[:num_consts]
         if not is_of_towers(eqn):
-            consts = [whole(x) for x in consts]  # else each step would gather them
+            consts = [whole(x) for x in consts]  # otherwise each step gathers them
         start = [whole(x) for x in operands[num_consts:first_xs]]
-        # A shard of the rows themselves is gathered here, any other row by row.
+        # An operand that is split along its rows is gathered here, others row by row.
         xs = [
             whole(x) if is_shard(x) and x.dim == 0 else x for x in operands[first_xs:]
         ]
@@ -244,12 +248,15 @@ class _Body:
 
 
 def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The results of an equation that needs all of its operands."""
+    """The results of an equation that needs its operands whole."""
     return evaluate_eqn(eqn, [whole(x) for x in operands])
 
 
 def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
-    """Whether an equation's program can scatter a result: what a scan stacks."""
+    """Whether an equation's inner program can scatter a result.
+
+    A scan can, if it stacks the result and ``dim`` is not the stacked one.
+    """
     if eqn.primitive.name == "scan":
         return number >= loop_sizes(eqn)[1] and dim > 0
     is_run = eqn.primitive.name not in _CHECKPOINT or eqn.params.get("differentiated")
@@ -258,7 +265,7 @@ def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
 
 
 def _refusing(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A policy of `jax.checkpoint` that never saves what is gathered."""
+    """The policy of `jax.checkpoint`, changed so that it saves nothing gathered."""
     if policy is None:
         return None
 

@@ -1,8 +1,8 @@
-"""Lower the one axis of all towers to the device axis and a device's local towers.
+"""Lower the axis of all towers to the device axis and a device's local towers.
 
-A tower function is traced with one axis of ``T`` towers, on any devices, so that the
-program that runs is the program that is proved. Then each collective over that axis is
-replaced by one over the device axis and the local towers.
+A tower function is traced with one axis of ``T`` towers, whatever the devices are, so
+that the program that runs is the program that is proved. Then each collective over that
+axis is replaced by one over the device axis and the local towers.
 """
 
 import functools
@@ -59,7 +59,10 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
 
 
 TowerPrograms: TypeAlias = dict[tuple[Any, ...], tuple[ClosedJaxpr, Any]]
-"""By name, number of towers and arguments: one tower's program, its results' tree."""
+"""Traced programs of one tower, each with the treedef of its results.
+
+The key of a program is its name, the number of towers and the arguments' shapes.
+"""
 _Lower: TypeAlias = Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]]
 
 
@@ -70,9 +73,9 @@ def tower_program(
     args: tuple[PyTree, ...],
     name: str,
 ) -> tuple[ClosedJaxpr, Any]:
-    """One tower's program, over an axis of all towers, and the treedef of its results.
+    """One tower's program, over the axis of all towers, and the treedef of its results.
 
-    It is traced once for arguments of these shapes; ``programs`` keeps it by ``name``.
+    It is traced once for each ``name`` and shapes of arguments; ``programs`` keeps it.
     """
     leaves, treedef = jax.tree.flatten(args)
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
@@ -111,7 +114,7 @@ def lowered_program(
     name: str,
     args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
-    """As `tower_program`, for these devices."""
+    """The result of `tower_program`, lowered to these devices."""
     program, tree = tower_program(tower_fn, axes, programs, args, name)
     return _Lowering(axes).lower(program), tree
 
@@ -123,13 +126,13 @@ def run_lowered(
     name: str,
     *args: PyTree,
 ) -> PyTree:
-    """The results of a function of one tower, as its program runs on these devices."""
+    """The results of a function of one tower, by its program for these devices."""
     program, tree = lowered_program(tower_fn, axes, programs, name, args)
     return evaluate_program(program, tree, args)
 
 
 class _Lowering:
-    """Lowers programs to the axes of some devices, each jaxpr once."""
+    """Lowers programs to the axes of these devices, each jaxpr once."""
 
     def __init__(self, axes: TowerAxes) -> None:
         self.axes = axes
@@ -144,7 +147,7 @@ class _Lowering:
         self._done: dict[int, Any] = {}
 
     def lower(self, jaxpr: Any) -> Any:
-        """Replace the collectives of a jaxpr, closed or not."""
+        """The jaxpr, closed or not, with its collectives replaced."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
             eqns = [*body.eqns]
@@ -155,7 +158,7 @@ class _Lowering:
             if any([a is not b for a, b in zip(eqns, body.eqns, strict=True)]):
                 new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
-            self._done[id(jaxpr)] = new, jaxpr  # a jaxpr that is kept keeps its id
+            self._done[id(jaxpr)] = new, jaxpr  # kept, so that no other has this id
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -171,11 +174,11 @@ class _Lowering:
         if own:
             instead = _ALONE if self.axes.in_turn else _TOGETHER
             raise ValueError(
-                f"{user_line((eqn, None))} names the axis {own.pop()!r}, which is not"
-                f" all towers where several share a device. {instead}"
+                f"{user_line((eqn, None))} names the axis {own.pop()!r}, which leaves"
+                f" out towers if several share a device. {instead}"
             )
         if eqn.primitive.name == "custom_vmap_call":
-            # Its vmap rule may compute something else than its call for one tower.
+            # Its vmap rule may compute something else than its call does for one tower.
             return as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])), self._env)
         params = dict(with_programs(eqn, self.lower).params)
         if eqn.primitive.name in _CUSTOM:
@@ -193,14 +196,14 @@ class _Lowering:
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """Lower the program of a custom derivative rule; its other results stay."""
+        """The results of a custom derivative rule, with its program lowered."""
         traced = []
         trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
         return self.lower(traced[0]), *traced[1:]
 
     def _meets_inside(self, eqn: JaxprEqn) -> bool:
-        """Whether towers that run together meet in the function of an equation."""
+        """Whether towers run together, and communicate in an equation's function."""
         is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
         inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
         return is_together and any(
@@ -208,18 +211,18 @@ class _Lowering:
         )
 
     def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """As `_lower_rule`, of a forward in which towers meet."""
+        """The result of `_lower_rule` for a forward in which towers communicate."""
         program, consts = self._lower_rule(rule, *zeros)
         fn = functools.partial(jax.core.eval_jaxpr, program, consts)
         closed = self._with_own_results(fn, [var.aval for var in program.invars])
         return closed.jaxpr, closed.consts
 
     def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
-        """The program of a function with per-tower results.
+        """The program of a function, changed so that its results are per tower.
 
-        A derivative rule of the user's is written for a tower's own cotangent. That of
-        a result that a device's towers share is the sum of theirs already, and a sum
-        over towers in the rule would count it once for each.
+        A user's derivative rule is written for one tower's cotangent. If a device's
+        towers share a result, its cotangent is already the sum of theirs, and a sum
+        over towers in the rule would count it once for each tower.
         """
 
         def run(*args: Any) -> list[Any]:
@@ -229,7 +232,7 @@ class _Lowering:
         return jax.make_jaxpr(run, axis_env=self._env)(*shapes)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call a function's lowered program; what is no array passes unchanged."""
+        """The results of a function's lowered program; only arrays are traced."""
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -244,7 +247,7 @@ class _Lowering:
         return put_parts(jax.Array, out, arrays)[0]
 
     def _lower_hidden(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Replace a primitive with hidden code by that code, if it has collectives."""
+        """The equation of hidden code, replaced by that code if it has collectives."""
         sizes = {self.axes.tower_axis: self.axes.num_towers}
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
@@ -276,7 +279,7 @@ class _Lowering:
         return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
 
     def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """Gather all towers' operands, and compute the collective on each tower."""
+        """The results of a collective, which each tower computes from all operands."""
         axes = self.axes
         name = eqn.primitive.name
         groups = eqn.params.get("axis_index_groups")
@@ -304,7 +307,7 @@ class _Lowering:
         return [x[tower] for x in jax.tree.leaves(out)]
 
     def _scatter_sum(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-        """A tower's part of the sum over all towers."""
+        """A tower's slice of the sum over all towers."""
         dim = eqn.params["scatter_dimension"]
         for name in self.axes.names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
@@ -314,7 +317,7 @@ class _Lowering:
 def _of_group(
     rows: Sequence[jax.Array], tower: jax.Array, groups: Sequence[Any], name: str
 ) -> tuple[list[jax.Array], jax.Array, int]:
-    """The rows of a tower's group, which of them is the tower's, and their number."""
+    """The rows of a tower's group, the tower's number in it, and the group's size."""
     if len({len(group) for group in groups}) > 1:
         raise ValueError(_UNEVEN.format(name=name, groups=groups))
     size = len(groups[0])
@@ -337,7 +340,7 @@ def _permute(
 
 _HIDDEN_RULE = (
     "{line}: towers communicate in a function with its own derivative, which JAX hides"
-    " under jax_custom_jvp3 and jax_custom_vjp3. Leave these off."
+    " under jax_custom_jvp3 and jax_custom_vjp3. Turn these options off."
 )
 _TOGETHER = (
     "Write tower.axis_names, or a name that you give: tj.Mirrored(axis_name='batch')."
@@ -347,17 +350,19 @@ _ALONE = (
     " communicate."
 )
 _NO_VMAP = (
-    "Towers that share a device run together, by jax.vmap, which JAX does not have of"
-    " this. Let them run one after another, tower_loop='scan', or have one a device."
+    "Towers that share a device run together under jax.vmap, and JAX has no vmap of"
+    " this. Run them one after another, with tower_loop='scan', or have one tower on"
+    " each device."
 )
 _UNEVEN = (
-    "{name} with axis_index_groups={groups}: groups of several sizes need a device for"
-    " each tower. Make them equal, or write tower.all_gather(x) and take the rows."
+    "{name} with axis_index_groups={groups}: groups of different sizes need a device"
+    " for each tower. Make the sizes equal, or write tower.all_gather(x) and take the"
+    " rows."
 )
 
 
 def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """The value of each tower, if any argument is each tower's own."""
+    """The first argument, per tower if any argument is, and its mapped dim."""
     (x, *_) = args
     (dim, *_) = dims
     if dim is not None:
@@ -367,7 +372,7 @@ def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
     return jnp.broadcast_to(x, (size, *x.shape)), 0
 
 
-# The first argument; under vmap it is each tower's own, where any argument is.
+# Its result is the first argument. Under vmap it is per tower, if any argument is.
 _OF_EACH = Primitive("towerjax_of_each")
 _OF_EACH.def_impl(lambda x, *_: x)
 _OF_EACH.def_abstract_eval(lambda x, *_: x)
@@ -396,16 +401,17 @@ def over_local_towers(
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
     and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
-    ``programs`` keeps what was traced by this ``name`` for the next call with such
-    arguments and as many towers, wherever these lie. ``is_lowered``: ``tower_fn`` runs
-    as it is, on these devices; not where towers run together.
+    ``programs`` keeps the program by this ``name``, for the next call with arguments of
+    these shapes and as many towers, on any devices. ``is_lowered``: whether
+    ``tower_fn`` is lowered to these devices already, and runs as it is; not if towers
+    run together.
     """
     how = tower_fn, axes, {} if programs is None else programs, name
     lower = functools.partial(lowered_program, *how)
     run = tower_fn if is_lowered else functools.partial(run_lowered, *how)
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
-        # A vmap of one would still turn convolutions into grouped ones.
+        # A vmap over one tower would still turn convolutions into grouped ones.
         own = jax.tree.map(lambda x: x[0], per_tower)
         sums, kept = run(first, own, *replicated)
         rows = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
@@ -428,13 +434,13 @@ def _together(
     towers: tuple[PyTree, ...],
     replicated: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
-    """The results of a device's towers, ``[k, ...]``, which run together."""
+    """The results of a device's towers, ``[k, ...]``, which run under one vmap."""
     program, tree = lower((*jax.tree.map(lambda x: x[0], towers), *replicated))
 
     def of_tower(leaves: list[jax.Array]) -> PyTree:
         return evaluate_program(program, tree, (leaves, replicated))
 
-    try:  # of leaves: vmap takes sparse arrays apart in another way
+    try:  # it takes leaves, because vmap takes sparse arrays apart in another way
         return jax.vmap(of_tower, axis_name=LOCAL_AXIS)(jax.tree.leaves(towers))
     except NotImplementedError as error:
         where = getattr(error, "__notes__", ())
@@ -451,10 +457,10 @@ def _isolate(
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
     """The function of one tower, lowered, between barriers.
 
-    There XLA fuses nothing else with a tower's program. Else it would also move what is
-    replicated over towers out of the loop over them, and other parts of it on one
-    device than on several. What no tower uses, as an optimizer's state, stays outside:
-    the loop would hold a copy of it.
+    So XLA fuses nothing else with a tower's program. Otherwise it would also move what
+    is replicated over towers out of the loop over them, on one device other parts than
+    on several. Values that no tower uses, such as an optimizer's state, stay outside:
+    the loop would hold a copy of them.
     """
 
     def run(tower: tuple[PyTree, ...]) -> PyTree:

@@ -1,4 +1,4 @@
-"""Lower and compile programs, so that bits do not depend on the number of devices."""
+"""Lower and compile programs so that bits do not depend on the number of devices."""
 
 import collections
 import re
@@ -17,12 +17,12 @@ from towerjax.types.boundary import warn
 
 
 def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
-    """Lower a traced program; under `tower_loop="scan"` the same form on any devices.
+    """Lower a traced program; with `tower_loop="scan"` to the same form on any devices.
 
-    For several devices XLA inlines calls and merges equal operations first. For one it
-    first rewrites operations by how often their operands are used (a division by what
-    is used once becomes a product with its inverse), so that bits would depend on
-    ``D``. So all that is done here.
+    For several devices XLA first inlines calls and merges equal operations. For one it
+    first rewrites operations by how often their operands are used: a division by a
+    value that is used once becomes a product with its inverse. So bits would depend on
+    ``D``. To avoid that, all this is done here.
     """
     # JAX would lower for the default platform, which absent devices never have.
     absent = {"gpu": "cuda"}.get(placement.platform, "tpu")
@@ -37,7 +37,7 @@ def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
             )
         raise
     if placement.tower_loop == "scan":
-        # Within towers XLA splits arrays itself, and products are fused otherwise.
+        # Within towers XLA splits arrays itself, and fuses products in another way.
         inline_and_merge(lowered, inverses=not placement.within)
     return lowered
 
@@ -47,19 +47,21 @@ def compile_on_devices(lowered: Lowered, placement: Placement) -> Compiled:
     if placement.absent is None:
         return lowered.compile()
     with warnings.catch_warnings():
-        # JAX's persistent cache stores programs for absent devices that it cannot read.
+        # JAX's persistent cache stores programs for absent devices, and cannot read
+        # them.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         try:
             return lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if "output tile sizes" not in str(error):
                 raise
-        # XLA chooses tiles before it knows whether they fit, and finds others by trials
-        # on the device alone: openxla/xla, pull request 36792.
+        # XLA chooses tiles before it knows whether they fit, and finds others only by
+        # trials on the device: openxla/xla, pull request 36792.
         compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
     warn(
-        "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
-        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false."
+        "XLA's own kernel for a matrix product of this program does not fit, and there"
+        " is no GPU here to try others on. The program was compiled for cuBLAS, with"
+        " xla_gpu_enable_triton_gemm=false."
     )
     return compiled
 
@@ -67,8 +69,8 @@ def compile_on_devices(lowered: Lowered, placement: Placement) -> Compiled:
 def inline_and_merge(lowered: Lowered, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
-    With ``inverses`` divisions by what is broadcast become products, see
-    `_multiply_by_inverse`; without, as within towers, open constraints go.
+    With ``inverses`` a division by a broadcast value becomes a product: see
+    `_multiply_by_inverse`. Without, as within towers, open constraints are removed.
     """
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
@@ -111,8 +113,8 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
 
 
 # A constraint that leaves all dims open. JAX writes one behind each operation where
-# some axes of a mesh are manual, and XLA does not look through it: of a factor of a
-# factor it makes one on one group of devices alone.
+# some axes of a mesh are manual. XLA does not look through it: it merges two factors
+# of a product into one only on one group of devices.
 _OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
 # Operations with effects, and those whose regions are computations of their own.
@@ -163,8 +165,8 @@ def _divides_by_broadcast(op: Any) -> bool:
 def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
     """Replace a division by what is broadcast by a product with its inverse.
 
-    XLA:CPU does so where the divisor is used once. That depends on ``D``, too: parts of
-    an array are divided by it, and elsewhere the whole array.
+    XLA:CPU does so where the divisor is used once. That depends on ``D``: for one
+    ``D`` it divides the whole array, and for another each piece of it.
     """
     x, divisor = op.operands
     kind: Any = ir.RankedTensorType(x.type).element_type
@@ -195,12 +197,12 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
 
 
 def _made_by(x: Any) -> str:
-    """The name of the operation that gives it; "" of an argument."""
+    """The name of the operation that makes a value; "" for an argument."""
     return getattr(x.owner, "name", "")
 
 
 def _may_merge(op: Any) -> bool:
-    """Has an operation no effect, so that two equal ones can be one?"""
+    """Whether an operation has no effect, so that two equal ones can be merged."""
     if op.name == "stablehlo.custom_call" and "has_side_effect" in op.attributes:
         return not op.attributes["has_side_effect"].value
     is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
@@ -208,7 +210,10 @@ def _may_merge(op: Any) -> bool:
 
 
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """A key that equal operations share; values defined in its regions are numbered."""
+    """A key that is the same for equal operations.
+
+    ``inside`` has the numbers of values that are defined in its regions.
+    """
     operands = tuple(inside.get(x, x) for x in op.operands)
     regions = []
     for block in (block for region in op.regions for block in region.blocks):
@@ -222,7 +227,7 @@ def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
 
 
 def _attribute_key(op: Any) -> tuple[Any, ...]:
-    """The attributes of an operation, hashable."""
+    """The attributes of an operation, as a hashable value."""
     if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
         return (str(op.attributes[0]),)  # the bindings cannot read complex elements
     return tuple((name, op.attributes[name]) for name in op.attributes)
