@@ -266,7 +266,7 @@ def test_a_later_pass_may_not_read_rows_of_a_table():
         return {"spread": mean((batch["y"] - merged.values[0]) ** 2, tower)}
 
     found = of_step([table_rows("joined", "joined"), second])
-    assert "of its own" in found["pass 2: spread"].why
+    assert "a per-tower value" in found["pass 2: spread"].why
 
 
 def of_variable(update, start=0.0, update_fn=None):
@@ -302,7 +302,7 @@ def test_variables_of_a_tower_are_unknown_where_they_are_read():
         of_variable(count, start=other),
         of_variable(count, update_fn=lambda state, merged: (state, {})),
     ]
-    assert all("of its own" in x.why for x in found)
+    assert all("a per-tower value" in x.why for x in found)
 
 
 @pytest.mark.parametrize("reduction", tj.Reduction)
@@ -332,7 +332,7 @@ def test_variables_that_read_those_of_a_tower_are_unknown():
     step = train(loss_fn)
     zero = tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)
     found = says_of(step, step.init(PARAMS, local={"a": zero, "b": zero}))
-    assert "of its own" in found["loss"].why
+    assert "a per-tower value" in found["loss"].why
 
 
 def test_what_cannot_be_traced_for_other_rows_is_unknown():

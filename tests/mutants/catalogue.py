@@ -554,13 +554,13 @@ INPUT = (
        "proof.meshes:prove_update", 'eqn.primitive.name == "shard_map"',
        'eqn.primitive.name == "none"', "proof_meshes::"
        "an_update_whose_copies_would_differ_is_refused[False-by_device-drift"
-       " apart: result 0, of axis_index at]"),
+       " apart: result 0 depends on axis_index at]"),
     _m("M26",
        "what a mesh of the update's own splits counts as the same on all devices",
        "proof.analysis:along_each_axis", '"what in_specs split" if x else None', "None",
        "proof_meshes::"
        "an_update_whose_copies_would_differ_is_refused[False-own_part_alone-drift"
-       " apart: result 0, of what in_specs split at]"),
+       " apart: result 0 depends on what in_specs split at]"),
     _m("M27", "a mesh of a tower's own is only known on a device that is another",
        "proof.meshes:refuse_in_towers", "(on > 1 or x.size > 1)",
        "(on > 1 and x.size > 1)",
@@ -1315,7 +1315,7 @@ EQUAL = (
        _split("draws_of_a_shared_key")),
     _m("E28", "a tower may draw one number for all its rows", f"{_MEETING}_draw_of",
        "if not has_rows:\n            raise NotOfOneKindError("
-       '"a draw of a tower that is not one per row")',
+       '"a tower draws other numbers than one for each row")',
        "if not has_rows:\n            return copy()", _split("one_draw_of_a_tower")),
     _m("E29", "padding never counts", f"{_EQUAL}walk:Walk.has_padding",
        "self.sizes.padded and PADDING not in zeros", "False",

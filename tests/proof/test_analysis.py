@@ -501,7 +501,7 @@ def test_error_text_lists_outputs_and_hangs():
         "  - params['w'] depends on batch['x'] and is not reduced over all towers; "
         "it is made at train.py:3 (loss_fn)\n"
         "  - params['b'] depends on batch['y'] and is not reduced over all towers; "
-        "it is returned as it came in\n"
+        "it is returned unchanged\n"
         "Return tj.Weighted.mean(values, tower.weight) or tj.Sum(value), which add up"
         " over\ntowers; for gradients call tj.value_and_grad(loss_fn). Or reduce it,\n"
         "tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:"

@@ -249,10 +249,10 @@ def in_a_loop(params, x):
 
 @pytest.mark.few_fast(3)
 @pytest.mark.parametrize(("two_layers", "text"), [
-    (forgotten_sum, "drift apart: result .*, of what in_specs split at"),
-    (drifting_backward, "drift apart: result 0, of axis_index at"),
+    (forgotten_sum, "drift apart: result .* depends on what in_specs split at"),
+    (drifting_backward, "drift apart: result 0 depends on axis_index at"),
     (some_hang, "would hang"),
-    (in_a_loop, "drift apart: result 0, of axis_index at"),
+    (in_a_loop, "drift apart: result 0 depends on axis_index at"),
 ])  # fmt: skip
 @pytest.mark.parametrize("towers, devices", [(4, 8), (1, 2)])
 def test_copies_within_a_tower_that_would_differ_are_refused(

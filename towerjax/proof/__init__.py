@@ -1,1 +1,1 @@
-"""Prove that values declared MIRRORED are the same on every tower, on any devices."""
+"""Prove from programs that values are the same on all towers, and as on one tower."""

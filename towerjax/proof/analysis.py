@@ -56,7 +56,7 @@ _Marks: TypeAlias = list[Mark]
 _Specs: TypeAlias = Sequence[PartitionSpec]
 _Rule: TypeAlias = Callable[[JaxprEqn, _Marks, Context], _Marks]
 _NO_AXIS = ""  # an axis that no collective names, so that none ends a dependence
-COPIES = "copies"  # inputs that are split over devices, and are the same
+COPIES = "copies"  # the source of an input of which each device has the same copy
 
 
 def analyse(
@@ -66,7 +66,7 @@ def analyse(
     num_towers: int,
     outer: Site | None = None,
 ) -> findings.Analysis:
-    """The findings on what differs from tower to tower, communicates, or would hang.
+    """The findings: which values differ from tower to tower, communicate, or hang.
 
     ``inputs`` has a name for each per-tower input, and None for an input that is the
     same on all towers. ``axis`` is the axis of the towers; with None nothing differs.
@@ -86,15 +86,18 @@ def analyse(
 def depends(
     jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
 ) -> findings.Analysis:
-    """Which named input each output depends on, reductions over towers included."""
+    """The findings on which named inputs each output depends on.
+
+    Here a reduction over towers does not end a dependence.
+    """
     return analyse(jaxpr, inputs, _NO_AXIS, 0)
 
 
 def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
-    """What a `shard_map` makes of copies on each device, for each output of a program.
+    """For each output of a program, what a `shard_map` makes of copies on the devices.
 
-    It is COPIES if all devices still have the same, and otherwise the source of the
-    difference; "" if the output does not come from a map.
+    It is COPIES if all devices still have the same value, and otherwise the source of
+    the difference; "" if the output does not come from a `shard_map`.
     """
     ins = [Mark(source=COPIES * is_copied) for is_copied in copied]
     return [m.source for m in _propagate(jaxpr.jaxpr, ins, Context(None, 0, []))[0]]
@@ -128,7 +131,7 @@ _RULES: dict[str, _Rule] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: i
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
-    """Register the rule of the primitives of these names."""
+    """A decorator that registers the rule for primitives of these names."""
 
     def register(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
@@ -258,10 +261,10 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def along_each_axis(
     site: Site, ins: _Specs | None = None, outs: _Specs | None = None
 ) -> dict[str, findings.Analysis]:
-    """The analysis of a `shard_map` along each of its axes, as of towers along theirs.
+    """By axis, the analysis of a `shard_map` in which its devices are the towers.
 
-    An output that ``out_specs`` split may differ. Other specs may be given to replace
-    its own.
+    An output that ``out_specs`` split may differ. ``ins`` and ``outs`` are specs in
+    place of the equation's own.
     """
     params = site[0].params
     analyses = {}
@@ -299,7 +302,7 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
 
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of `solve`; the first operands are the constants of four jaxprs."""
+    """The marks of the results of `solve`, one of four jaxprs with constants."""
     lengths = eqn.params["const_lengths"]
     [solve] = sub_jaxprs(eqn)
     start = lengths.matvec + lengths.vecmat
@@ -356,7 +359,7 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _Marks]:
-    """The outputs of a trip that changes no mark any more, and the marks before it."""
+    """The marks after a trip that changes none any more, and those before it."""
     start = len(noted)
     while True:
         del noted[start:]  # keep only the findings of the last round
@@ -368,7 +371,10 @@ def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _M
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks if each result depends on each operand, as of kernels and Refs."""
+    """The marks of an equation whose results may each depend on each operand.
+
+    Such an equation is a kernel, or writes Refs.
+    """
 
     def trip(marks: _Marks) -> _Marks:
         choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [REPLICATED])

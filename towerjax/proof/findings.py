@@ -22,14 +22,16 @@ class Dependence(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective in the jaxpr, which XLA may merge or remove."""
+    """One collective in the jaxpr; XLA may merge it with others, or remove it."""
 
     primitive: str
     axes: tuple[str, ...]
     bytes: int  # of its operands
     trips: int | None  # product of the lengths of the scans around it; None in a while
     line: str
-    of_equals: str  # "added up", "counted" (of integers), "averaged": what is equal; ""
+    # How it sums a value that is the same on all towers: "added up", "counted" for an
+    # integer, or "averaged"; "" if it does not.
+    of_equals: str
 
 
 class Hang(NamedTuple):
@@ -42,22 +44,22 @@ class Hang(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
+    """A draw of random numbers from an rbg key that differs from tower to tower."""
 
     line: str
 
 
 class OwnMesh(NamedTuple):
-    """An equation that puts values on a mesh of the program's own."""
+    """An equation that puts values on a mesh of the user's."""
 
     primitive: str
     axes: tuple[str, ...]
     size: int  # the number of devices
     line: str
     along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
-    replicated: int  # how many results are declared replicated, over all axes
-    split: int  # how many are declared split
-    typed: bool  # by check_vma=True, with which jax.grad adds up over devices
+    replicated: int  # the number of results declared replicated, added up over axes
+    split: int  # the number of results declared split
+    typed: bool  # whether check_vma=True, with which jax.grad adds up over devices
 
 
 class Unread(NamedTuple):
@@ -112,12 +114,12 @@ Return tj.Weighted.mean(values, tower.weight) or tj.Sum(value), which add up ove
 towers; for gradients call tj.value_and_grad(loss_fn). Or reduce it,
 tower.reduce(tj.Reduction.MEAN, value), or keep it per tower: tj.PerTower(value), or
 TowerOutput(local=...)."""
-_FACTORS = "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
-_UNIFY = f"""Multiply the rows, tj.Weighted.mean(values * factor, weight). What is meant
-for all towers is drawn with tower.shared_rng; or computed from the mean of all rows,
-tower.mean(values, tower.weight), or from an earlier pass, as in
+_FACTORS = "A mean's factor, or the value in tj.penalty, differs from tower to tower:"
+_UNIFY = f"""Multiply the rows, tj.Weighted.mean(values * factor, weight). If you mean
+one number for all towers, draw it with tower.shared_rng, or compute it from all rows:
+with tower.mean(values, tower.weight), or in an earlier pass, as in
 {page("how_to/several_losses", "A function of a mean")}
-Where each tower's own is meant, as where it clips its gradient, say
+If you mean each tower's own number, for example to clip its gradient, write
 tj.Weighted(total * factor, weight). A term of the rows is a mean of its own:
 loss + tj.Weighted.mean(values, tower.weight)."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
@@ -140,7 +142,7 @@ def prove_mirrored(
     """Raise unless outputs with a name are MIRRORED, and nothing hangs."""
     differing = [
         f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
-        + (f"made at {d.line}" if d.line else "returned as it came in")
+        + (f"made at {d.line}" if d.line else "returned unchanged")
         for name, d in zip(names, analysis.outputs, strict=True)
         if name is not None and d is not None
     ]
@@ -169,8 +171,8 @@ def refuse_draws(analysis: Analysis) -> None:
 def refuse_factors(analysis: Analysis) -> None:
     """Raise if the factor of a mean, or a penalty, differs between towers."""
     lines = [
-        f"  - what depends on {x.source}; it "
-        + (f"is made at {x.line}" if x.line else "stands as it came in")
+        f"  - a value that depends on {x.source}; it is "
+        + (f"made at {x.line}" if x.line else "an unchanged input")
         for x in analysis.factors
     ]
     if lines:

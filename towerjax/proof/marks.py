@@ -56,7 +56,10 @@ def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | No
 
 
 def without_coordinate(along: Along, over: Coordinate | None) -> Along:
-    """The rest of ``along`` after a reduction in a coordinate's groups, or over all."""
+    """The coordinates left of ``along`` by a reduction in the groups of ``over``.
+
+    None in place of ``over`` is a reduction over all towers.
+    """
     if over is None or along <= {over}:
         return NOTHING
     return frozenset([over._replace(within=not over.within)])
@@ -100,7 +103,7 @@ def origin_line(mark: Mark | None) -> str:
 
 
 def is_flag(mark: Mark) -> bool:
-    """Whether one bool decides the value, so that a row may count twice."""
+    """Whether the value comes from one bool, in which a row may count twice."""
     at: Any = mark
     while at is not None and at.site is not None:
         eqn = at.site[0]
@@ -118,7 +121,7 @@ class Context(NamedTuple):
 
     axis: str | None  # of the towers; None: nothing differs
     num_towers: int  # T; 0 if unknown
-    noted: list[Any]  # so far
+    noted: list[Any]  # the findings so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # product of the lengths of the scans around; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs

@@ -1,9 +1,9 @@
-"""Which meshes and memory of a program's own towers, and the update, may use.
+"""The user's meshes and Refs in a step: which of them towers and the update may use.
 
-A tower runs on one device. The update runs once, on all devices of the step, and gives
-the same on all of them. A `shard_map` in the update over these devices is analysed axis
-by axis, as towers are. A result that its ``out_specs`` call the same along an axis may
-not differ along it, or copies of the parameters would drift apart.
+A tower runs on one device. The update runs once, on all devices of the step, and all of
+them get the same result. A `shard_map` in the update over these devices is analysed
+axis by axis, as towers are. A result that its ``out_specs`` call the same along an axis
+must not differ along it, or copies of the parameters would drift apart.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,8 @@ def refuse_in_towers(
 ) -> None:
     """Raise if towers use a mesh of another size, or a Ref from outside.
 
-    ``axes`` are the axes of a tower's own mesh, which it may use.
+    ``on`` is the number of devices. ``axes`` are the axes within a tower, which it may
+    use.
     """
     if towers > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -66,9 +67,9 @@ def refuse_in_towers(
 
 
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
-    """Raise if the towers' axis is named in code that is not lowered to devices.
+    """Raise if code that is not lowered to the devices names the towers' axis.
 
-    If towers share devices, a kernel does not know their axis.
+    ``shared``: whether towers share devices. Then a kernel does not know their axis.
     """
     for site in all_sites(jaxpr):
         eqn, outer = site
@@ -153,15 +154,15 @@ def of_equals(analysis: Analysis, *how: str) -> str:
 
 
 def mistakes(analysis: Analysis, axis: str) -> list[str]:
-    """The mistakes of devices along an axis, and what to write."""
+    """A text for each mistake along an axis: what is wrong, and what to write."""
     told = []
     if any(analysis.outputs):
         outputs = enumerate(analysis.outputs)
-        lines = [f"result {i}, of {x.told()}" for i, x in outputs if x]
+        lines = [f"result {i} depends on {x.told()}" for i, x in outputs if x]
         told.append(
-            "its out_specs call results the same on all devices that differ along"
+            "its out_specs call results the same on all devices, but these differ along"
             f" {axis!r}, so copies would drift apart: {listed(lines)}. Write"
-            f" out_specs=P({axis!r}), or reduce them, jax.lax.psum or pmean(x,"
+            f" out_specs=P({axis!r}), or reduce them with jax.lax.psum or pmean(x,"
             f" {axis!r})."
         )
     if analysis.hangs:

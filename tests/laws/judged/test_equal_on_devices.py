@@ -298,7 +298,7 @@ UNKNOWN = {
         lambda devices: mapped(
             devices, lambda w, x: x - x.mean(0)[None], W, X, out=SPLIT
         ),
-        r"is added to a sum over a device's rows times D, at \S+py",
+        r"added to a sum over a device's rows times D, at \S+py",
     ),
     "an own key": (
         lambda devices: mapped(
@@ -333,7 +333,7 @@ UNKNOWN = {
         lambda devices: mapped(
             devices, lambda w, x: x + lax.axis_index("i"), W, X, out=SPLIT
         ),
-        r"a sum of rows and axis_index, at \S+py",
+        r"rows and axis_index, at \S+py",
     ),
     "another batch": (
         lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,
@@ -384,7 +384,7 @@ UNKNOWN = {
             jax.pmap(lambda x: x - x.mean(0)[None], devices=devices),
             rows_of(devices, X),
         ),
-        r"is added to a sum over a device's rows times D, at \S+py",
+        r"added to a sum over a device's rows times D, at \S+py",
     ),
     "another batch for a pmap": (
         lambda devices: (
@@ -399,7 +399,7 @@ UNKNOWN = {
             lambda w, x: (3 if len(devices) > 2 else 1) * lax.psum(x.sum(), "i"),
             *(W, X),
         ),
-        "a constant that depends on the number of devices",
+        "a constant depends on the number of devices",
     ),
     "a callback": (
         lambda devices: mapped(

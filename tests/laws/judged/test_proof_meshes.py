@@ -155,13 +155,13 @@ def by_pmap_of_one(g):
 
 @pytest.mark.few_fast(4)
 @pytest.mark.parametrize(("update", "text"), [
-    (by_device, "drift apart: result 0, of axis_index at"),
-    (own_part_alone, "drift apart: result 0, of what in_specs split at"),
+    (by_device, "drift apart: result 0 depends on axis_index at"),
+    (own_part_alone, "drift apart: result 0 depends on what in_specs split at"),
     (added_up, "which multiplies it by their number, at"),
     (added_up_with_vma, "which multiplies it by their number, at"),
     (hanging, "would hang"),
-    (in_a_loop, "drift apart: result 0, of axis_index at"),
-    (by_pmap_of_one, "drift apart: result 0, of what in_specs split at"),
+    (in_a_loop, "drift apart: result 0 depends on axis_index at"),
+    (by_pmap_of_one, "drift apart: result 0 depends on what in_specs split at"),
 ])  # fmt: skip
 @pytest.mark.parametrize("run", [False, True])
 def test_an_update_whose_copies_would_differ_is_refused(update, text, run):

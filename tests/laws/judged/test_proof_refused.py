@@ -243,11 +243,11 @@ def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     first, told, *advice = refusal(loss_fn).splitlines()
     of_rows = loss_fn is Factors.by_a_number_of_rows
     source = "batch['y']" if of_rows else "tower.id"
-    assert first.startswith("A mean's factor, or what tj.penalty is given, differs")
+    assert first.startswith("A mean's factor, or the value in tj.penalty, differs")
     assert f"depends on {source};" in told and marked(loss_fn) in told
     assert "tj.Weighted.mean(values * factor, weight)" in advice[0]
     mean = "tower.mean(values, tower.weight)"
-    assert mean in (text := " ".join(advice)) and "drawn with tower.shared_rng" in text
+    assert mean in (text := " ".join(advice)) and "with tower.shared_rng" in text
 
 
 @pytest.mark.parametrize(("loss_fn", "options"), [

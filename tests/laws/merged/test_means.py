@@ -212,7 +212,7 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
         mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
         return tower.reduce(tj.Reduction.SUM, mean).value * mean
 
-    text = r"what tj\.penalty is given, .*\n.* depends on batch\['y'\]; it is made at"
+    text = r"the value in tj\.penalty, .*\n.* depends on batch\['y'\]; it is made at"
     refused(differs, text, tj.ReplicationError)
     refused(one_mean, text, tj.ReplicationError)
     text = "a mean's factor or tj.penalty, made at .*test_means.*in an earlier pass"
@@ -284,7 +284,7 @@ def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):
         return mean + rest + tj.penalty(batch["y"].mean() * params["w"].sum())
 
     step = tj.build_step(tj.of_loss(loss), lambda state, _: (state, {}), mirrored(T, 1))
-    text = "what tj.penalty is given, .*\n.*batch\\['y'\\]; it is made at .*test_means"
+    text = "the value in tj.penalty, .*\n.*batch\\['y'\\]; it is made at .*test_means"
     with pytest.raises(tj.ReplicationError, match=text):
         step.check(params(), data())
 

@@ -273,6 +273,5 @@ def _of_devices(why: str) -> str:
     text = text.replace(*_A_DEVICE)
     text = re.sub(r"\btower", "device", text)
     text = re.sub(r"\bthe device's", "a device's", text)
-    text = re.sub(r"^rows (?=is|times|divided)", "a device's rows ", text)
     text = re.sub(r"\bT\^1\b", "D", text)
     return re.sub(r"\bT\^", "D^", text) + at + line

@@ -1,4 +1,4 @@
-"""The proof's answer for a merged result, by its kind: proved, refuted, or unknown."""
+"""The proof's answer for a merged result, from its kind: proved, refuted or unknown."""
 
 import enum
 from fractions import Fraction
@@ -22,7 +22,7 @@ class Merge(enum.Enum):
 
 
 class ProvedResult(NamedTuple):
-    """The kind of a result of two programs."""
+    """What is known of a result of two programs."""
 
     value: Known
     # The multiple of a tower's rows that dim 0 has; None if it is another dim.
@@ -39,9 +39,9 @@ class ProvedResult(NamedTuple):
 class Answer(NamedTuple):
     """The answer for one leaf."""
 
-    says: str
-    why: str = ""
-    advice: str = ""
+    says: str  # "proved", "refuted" or "unknown"
+    why: str = ""  # the reason, if it is not proved
+    advice: str = ""  # what to write, if it is refuted
 
 
 _KIND_OF = {Merge.MAXIMUM: Kind.MAXIMUM, Merge.MINIMUM: Kind.MINIMUM}
@@ -51,12 +51,12 @@ _MEAN_OF_ROWS = (
     " tj.Weighted.mean(values, tower.weight)."
 )
 _FREE_OF_NUMBER = (
-    "Leave out the numbers of towers and of a tower's rows: sums are added over towers,"
-    " and divided once, by the sum of all weights."
+    "Do not multiply or divide by the number of towers or of a tower's rows: sums are"
+    " added over towers, and divided once, by the sum of all weights."
 )
 _NO_COPY = (
-    "All towers have the same value, so that their sum is T times as large. Return the"
-    " value without tj.Sum, or return tj.Weighted(x, 1.0)."
+    "All T towers have the same value, so that their sum is T times as large. Return"
+    " the value without tj.Sum, or return tj.Weighted(x, 1.0)."
 )
 
 
@@ -92,7 +92,7 @@ def _of_rows(value: Known, has_rows: bool) -> Answer:
     if value.kind is Kind.ZERO and has_rows:
         return _PROVED
     if not has_rows or value.blocks > 1:
-        return Answer("unknown", "its dim 0 is not that of the rows")
+        return Answer("unknown", "its dim 0 is not that of the tower's rows")
     kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
     return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
 
@@ -114,10 +114,10 @@ def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answe
         total = as_part(value)
         return _off_by(total, Kind.PART, total.power, _FREE_OF_NUMBER)
     if value.kind not in EACH:
-        return Answer("unknown", f"it is {value}, at {indices}")
+        return Answer("unknown", f"it is {value}, at indices that are {indices}")
     orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
     if len(orders) > 1:
-        return Answer("unknown", "its values are those of other rows than its indices")
+        return Answer("unknown", "its values and its indices are of different rows")
     if padded and PADDING not in value.zeros:
         return Answer("unknown", "padding counts in it")
     return _off_by(value, value.kind, value.power, _FREE_OF_NUMBER)
@@ -126,14 +126,14 @@ def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answe
 def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if value.kind is not wanted:
-        return Answer("unknown", f"it is {value}")
+        return Answer("unknown", f"it is {value}, and not {wanted.value}")
     return Answer("refuted", _told(power), advice) if power else _PROVED
 
 
 def _of_mean(value: Known, weight: Known) -> Answer:
     """The answer for a mean, whose sum and weight must have the same power."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
-        why = "an average of the towers' averages, each over its rows"
+        why = "it is an average of the towers' averages, each over its rows"
         return Answer("refuted", why, _MEAN_OF_ROWS)
     # The number of a tower's rows is a copy, and also a sum over the rows.
     is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
@@ -142,7 +142,7 @@ def _of_mean(value: Known, weight: Known) -> Answer:
     of_weights = as_part(weight)
     for each in (total, of_weights):
         if each.kind is not Kind.PART:
-            return Answer("unknown", f"it is {value} over {weight}")
+            return Answer("unknown", f"it is {value}, divided by {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
         told = _told(power) + ": its weight is no sum over rows, and is added T times"
@@ -154,7 +154,7 @@ def _of_mean(value: Known, weight: Known) -> Answer:
 
 
 def _told(power: Any) -> str:
-    """The text for a power of T: the factor, and the line since which it is off."""
+    """The text for a power of T: the factor, and the line that brought it in."""
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"

@@ -1,7 +1,7 @@
-"""The equation where a power of T, or a mean over a tower's rows, came into a program.
+"""Find the equation that brought a power of T, or a tower's own mean, into a program.
 
-The line that shows it is often another one: a device divides by its own number of rows
-in its loss, and the sum over devices comes later.
+A result shows it at another line often: a device divides by its own number of rows in
+its loss, and the sum over devices comes later.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +18,11 @@ class Cause(NamedTuple):
 
     site: Site
     ins: tuple[Known, ...]
-    value: Known | None = None  # the value that has a power since then
+    value: Known | None = None  # the value with the power that came in here
 
 
 class _Place(NamedTuple):
-    """A variable of a program, and the equation that runs it, with its place."""
+    """A variable of a program, and the equation that runs the program, with place."""
 
     program: Jaxpr
     var: Any
@@ -49,14 +49,14 @@ class Causes:
         self._makers: dict[int, dict[Any, JaxprEqn]] = {}
 
     def of_power(self, result: int) -> Cause | None:
-        """The equation since which a result has a power of T."""
+        """The equation that brought the power of T into a result, or None."""
         return self._of_power(_Place(self._program, self._program.outvars[result]))
 
     def of_unknown(self, result: int) -> Cause | None:
         """The equation with a wrong number that makes a result unknown, or None.
 
-        It is a quotient by a tower's own sum, or an equation since which a copy is off
-        by a power of T.
+        It is a quotient by a tower's own sum, or an equation that brought a power of T
+        into a copy.
         """
         place = _Place(self._program, self._program.outvars[result])
         first = self._first(place, lambda x: x.kind is Kind.UNKNOWN)
@@ -108,8 +108,8 @@ class Causes:
     def _first(self, place: _Place, has: Callable[[Known], bool]) -> _Place | None:
         """The variable at which a property first appears, on the way to ``place``.
 
-        ``has`` tells the property. The variable has it, and nothing that it is made of
-        does. It is a result of an equation, not an argument.
+        ``has`` tells whether a value has the property. The variable has it, and nothing
+        that it is made of has it. It is a result of an equation, not an argument.
         """
         todo = [place]
         seen = set[tuple[int, Any]]()
@@ -145,7 +145,7 @@ class Causes:
 
 
 def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
-    """Whether operands and results of the equation are those of its program."""
+    """Whether the equation's operands and results are those of its inner program."""
     more = len(eqn.invars) - len(program.invars)
     is_branch = eqn.primitive.name == "cond" and more == 1
     return (more == 0 or is_branch) and len(eqn.outvars) == len(program.outvars)

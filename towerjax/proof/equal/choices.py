@@ -35,9 +35,9 @@ def _larger(pair: EquationPair) -> Known:
         is_even = len({v.power for v in pair.ins if v.kind is not Kind.ZERO}) == 1
         if pair.kinds <= wanted | {Kind.COPY} and is_even:
             return extremes[0].times_tower(x.power)
-        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
     if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
     return joined(pair.ins, "compared with")
 
 
@@ -71,7 +71,7 @@ def _comparison(pair: EquationPair) -> Known:
     if found := guards.comparison(pair):
         return found
     if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"{x} compared with {y}")
+        raise NotOfOneKindError(f"no rule for {x} compared with {y}")
     found = joined(pair.ins, "compared with")
     if found.kind is Kind.ZERO:
         return copy()
@@ -80,7 +80,7 @@ def _comparison(pair: EquationPair) -> Known:
 
 @rule("or", knows_constants=True, knows_identity=True, by_element=True)
 def _either(pair: EquationPair) -> Known:
-    """A function; or the flag that a row is not padding, joined with that none is."""
+    """A function of both; with IS_FULL the flag that a row is no padding is itself."""
     x, y = pair.ins
     weight = ("flag", PADDING)
     for one, other in ((x, y), (y, x)):
@@ -131,21 +131,21 @@ def _choice(pair: EquationPair) -> Known:
     if {x.kind for x in cases} & {Kind.SO_FAR, Kind.BUFFER}:
         return _choice_in_loop(pair)
     if predicate.kind not in EACH or predicate.power:
-        raise NotOfOneKindError(f"a choice by {predicate}")
-    found = joined(cases, "or")
+        raise NotOfOneKindError(f"no rule for a choice by {predicate}")
+    found = joined(cases, "as an alternative to")
     if predicate.kind in (Kind.COPY, Kind.ZERO):
         return found
     if found.kind not in EACH:
-        raise NotOfOneKindError(f"rows choose {found}")
+        raise NotOfOneKindError(f"no rule for {found} that rows choose")
     if found.kind is Kind.ZERO:
         return found
-    both = joined([predicate, found.times_tower(0)], "chooses")
+    both = joined([predicate, found.times_tower(0)], "choosing")
     chosen = both.times_tower(found.power)
     return chosen._replace(number=_of_padding(pair, chosen))
 
 
 def _of_padding(pair: EquationPair, chosen: Known) -> Any:
-    """The infinity that padding has, if any: a predicate of 0 chooses case 0."""
+    """The infinity that padding gets, or None: a predicate of 0 chooses case 0."""
     is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
     if chosen.kind is not Kind.ROWS or not is_chosen:
         return None
@@ -153,14 +153,16 @@ def _of_padding(pair: EquationPair, chosen: Known) -> Any:
 
 
 def _choice_in_loop(pair: EquationPair) -> Known:
-    """A choice between a carry as it was, and as it was added to or filled."""
+    """A choice between a carry, and the same carry after a row was added or written."""
     predicate, *cases = pair.ins
     known = [x for x in cases if x.power is not None] or cases
     is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
     is_one = len({(x.kind, x.note) for x in cases}) == 1
     is_even = len({x.power for x in known}) == 1
     if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
-        raise NotOfOneKindError(f"{predicate} chooses {cases[0]} or {cases[-1]}")
+        raise NotOfOneKindError(
+            f"no rule for {cases[0]} or {cases[-1]}, chosen by {predicate}"
+        )
     zeros = frozenset.intersection(*[x.zeros for x in cases])
     return known[0]._replace(zeros=zeros)
 
@@ -169,5 +171,5 @@ def _choice_in_loop(pair: EquationPair) -> Known:
 def _clamped(pair: EquationPair) -> Known:
     """A clip, which is a maximum and a minimum."""
     if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
+        raise NotOfOneKindError(f"no rule for a clip of {pair.ins[1]}")
     return joined(pair.ins, "clipped by")

@@ -31,14 +31,18 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     groups = [(x.note, axis) for x, axis in pairs if x.kind is Kind.SPREAD]
     in_order = [Groups((0, axis or 0), True) for _, axis in groups]
     if any(x != wanted for (x, _), wanted in zip(groups, in_order, strict=True)):
-        raise NotOfOneKindError("a loop over the tower's rows in groups")
+        raise NotOfOneKindError(
+            "no rule for a loop over these groups of the tower's rows"
+        )
     return bool(groups)
 
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
     """The kinds of a loop's results over chunks: sums, and what it keeps per row."""
     if pair.walk.loop is not None or pair.walk.in_chunks:
-        raise NotOfOneKindError("a loop over chunks of rows in another one")
+        raise NotOfOneKindError(
+            "a loop over chunks of rows is inside another loop over rows"
+        )
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     body: Any = open_jaxpr(programs[0])
@@ -73,7 +77,7 @@ def _shared(pair: EquationPair, x: Known) -> Known:
     """The kind of a value that all trips get; it may not have rows or differ."""
     if x.kind in (Kind.COPY, Kind.ZERO, Kind.UNKNOWN):
         return x
-    return pair.unknown(f"each chunk of the tower's rows meets {x}")
+    return pair.unknown(f"each trip of a loop over chunks of rows uses {x}")
 
 
 def _added_to(number: int, x: Known) -> Known:
@@ -86,7 +90,7 @@ def _of_a_trip(pair: EquationPair, x: Known) -> Known:
         return rows(x.power)._replace(zeros=x.zeros)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
-    return pair.unknown(f"chunks of the tower's rows that differ by {x}")
+    return pair.unknown(f"each trip of a loop over chunks of rows gets a slice of {x}")
 
 
 def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -> Known:
@@ -94,7 +98,7 @@ def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -
     if end.kind is Kind.UNKNOWN:
         return end
     if (end.kind, end.note) != (Kind.SO_FAR, start.note):
-        return pair.unknown("what one chunk of rows leaves for the next")
+        return pair.unknown("a chunk of rows depends on the chunk before it")
     try:
         return before if end.power is None else joined([before, part(end.power)])
     except NotOfOneKindError as error:
@@ -110,5 +114,5 @@ def _of_all_trips(pair: EquationPair, x: Known, axis: int | None) -> Known:
     elif x.kind is Kind.PART:
         groups = Groups((0,), False)
     else:
-        return pair.unknown(f"a loop over chunks of rows keeps {x}")
+        return pair.unknown(f"a loop over chunks of rows returns {x} for each chunk")
     return Known(Kind.SPREAD, x.power, note=groups, zeros=x.bare().zeros)

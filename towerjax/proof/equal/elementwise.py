@@ -77,7 +77,7 @@ def _negative(pair: EquationPair) -> Known:
     [x] = pair.ins
     is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
     if x.kind not in _SCALED or is_extreme:
-        raise NotOfOneKindError(f"the negative of {x}")
+        raise NotOfOneKindError(f"no rule for the negative of {x}")
     return x if x.kind is Kind.MEAN else x.times_tower(x.power)
 
 
@@ -86,7 +86,7 @@ def _linear_of_complex(pair: EquationPair) -> Known:
     """A linear function over the real numbers."""
     [x] = pair.ins
     if x.kind not in LINEAR:
-        raise NotOfOneKindError(f"{pair.name} of {x}")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     return x
 
 
@@ -137,11 +137,11 @@ def _converted(pair: EquationPair) -> Known:
     is_short = new.kind != "b" and new.itemsize < old.itemsize and new.itemsize < 4
     is_count = x.note == ROWS_OF_TOWER and not is_inexact
     if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
-        raise NotOfOneKindError(f"{x} as {new.name}, which cannot hold it")
+        raise NotOfOneKindError(f"{x} becomes {new.name}, which cannot hold it")
     # A number of towers or rows is a sum, too.
     is_sum = x.kind in _PART_SUMS or bool(x.power)
     if is_sum and new != old and not holds_sums(old):
-        raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
+        raise NotOfOneKindError(f"{x} is {old.name}, which may not hold it")
     if x.number in (LOWEST, HIGHEST) and new.itemsize < 2:  # it may have no infinity
         x = x._replace(number=None)
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
@@ -183,7 +183,7 @@ def _sum_of_two(pair: EquationPair) -> Known:
     kinds = pair.kinds
     if Kind.SPREAD in kinds:
         if (x.kind, x.power, x.note) != (y.kind, y.power, y.note):
-            raise NotOfOneKindError(f"{x} and {y}")
+            raise NotOfOneKindError(f"no rule for a sum of {x} and {y}")
         return x.times_tower(x.power)
     if kinds == {Kind.NUMBERS, Kind.FIRST_ROW} and is_sum:
         # The row numbers of the whole batch, if all towers have equally many rows, all
@@ -192,7 +192,7 @@ def _sum_of_two(pair: EquationPair) -> Known:
         is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
         if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
             return rows()
-        raise NotOfOneKindError("the number of a tower's first row")
+        raise NotOfOneKindError("no rule for a sum with a tower's first row number")
     own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}
     if kinds & own:
         return _sum_with_number(pair)
@@ -215,7 +215,7 @@ def _sum_with_number(pair: EquationPair) -> Known:
         is_next = one.kind is Kind.COUNTER and pair.constant(operand) == 1
         if is_next and is_sum and other.kind is Kind.COPY:
             return Known(Kind.NEXT)
-    raise NotOfOneKindError(f"a sum of {x} and {y}")
+    raise NotOfOneKindError(f"no rule for a sum of {x} and {y}")
 
 
 def _sum_so_far(pair: EquationPair) -> Known:
@@ -231,7 +231,7 @@ def _sum_so_far(pair: EquationPair) -> Known:
     addends = (Kind.PART,) if adds_sums else (Kind.ROW, Kind.COPY)
     adds = other.kind in addends and is_even and not is_taken_off
     if not adds:
-        raise NotOfOneKindError(f"{other} and {one}")
+        raise NotOfOneKindError(f"no rule for a sum of {one} and {other}")
     if not adds_sums and pair.has_padding(other.zeros):
         raise NotOfOneKindError("padding counts in a sum over rows")
     return one._replace(power=other.power)
@@ -274,7 +274,7 @@ def _multiple(pair: EquationPair) -> Known:
     one, other, operand = (x, y, 1) if x.kind is not Kind.COPY else (y, x, 0)
     is_extreme = one.kind is Kind.STACKED and one.note in _ORDERED
     if other.kind is not Kind.COPY or pair.shape(operand) != () or is_extreme:
-        raise NotOfOneKindError(f"{x} times {y}")
+        raise NotOfOneKindError(f"no rule for {x} times {y}")
     return one.times_tower(one.power + other.power)
 
 
@@ -291,9 +291,9 @@ def _quotient(pair: EquationPair) -> Known:
     if x.kind is Kind.ZERO:
         return ZERO
     if jnp.issubdtype(pair.dtype(0), jnp.integer):
-        return function_of(pair.ins, "a whole part")
+        return function_of(pair.ins, "an integer division")
     if y.kind is Kind.ZERO:
-        raise NotOfOneKindError("a division by 0")
+        raise NotOfOneKindError("a value is divided by 0")
     if found := guards.quotient_of_parts(pair):
         return found
     is_part = x.kind in (Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.MEAN)
@@ -301,12 +301,12 @@ def _quotient(pair: EquationPair) -> Known:
         is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
         is_one = x.kind in (Kind.PART, Kind.MEAN) or pair.shape(1) == ()
         if y.kind is not Kind.COPY or is_extreme or not is_one:
-            raise NotOfOneKindError(f"{x} divided by {y}")
+            raise NotOfOneKindError(f"no rule for {x} divided by {y}")
         if x.kind is Kind.MEAN:
             return guards.multiple_of_mean(x, -y.power)
         return x.times_tower(x.power - y.power)._replace(zeros=x.zeros)
     if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"{x} divided by {y}")
+        raise NotOfOneKindError(f"no rule for {x} divided by {y}")
     return product_of(x, y.times_tower(-y.power), "divided by")
 
 
@@ -328,7 +328,7 @@ def _power(pair: EquationPair) -> Known:
     if x.kind is Kind.ZERO:
         return ZERO if exponent > 0 else copy()
     if x.kind not in EACH:
-        raise NotOfOneKindError(f"{pair.name} of {x}")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     return x.times_tower(x.power * exponent)
 
 
@@ -336,8 +336,8 @@ def _power(pair: EquationPair) -> Known:
 def _of_two_parts(pair: EquationPair) -> Known:
     """A complex number, which is linear in both parts."""
     if not pair.kinds <= LINEAR:
-        raise NotOfOneKindError(f"a complex number of {pair.ins[0]}")
-    return joined(pair.ins, "beside")
+        raise NotOfOneKindError(f"no rule for a complex number of {pair.ins[0]}")
+    return joined(pair.ins, "together with")
 
 
 @rule(
@@ -356,5 +356,5 @@ def _function(pair: EquationPair) -> Known:
         sizes = {np.dtype(pair.dtype(0)).itemsize}
         sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
         if len(sizes) > 1 and pair.rows_in[0] is not None:
-            raise NotOfOneKindError("bits of rows are joined")
+            raise NotOfOneKindError("bits of rows are joined or split")
     return function_of(pair.ins, pair.name)

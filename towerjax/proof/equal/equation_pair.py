@@ -68,7 +68,9 @@ class Sizes(NamedTuple):
         is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
         if is_of_all and not is_number and not self.padded:
             return ""  # the rows of all towers, equally many
-        raise ProgramsDifferError("a size differs that is not a number of rows")
+        raise ProgramsDifferError(
+            "a size that is no number of rows depends on the number of towers"
+        )
 
 
 def _times(size: Any, rows: Any) -> Fraction | None:
@@ -176,8 +178,8 @@ class Registered(NamedTuple):
     knows_constants: bool = False
     # Whether it accepts UNKNOWN; otherwise its result is unknown, too.
     knows_unknown: bool = False
-    # Whether it says which value a result is, and where the value is 0; otherwise that
-    # is forgotten.
+    # Whether it says which value a result is, and where this is 0; otherwise what was
+    # known of that is dropped.
     knows_identity: bool = False
     kinds: frozenset[Kind] = frozenset()  # special kinds that it accepts
     # Whether each element of a result is a function of one element of each operand; it
@@ -224,5 +226,7 @@ def size_before(shape: Sequence[Any], axis: int) -> int:
     """The number of elements of the dims before an axis."""
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
-        raise ProgramsDifferError("a size differs that is not a number of rows")
+        raise ProgramsDifferError(
+            "a size that is no number of rows depends on the number of towers"
+        )
     return math.prod(map(int, sizes))

@@ -84,7 +84,7 @@ def at_least_one(pair: EquationPair) -> Known | None:
 
 
 def choice(pair: EquationPair) -> Known | None:
-    """A choice by whether there is a row with a flag, or a flag itself; else None."""
+    """A choice by a flag, or by whether there is a row with a flag; else None."""
     predicate, *cases = pair.ins
     if len(cases) != 2:
         return None
@@ -111,7 +111,7 @@ def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
         _, vanishes = with_any.note
         if vanishes and with_any.number == ("count", flag):
             return with_any
-    raise NotOfOneKindError(f"a choice by {predicate}")
+    raise NotOfOneKindError(f"no rule for a choice by {predicate}")
 
 
 def quotient_of_parts(pair: EquationPair) -> Known | None:
@@ -125,7 +125,7 @@ def quotient_of_parts(pair: EquationPair) -> Known | None:
         return None
     if y.kind is Kind.AT_LEAST:
         if y.note not in x.zeros:
-            raise NotOfOneKindError(f"{x} divided by {y}")
+            raise NotOfOneKindError(f"no rule for {x} divided by {y}")
         number = "count", y.note
     elif y.kind is Kind.PART:
         number = None  # a tower where it is 0 has NaN, and no way back
@@ -150,7 +150,7 @@ def product_with_mean(pair: EquationPair) -> Known | None:
         is_one = mean.number is not None and other.number == mean.number
         if other.kind is Kind.PART and is_one:
             return part(mean.power)
-        raise NotOfOneKindError(f"{mean} times {other}")
+        raise NotOfOneKindError(f"no rule for {mean} times {other}")
     return None
 
 
@@ -168,4 +168,4 @@ def sum_with_mean(pair: EquationPair) -> Known | None:
     is_of_one = (x.kind, x.power, x.number) == (y.kind, y.power, y.number)
     if is_of_one:
         return mean._replace(note=(power, vanishes and other.note[1]))
-    raise NotOfOneKindError(f"{x} added to {y}")
+    raise NotOfOneKindError(f"no rule for {x} added to {y}")

@@ -44,11 +44,11 @@ def _of_this_row(x: Known) -> Known:
 def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
     """The kind of a buffer after the current row is written, in a loop over rows."""
     if new.kind not in (Kind.ROW, Kind.COPY, Kind.ZERO):
-        raise NotOfOneKindError(f"{new} becomes a row")
+        raise NotOfOneKindError(f"{new} is written to a row")
     if new.kind is Kind.ZERO:
         return x
     if x.power not in (None, new.power):
-        raise NotOfOneKindError(f"{new} becomes one of {x}")
+        raise NotOfOneKindError(f"{new} is written to a row of {x}")
     return x._replace(power=new.power, zeros=x.zeros & new.zeros)
 
 
@@ -83,7 +83,9 @@ def _slice_at(pair: EquationPair) -> Known:
     if axis is not None and sizes[axis] != pair.shape(0)[axis]:
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is None and sizes != pair.second.params["slice_sizes"]:
-        raise NotOfOneKindError("elements that depend on the number of rows")
+        raise NotOfOneKindError(
+            "which elements are taken depends on the number of rows"
+        )
     if _are_same(at):
         return x
     is_by_row = all(v.kind in EACH and not v.power for v in at)
@@ -102,7 +104,7 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     others = [i for i in range(len(shape)) if i != axis]
     is_whole = all(sizes[i] == shape[i] for i in others)
     if not (is_own and is_whole and _are_same([at[i] for i in others])):
-        raise NotOfOneKindError("a value of another tower")
+        raise NotOfOneKindError("a tower reads the value of another tower")
     return Known(x.note, x.power)
 
 
@@ -123,8 +125,8 @@ def _update_at(pair: EquationPair) -> Known:
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
         raise NotOfOneKindError(_AMONG_ROWS)
     if not {x.kind, new.kind} <= LINEAR:
-        raise NotOfOneKindError(f"{new} is written among {x}")
-    return joined([x, new], "beside")
+        raise NotOfOneKindError(f"{new} is written into {x}")
+    return joined([x, new], "together with")
 
 
 def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
@@ -156,9 +158,9 @@ def _gathered(pair: EquationPair) -> Known:
         return _by_order(pair, dims)
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or x.kind is Kind.BUFFER:
-        raise NotOfOneKindError(f"elements by {at}")
+        raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
     if not _keeps_by_fill(pair, x):
-        raise NotOfOneKindError(f"a number stands for elements beyond {x}")
+        raise NotOfOneKindError(f"a number fills in for elements beyond {x}")
     if axis is None:
         return _from_table(pair, x, at, sizes)
     is_plain = x.kind is Kind.ROWS and x.blocks == at.blocks == 1
@@ -183,7 +185,7 @@ def _by_order(pair: EquationPair, dims: Any) -> Known:
     is_each = pair.times_rows(0, axis) == 1 and (at_axis, len(pair.shape(1))) == (0, 2)
     is_plain = x.kind is Kind.ROWS and x.blocks == 1 and out_axis is not None
     if not (is_by_row and is_each and is_plain):
-        raise NotOfOneKindError(f"elements of {x} by {at}")
+        raise NotOfOneKindError(f"no rule for elements of {x} at {at}")
     assert out_axis is not None
     return permuted(x, out_axis, at.note)
 
@@ -195,20 +197,24 @@ def _rows_of_table(pair: EquationPair) -> Known:
     is_one = pair.params["stacked"] == 0
     is_table = is_one and x.kind is Kind.COPY and pair.rows_in[0] is None
     if not is_table or at.kind not in EACH or at.power:
-        raise NotOfOneKindError(f"rows of {x} by {at}")
+        raise NotOfOneKindError(f"no rule for a lookup in {x} by {at}")
     return x if at.kind is Kind.ZERO else product_of(x, at)
 
 
 def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
-        raise NotOfOneKindError("elements indexed by the numbers of the tower's rows")
+        raise NotOfOneKindError(
+            "elements are indexed by the numbers of the tower's rows"
+        )
     if sizes != pair.second.params["slice_sizes"]:
-        raise NotOfOneKindError("elements that depend on the number of rows")
+        raise NotOfOneKindError(
+            "which elements are taken depends on the number of rows"
+        )
     if x.kind is Kind.PART and at.kind in _SAME:
         return x
     if x.kind not in (Kind.COPY, Kind.ROW):
-        raise NotOfOneKindError(f"some elements of {x}")
+        raise NotOfOneKindError(f"no rule for some elements of {x}")
     places = [] if at.kind is Kind.ZERO else [at]
     return product_of(x, places[0]) if places else x
 
@@ -259,21 +265,21 @@ def _scattered(pair: EquationPair) -> Known:
         return _with_this_row(pair, x, new)
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or max(at.blocks, new.blocks, x.blocks) > 1:
-        raise NotOfOneKindError(f"elements are written to {at}")
+        raise NotOfOneKindError(f"elements are written at indices that are {at}")
     if pair.name == "scatter-mul":
         if new.power or not {x.kind, new.kind} <= EACH:
-            raise NotOfOneKindError(f"elements of {x} times {new}")
+            raise NotOfOneKindError(f"no rule for elements of {x} times {new}")
         new = new.times_tower(x.power)
     if axis is not None:
         fits = {x.kind, new.kind} <= {Kind.ZERO, Kind.ROWS, Kind.COPY}
         if fits and _writes_own_rows(pair, dims, axis, at_axis, new_axis):
-            return joined([x, new], "beside")
+            return joined([x, new], "together with")
         raise NotOfOneKindError(_AMONG_ROWS)
     if at_axis is None and new_axis is None and at.kind in _SAME:
         if adds:
             return added([x, new])
         if pair.name == "scatter" or {x.kind, new.kind} <= EACH:
-            return joined([x, new], "beside")
+            return joined([x, new], "together with")
     of_rows = (Kind.ROWS, Kind.ZERO)
     fits = new_axis is not None and at_axis is not None
     fits = fits and new_axis not in dims.update_window_dims

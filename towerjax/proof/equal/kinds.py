@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     # Each tower has the value. If it has a dim of rows, it is constant along it.
     COPY = "a replicated value"
     # The value is the towers' values, joined along their dim of rows.
-    ROWS = "rows"
+    ROWS = "the tower's rows"
     # The value is the sum of the towers' values.
     PART = "a sum over the tower's rows"
     # Rows along several dims, in the order of the note; see `Groups`.
@@ -40,16 +40,16 @@ class Kind(enum.Enum):
     # Each number once; the note is the order.
     ORDER = "the numbers of the tower's rows in another order"
     KEY = "a tower's own key"
-    VALID = "how many of the tower's rows are no padding"
+    VALID = "the number of the tower's rows without padding"
     SIZE = "the number of the tower's rows, padding included"
-    IS_FULL = "whether no own row is padding"
+    IS_FULL = "whether none of the tower's rows is padding"
     # The number of rows with the flag in the note, or any number above 0 if there is
     # none.
-    AT_LEAST = "how many rows have a flag, or another number where none has"
+    AT_LEAST = "the number of rows with a flag, or another number if there are none"
 
     # In a loop over rows.
     ROW = "a value of one row"
-    SO_FAR = "what the rows so far add up to"
+    SO_FAR = "the sum of the rows so far"
     COUNTER = "the number of the row in a loop"
     NEXT = "the number of the next row in a loop"
     BUFFER = "an array that a loop fills row by row"
@@ -106,7 +106,7 @@ class Groups(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The knowledge of a value in two programs."""
+    """What is known of a value in two programs."""
 
     kind: Kind
     power: Any = 0  # of the number of towers; None for a sum to which nothing was added
@@ -124,7 +124,7 @@ class Known(NamedTuple):
     why: str = ""  # for UNKNOWN: the reason, with a line
 
     def bare(self) -> "Known":
-        """The knowledge without what holds only in one round of a loop."""
+        """The same, without what holds only in one trip of a loop."""
         zeros = self.zeros & {PADDING}
         note = None if self.kind is Kind.COPY else self.note
         return self._replace(zeros=zeros, number=None, note=note)
@@ -180,7 +180,7 @@ class NotOfOneKindError(Exception):
 
 
 def joined(values: Sequence[Known], verb: str = "added to") -> Known:
-    """The kind of a choice among values of one shape, or of joined or added values.
+    """The kind of values of one shape that are joined, added or chosen from.
 
     Raises:
       NotOfOneKindError: Their kinds, powers or orders do not fit.
@@ -200,7 +200,7 @@ def joined(values: Sequence[Known], verb: str = "added to") -> Known:
         first = live[0]
         odd = [x for x in live if (x.kind, x.power) != (first.kind, first.power)]
         other = odd[0] if odd else live[-1]
-        raise NotOfOneKindError(f"{first} is {verb} {other}")
+        raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
     orders = {x.blocks for x in live if x.kind is Kind.ROWS}
     if len(orders) > 1:
         raise NotOfOneKindError("rows meet rows in another order")
@@ -216,7 +216,7 @@ def added(values: Sequence[Known]) -> Known:
     """
     extremes = (Kind.MAXIMUM, Kind.MINIMUM)
     if extreme := next((x for x in values if x.kind in extremes), None):
-        raise NotOfOneKindError(f"a sum of {extreme} and others")
+        raise NotOfOneKindError(f"no rule for a sum of {extreme} and other values")
     return joined(values)
 
 
@@ -228,8 +228,10 @@ def function_of(values: Sequence[Known], what: str) -> Known:
     """
     for x in values:
         if x.kind not in EACH or x.power:
-            raise NotOfOneKindError(f"{what} of {x}")
-    return joined([copy() if x.kind is Kind.ZERO else x for x in values], "beside")
+            raise NotOfOneKindError(f"no rule for {what} of {x}")
+    return joined(
+        [copy() if x.kind is Kind.ZERO else x for x in values], "together with"
+    )
 
 
 def product_of(x: Known, y: Known, verb: str = "times") -> Known:
@@ -245,6 +247,6 @@ def product_of(x: Known, y: Known, verb: str = "times") -> Known:
         if one.kind is Kind.PART and other.kind is Kind.COPY:
             return part(power)
     if not {x.kind, y.kind} <= EACH:
-        raise NotOfOneKindError(f"{x} {verb} {y}")
+        raise NotOfOneKindError(f"no rule for {x} {verb} {y}")
     both = joined([x.times_tower(0), y.times_tower(0)], verb)
     return both.times_tower(power)

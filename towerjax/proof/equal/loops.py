@@ -35,7 +35,7 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.walk import RowLoop
 
-_ROUNDS = 12  # the most rounds of a loop until kinds no longer change
+_ROUNDS = 12  # the most walks through a loop until its kinds no longer change
 
 
 def _inside(
@@ -80,7 +80,7 @@ def _called_with_rule(pair: EquationPair) -> list[Known]:
     kinds=SPECIAL,
 )
 def _called_by_class(pair: EquationPair) -> list[Known]:
-    """What the program of `jax.checkpoint` and others gives, with ``jax_remat3``."""
+    """The kinds of the results of `jax.checkpoint` and others, with ``jax_remat3``."""
     eqns = (pair.first, pair.second)
     if all(given_name(eqn) is not None for eqn in eqns):
         return [*pair.ins]
@@ -88,11 +88,15 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
     kinds = {type(eqn.params["_prim"]).__name__ for eqn in eqns}
     counts = {len(open_jaxpr(x).invars) for x in programs}
     if len(kinds) > 1 or counts != {len(pair.ins)}:
-        raise ProgramsDifferError(f"the program differs in its {min(kinds)}")
+        raise ProgramsDifferError(
+            f"the program has another {min(kinds)} for another number of towers"
+        )
     if kinds == {"RematTraced"}:
         return _inside(pair, programs, pair.ins)
     if SPECIAL & pair.kinds:
-        raise NotOfOneKindError("a rule for a derivative of such a value")
+        raise NotOfOneKindError(
+            "no rule for such a value in a function with its own derivative"
+        )
     found = _called_with_rule(pair)
     assert isinstance(found, list)
     return found
@@ -100,7 +104,7 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
 
 def _without_number(pair: EquationPair, value: Known) -> Known:
     if value.kind is Kind.MEAN:
-        return pair.unknown(f"a rule for the derivative of {value}")
+        return pair.unknown(f"a function with its own derivative has {value}")
     return value._replace(number=None)
 
 
@@ -121,14 +125,14 @@ def _program_of(eqn: Any) -> Any:
 
 @rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)
 def _branched(pair: EquationPair) -> list[Known]:
-    """The kinds of a branch that all towers take together, whichever it is."""
+    """The kinds of the results of a branch, which all towers take together."""
     predicate, *ins = pair.ins
     if predicate.kind is Kind.UNKNOWN:
         return [predicate] * len(pair.rows_out)
     is_any = predicate.kind in (Kind.MAXIMUM, Kind.MINIMUM)
     is_alike = predicate.kind in (Kind.COPY, Kind.ZERO) and not predicate.power
     if not (is_alike or is_any):
-        raise NotOfOneKindError(f"a branch by {predicate}")
+        raise NotOfOneKindError(f"no rule for a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
     each = [_inside(pair, both, ins) for both in zip(*branches, strict=True)]
     if is_any:
@@ -137,18 +141,20 @@ def _branched(pair: EquationPair) -> list[Known]:
 
 
 def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Known:
-    """The kind of a branch by whether a tower has a row with a flag."""
+    """The kind of a result, if a branch is taken by whether a row has a flag."""
     unknown = [x for x in cases if x.kind is Kind.UNKNOWN]
     if unknown or len(cases) != 2:
-        return [*unknown, pair.unknown(f"a branch by {predicate}")][0]
+        return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
     try:
         found = guards.chosen_by_any(predicate, cases)
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
-    return found or pair.unknown(f"a branch by {predicate}")
+    return found or pair.unknown(f"no rule for a branch by {predicate}")
 
 
-def _either_of(pair: EquationPair, values: Sequence[Known], verb: str = "or") -> Known:
+def _either_of(
+    pair: EquationPair, values: Sequence[Known], verb: str = "as an alternative to"
+) -> Known:
     """The kind of a value that may be any of these."""
     if all(x == values[0] for x in values):
         return values[0]
@@ -160,7 +166,7 @@ def _either_of(pair: EquationPair, values: Sequence[Known], verb: str = "or") ->
     if is_one_carry and len(set(known)) == 1:
         return known[0]
     if any(x.kind in SPECIAL for x in values):
-        return pair.unknown(f"{values[0]} {verb} {values[-1]}")
+        return pair.unknown(f"no rule for {values[0]} {verb} {values[-1]}")
     try:
         found = joined(values, verb)
     except NotOfOneKindError as error:
@@ -179,18 +185,20 @@ def _settled(
     for _ in range(_ROUNDS):
         ends = [x.bare() for x in trip(found)]
         pairs = zip(found, ends, strict=True)
-        new = [_either_of(pair, both, "and then") for both in pairs]
+        new = [_either_of(pair, both, "that a loop turns into") for both in pairs]
         if new == found:
             return found
         found = new
-    return [pair.unknown("a loop, the carry of which changes its kind")] * len(carry)
+    return [pair.unknown("the kind of a loop's carry changes from trip to trip")] * len(
+        carry
+    )
 
 
 def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
     for x in ins:
         refused = {Kind.STACKED, Kind.SPREAD, Kind.MEAN, Kind.ORDER}
         if x.kind in refused - {*allowed}:
-            raise NotOfOneKindError(f"a loop with {x}")
+            raise NotOfOneKindError(f"no rule for a loop with {x}")
 
 
 @rule(
@@ -253,7 +261,7 @@ def _refuse_unless_by_row(
     programs = [pair.params[key] for key in ("cond_jaxpr", "body_jaxpr")]
     meets = [named_axes(eqn) for x in programs for eqn in all_eqns(x)]
     if not is_of_rows or any(meets):
-        raise NotOfOneKindError(f"a loop that ends by {test}")
+        raise NotOfOneKindError(f"no rule for a loop that ends by {test}")
 
 
 @rule(
@@ -276,9 +284,11 @@ def _scanned(pair: EquationPair) -> list[Known]:
     if pair.sizes.times(*lengths) is not None:
         return _over_own_rows(pair, lengths, programs)
     if lengths[0] != lengths[1]:
-        raise NotOfOneKindError("a loop whose number of trips depends on the towers")
+        raise NotOfOneKindError(
+            "the number of trips of a loop depends on the number of towers"
+        )
     if any(axis == 0 for axis in pair.rows_in[start:]):
-        raise NotOfOneKindError("a loop over the tower's rows")
+        raise NotOfOneKindError("no rule for a loop over the tower's rows")
     xs = ins[start:]
 
     def trip(carry: list[Known]) -> list[Known]:
@@ -289,7 +299,7 @@ def _scanned(pair: EquationPair) -> list[Known]:
     kept = [x.bare() for x in outs[carry_size:]]
     for i, x in enumerate(kept):
         if x.kind in SPECIAL or x.kind is Kind.MEAN:
-            kept[i] = pair.unknown(f"a loop keeps {x}")
+            kept[i] = pair.unknown(f"no rule for {x} that a loop returns for each trip")
     return [*carry, *kept]
 
 
@@ -298,7 +308,7 @@ def _over_own_rows(
 ) -> list[Known]:
     """The kinds of a loop over rows, in which no row depends on another row."""
     if pair.walk.loop is not None or Kind.SO_FAR in pair.kinds:
-        raise NotOfOneKindError("a loop over the tower's rows in another one")
+        raise NotOfOneKindError("a loop over the tower's rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     given = [x.bare() for x in pair.ins]
@@ -339,14 +349,14 @@ def _over_own_rows(
 def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
     """The kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
-        return pair.unknown("a loop over the tower's rows and another dim")
+        return pair.unknown("no rule for a loop over the tower's rows and another dim")
     if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
         return Known(Kind.COUNTER)
     if x.kind is Kind.ROWS and x.blocks == 1:
         return Known(Kind.ROW, x.power, zeros=x.zeros)
-    return pair.unknown(f"a loop over {x}")
+    return pair.unknown(f"no rule for a loop over {x}")
 
 
 def _sum_of_carry(number: int) -> Known:
@@ -354,14 +364,14 @@ def _sum_of_carry(number: int) -> Known:
 
 
 def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
-    """The kind of a carry in any round, which says what a row may do with it."""
+    """The kind of a carry in any trip, which says what a row may do with it."""
     number = operand - loop_sizes(pair.first)[0]
     if x.kind is Kind.UNKNOWN:
         return x
     if pair.rows_in[operand] is not None:
         x = rows(x.power) if x.kind is Kind.COPY else x
         if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
-            return pair.unknown(f"a loop over the tower's rows that changes {x}")
+            return pair.unknown(f"a loop over the tower's rows changes {x}")
         power = None if x.kind is Kind.ZERO else x.power
         return Known(Kind.BUFFER, power, zeros=x.zeros, note=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
@@ -382,8 +392,8 @@ def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known
     if is_own and start.kind is Kind.BUFFER:
         return ZERO if end.power is None else rows(end.power)
     if start.kind is Kind.COUNTER and end.kind is Kind.NEXT:
-        return pair.unknown("the number of a tower's rows")
-    return pair.unknown("what one row leaves for the next")
+        return pair.unknown("a loop counts the tower's rows")
+    return pair.unknown("a row depends on the row before it")
 
 
 def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
@@ -403,12 +413,12 @@ def _rows_of(pair: EquationPair, x: Known) -> Known:
         return Known(Kind.NUMBERS)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
-    return pair.unknown(f"a loop over the tower's rows keeps {x} of each")
+    return pair.unknown(f"a loop over the tower's rows returns {x} for each row")
 
 
 @rule("custom_linear_solve", knows_constants=True, knows_unknown=True)
 def _solved(pair: EquationPair) -> list[Known]:
-    """The kinds of the results of its program `solve`."""
+    """The kinds of the results of the equation's program `solve`."""
     lengths = pair.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     ins = [*pair.ins[start : start + lengths.solve], *pair.ins[sum(lengths) :]]

@@ -26,7 +26,7 @@ _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 
 @rule("shard_map", knows_constants=True, knows_unknown=True, kinds=[Kind.STACKED])
 def _mapped(pair: EquationPair) -> list[Known]:
-    """The kinds of a map's results: a device gets its rows of split operands."""
+    """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
     axis = _axis_of(pair)
@@ -55,7 +55,8 @@ def _axis_of(pair: EquationPair) -> str:
     is_one = [both[name] for name in along] == [pair.sizes.towers]
     if not is_one or [*first] != [*second] or along[0] not in manual_axes(pair.first):
         raise NotOfOneKindError(
-            f"a shard_map over a mesh of {dict(first)} devices, and of {dict(second)}"
+            f"no rule for a shard_map over a mesh of {dict(first)} devices, and of"
+            f" {dict(second)}"
         )
     return along[0]
 
@@ -74,7 +75,7 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
 def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
     """The dim that is split over an axis; None if there is none."""
     if spec.unreduced or spec.reduced:
-        raise NotOfOneKindError(f"a shard_map by {spec}")
+        raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
     dims = enumerate(axes_of_dims(spec))
     return next((i for i, names in dims if axis in names), None)
 
@@ -90,7 +91,7 @@ def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
     if x.kind is Kind.STACKED and split is not None:
         if pair.towers_in[operand] == split:
             return Known(x.note, x.power)
-    return pair.unknown(f"a shard_map of {x}")
+    return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_all_devices(
@@ -102,12 +103,14 @@ def _of_all_devices(
     if split is None:
         if value.kind is Kind.COPY and own_rows is None:
             return copy(value.power)
-        return pair.unknown(f"its out_specs call the same on all towers {value}")
+        return pair.unknown(
+            f"out_specs of a shard_map call the same on all towers {value}"
+        )
     if value.kind not in _STACKABLE or value.blocks > 1:
-        return pair.unknown(f"its out_specs join {value}")
+        return pair.unknown(f"out_specs of a shard_map join {value}")
     if own_rows != split:
         note = value.kind if own_rows is None else Kind.ROWS
         return Known(Kind.STACKED, value.power, note=note)
     if value.kind in (Kind.ROWS, Kind.COPY):
         return copy(value.power)
-    return pair.unknown(f"its out_specs join {value}")
+    return pair.unknown(f"out_specs of a shard_map join {value}")

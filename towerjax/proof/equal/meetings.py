@@ -24,11 +24,13 @@ _KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.Z
 def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless the collective is over all towers."""
     if pair.walk.in_chunks:
-        raise NotOfOneKindError(f"{pair.name} of a chunk of each tower's rows")
+        raise NotOfOneKindError(
+            f"no rule for {pair.name} of a chunk of each tower's rows"
+        )
     axes = [x for x in named_axes(pair.first) if x not in pair.walk.alone]
     is_of_all = len(axes) == 1 and axes[0] in pair.walk.axes
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
-        raise NotOfOneKindError(f"{pair.name} along another axis, or in groups")
+        raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
 
 
 @rule("axis_index", knows_constants=True)
@@ -45,7 +47,7 @@ def _added_over_towers(pair: EquationPair) -> list[Known]:
     found = []
     for x in pair.ins:
         if x.kind not in (Kind.PART, Kind.COPY, Kind.ZERO):
-            raise NotOfOneKindError(f"a sum over towers of {x}")
+            raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
         more = 1 if x.kind is Kind.COPY else 0
         found.append(ZERO if x.kind is Kind.ZERO else copy(x.power + more))
     return found
@@ -59,7 +61,7 @@ def _extreme_over_towers(pair: EquationPair) -> list[Known]:
     found = []
     for x in pair.ins:
         if x.kind not in (wanted, Kind.COPY, Kind.ZERO):
-            raise NotOfOneKindError(f"{pair.name} of {x}")
+            raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
         found.append(ZERO if x.kind is Kind.ZERO else copy(x.power))
     return found
 
@@ -73,14 +75,16 @@ def _gathered_over_towers(pair: EquationPair) -> Known:
     if x.kind is Kind.ZERO:
         return ZERO
     if x.blocks > 1 or x.kind not in _KEPT_BY_GATHER:
-        raise NotOfOneKindError(f"a gather of {x}")
+        raise NotOfOneKindError(f"no rule for a gather of {x}")
     if not pair.params["tiled"]:
         if along != 0 or pair.rows_in[0] not in (None, 0):
-            raise NotOfOneKindError(f"a gather of {x} along a dim between others")
+            raise NotOfOneKindError(
+                f"no rule for a gather of {x} along a dim between others"
+            )
         return Known(Kind.STACKED, x.power, note=x.kind, zeros=x.zeros)
     is_joined = x.kind is Kind.ROWS and pair.rows_in[0] == along
     if not is_joined or pair.rows_out[0] is not None or pair.sizes.padded:
-        raise NotOfOneKindError(f"a gather of {x}")
+        raise NotOfOneKindError(f"no rule for a gather of {x}")
     return copy(x.power)
 
 
@@ -92,7 +96,7 @@ def _scattered_over_towers(pair: EquationPair) -> Known:
     along = pair.params["scatter_dimension"]
     is_split = x.kind is Kind.PART and pair.params["tiled"]
     if not is_split or pair.rows_out[0] != along or pair.rows_in[0] is not None:
-        raise NotOfOneKindError(f"{pair.name} of {x}")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     return rows(x.power)
 
 
@@ -114,7 +118,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
     for eqn, towers in programs:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
-            raise NotOfOneKindError("a permutation that leaves towers out")
+            raise NotOfOneKindError("a permutation leaves towers out")
     _, order = pair.walk.new_number("order")
     found = []
     for x, axis in zip(pair.ins, pair.rows_in, strict=True):
@@ -123,7 +127,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
         elif x.kind in _KEPT_BY_PERMUTATION:
             found.append(Known(x.kind, x.power))
         else:
-            raise NotOfOneKindError(f"ppermute of {x}")
+            raise NotOfOneKindError(f"no rule for ppermute of {x}")
     return found
 
 
@@ -136,23 +140,23 @@ def _exchanged(pair: EquationPair) -> Known:
     along = pair.params["split_axis"], pair.params["concat_axis"]
     is_even = pair.params["tiled"] and along == (axis, axis) == (pair.rows_out[0],) * 2
     if not is_even or x.kind is not Kind.ROWS or x.blocks > 1:
-        raise NotOfOneKindError(f"all_to_all of {x}")
+        raise NotOfOneKindError(f"no rule for all_to_all of {x}")
     _, order = pair.walk.new_number("order")
     return _of_other_towers(x, axis, order)
 
 
 @rule("random_seed", knows_constants=True)
 def _key_of_seed(pair: EquationPair) -> Known:
-    """A function of the seed."""
+    """A key, which is a function of its seed."""
     [x] = pair.ins
     if x.kind not in (Kind.COPY, Kind.ZERO):
-        raise NotOfOneKindError(f"a key of {x}")
+        raise NotOfOneKindError(f"no rule for a key of {x}")
     return function_of(pair.ins, "a key")
 
 
 @rule("random_fold_in", knows_constants=True)
 def _key_of_number(pair: EquationPair) -> Known:
-    """The tower's own key, if its number is folded in; otherwise a function."""
+    """The tower's own key, if the tower's number is folded in; otherwise a function."""
     key, number = pair.ins
     # One key for several rows would be the key of other rows on other towers.
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
@@ -183,9 +187,9 @@ def _draw_of(pair: EquationPair) -> Known:
     has_rows = pair.rows_out[0] is not None
     if key.kind is Kind.KEY:
         if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
-            raise NotOfOneKindError("a random draw that depends on a tower's values")
+            raise NotOfOneKindError("a random draw depends on a tower's values")
         if not has_rows:
-            raise NotOfOneKindError("a draw of a tower that is not one per row")
+            raise NotOfOneKindError("a tower draws other numbers than one for each row")
         return rows()
     if has_rows and pair.rows_in[0] is None:
         raise NotOfOneKindError("all towers draw the same numbers for their rows")

@@ -62,9 +62,9 @@ class Given(enum.Enum):
 
     REPLICATED = "the same on all towers"
     ROWS = "the tower's rows of the batch, along dim 0"
-    VALID = "how many of its rows are no padding"
+    VALID = "the number of its rows without padding"
     TOWER_ID = "the number of the tower"
-    PER_TOWER = "a value that a tower has of its own"
+    PER_TOWER = "a per-tower value"
     # Keys and row numbers of a micro-batch start from it, so that any number acts as 0.
     MICRO_BATCH = "the number of a tower's micro-batch"
 
@@ -138,7 +138,7 @@ _INPUTS = {
     Given.ROWS: rows(),
     Given.TOWER_ID: Known(Kind.TOWER),
     Given.MICRO_BATCH: ZERO,
-    Given.PER_TOWER: Known(Kind.UNKNOWN, why="a value that each tower has of its own"),
+    Given.PER_TOWER: Known(Kind.UNKNOWN, why="it depends on a per-tower value"),
 }
 
 
@@ -150,13 +150,14 @@ def equal_to_one_tower(
     axes: Sequence[str],
     padded: bool = False,
 ) -> list[Equality]:
-    """The results of the proof: is each leaf merged to the same for all numbers?
+    """The proof's answers: is each merged leaf the same for all numbers of towers?
 
     Args:
       programs: The programs for two or more numbers of towers on one global batch. The
-        first three are compared in turn, further ones with the first.
+        second is compared with the first, the third with the second, and any other with
+        the first.
       inputs: The kind of each input of the programs.
-      outputs: The way in which each result is merged.
+      outputs: The results of the programs, and how each is merged.
       axes: The names of the axis of all towers.
       padded: Whether the last rows of a tower may be padding. The numbers of rows must
         then not be proportional to the numbers of towers, or be one symbol.
@@ -190,8 +191,9 @@ def _results_of_pairs(
 ) -> list[list[ProvedResult]]:
     """The kinds of the results for each pair of programs, by induction over steps.
 
-    A variable starts equal on all towers. It is replicated in all steps, if it is
-    replicated after a step before which it, and the other such variables, are.
+    A variable is the same on all towers before the first step. It is replicated in all
+    steps if a step keeps it so: given that it and the other such variables are
+    replicated before a step, it is replicated after the step.
     """
     pairs = [*zip(programs, programs[1:3], strict=False)]
     pairs += [(programs[0], x) for x in programs[3:]]

@@ -40,7 +40,9 @@ def _counted_up(pair: EquationPair) -> Known:
     """The row numbers along a dim of rows; otherwise a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
     if is_along and np.dtype(pair.params["dtype"]).itemsize < 4:
-        raise NotOfOneKindError("numbers of rows in a dtype that cannot hold them")
+        raise NotOfOneKindError(
+            "the numbers of rows are of a dtype that cannot hold them"
+        )
     return Known(Kind.NUMBERS) if is_along else copy()
 
 
@@ -54,7 +56,7 @@ def _size_as_number(pair: EquationPair) -> Known:
     if pair.sizes.are_of_tower(*sizes):
         return SIZE
     if times is None or pair.sizes.padded:
-        raise NotOfOneKindError("a size that depends on the number of rows")
+        raise NotOfOneKindError("a size depends on the number of rows")
     return copy(-1)
 
 
@@ -92,7 +94,7 @@ def _broadcast(pair: EquationPair) -> Known:
     movable |= {Kind.MAXIMUM, Kind.MINIMUM, Kind.ORDER}
     if x.kind not in movable or moved != r_out:
         if not (x.kind is Kind.MEAN and is_one):
-            raise NotOfOneKindError(f"{x} is repeated along rows or others")
+            raise NotOfOneKindError(f"{x} is repeated along the rows or another dim")
     return kept
 
 
@@ -142,19 +144,19 @@ def _reshaped(pair: EquationPair) -> Known:
     if r_in is None and r_out is None:
         if x.kind in {*_MOVED, *_TOWER_NUMBERS, Kind.MAXIMUM, Kind.MINIMUM} or is_one:
             return x
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     if x.kind is Kind.ZERO or x.kind in _OF_EACH_ROW:
         return x
     if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is None:
         return _split_over_towers(pair, x)
     if r_in is None or r_out is None:
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     if is_one and x.kind in _LAID_AS_ONE:
         if _ones_apart(pair.shape(0), r_in) == _ones_apart(pair.out_shape(), r_out):
             return x
     x = rows(x.power) if x.kind is Kind.COPY else x
     if x.kind is not Kind.ROWS:
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     blocks = _blocks_after(pair, x.blocks, r_in, r_out)
     if blocks is not None:
         return x._replace(blocks=blocks)
@@ -166,7 +168,7 @@ def _split_over_towers(pair: EquationPair, x: Known) -> Known:
     shape = pair.out_shape()
     is_split = pair.rows_out[0] == 1 and shape[2:] == pair.shape(0)[1:]
     if not is_split or shape[0] != pair.sizes.towers[0] or pair.sizes.padded:
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     return Known(Kind.STACKED, x.power, note=Kind.ROWS)
 
 
@@ -177,7 +179,7 @@ def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
     is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
     is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
     if x.note is not Kind.ROWS or not (is_joined and is_whole) or pair.sizes.padded:
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     return copy(x.power)
 
 
@@ -211,7 +213,7 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     end = len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
-        raise NotOfOneKindError("the tower's rows in another order")
+        raise NotOfOneKindError("the tower's rows are put in another order")
     return Known(Kind.SPREAD, x.power, note=Groups((*range(start, end),), True))
 
 
@@ -226,7 +228,7 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
     is_whole &= order is None
     is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
     if not is_whole:
-        raise NotOfOneKindError(f"{x} in another shape")
+        raise NotOfOneKindError(f"no rule for {x} in another shape")
     return rows(x.power)
 
 
@@ -245,14 +247,14 @@ def _put_together(pair: EquationPair) -> Known:
         if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
             return _columns(pair, axis)
         if axis == pair.rows_out[0]:
-            raise NotOfOneKindError("a dim of rows made from other dims")
-        return joined(ins, "beside")
+            raise NotOfOneKindError("a dim of rows is made from other dims")
+        return joined(ins, "together with")
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("the tower's rows are joined with other values")
     if not pair.kinds <= {Kind.ROWS, Kind.ZERO}:
         raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
     times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
-    found = joined([x._replace(blocks=1) for x in ins], "beside")
+    found = joined([x._replace(blocks=1) for x in ins], "together with")
     if found.kind is Kind.ZERO:
         return ZERO
     pairs = [*zip(times, ins, strict=True)]
@@ -270,7 +272,7 @@ def _columns(pair: EquationPair, axis: int) -> Known:
     for i, x in enumerate(pair.ins):
         known = x.kind in {Kind.NUMBERS, Kind.ROWS, Kind.ZERO, Kind.COLUMNS}
         if not (known and is_last) or x.power or x.blocks > 1:
-            raise NotOfOneKindError("indices of the tower's rows")
+            raise NotOfOneKindError("no rule for these indices of the tower's rows")
         size = pair.shape(i)[axis]
         columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
     return Known(Kind.COLUMNS, note=tuple(columns))
@@ -279,7 +281,7 @@ def _columns(pair: EquationPair, axis: int) -> Known:
 @rule("stack")
 def _stacked_up(pair: EquationPair) -> Known:
     """The operands, stacked along a new dim."""
-    return joined(pair.ins, "beside")
+    return joined(pair.ins, "together with")
 
 
 @rule("unstack")
@@ -310,9 +312,9 @@ def _some_of(pair: EquationPair, axis: int) -> Known:
     if x.kind is Kind.ZERO:
         return x
     if axis == pair.rows_in[0]:
-        raise NotOfOneKindError("some rows are taken, or in another order")
+        raise NotOfOneKindError("only some rows are taken, or in another order")
     if x.kind not in LINEAR and x.kind is not Kind.KEY:
-        raise NotOfOneKindError(f"some elements of {x}")
+        raise NotOfOneKindError(f"no rule for some elements of {x}")
     return x
 
 
@@ -324,7 +326,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
     sizes = pair.params["sizes"]
     if axis != pair.rows_in[0] or x.kind is Kind.ZERO:
         if sizes != pair.second.params["sizes"] and x.kind is not Kind.ZERO:
-            raise NotOfOneKindError("parts that depend on the number of rows")
+            raise NotOfOneKindError("the sizes of pieces depend on the number of rows")
         return _some_of(pair, axis)
     each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
     found = []
@@ -351,7 +353,9 @@ def _sliced(pair: EquationPair) -> Known:
     for i in range(len(pair.shape(0))):
         bounds = [(low[i], high[i]) for low, high in zip(starts, ends, strict=True)]
         if i != axis and bounds[0] != bounds[1]:
-            raise NotOfOneKindError("elements that depend on the number of rows")
+            raise NotOfOneKindError(
+                "which elements are taken depends on the number of rows"
+            )
     if axis is None:
         return _elements_of(pair, x)
     given = [1 if step is None else step[axis] for step in steps]
@@ -372,7 +376,7 @@ def _elements_of(pair: EquationPair, x: Known) -> Known:
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(0)) == 1:
         return x
-    raise NotOfOneKindError(f"some elements of {x}")
+    raise NotOfOneKindError(f"no rule for some elements of {x}")
 
 
 def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | None:
@@ -396,4 +400,4 @@ def _padded(pair: EquationPair) -> Known:
         raise NotOfOneKindError("the tower's rows are joined with other values")
     if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{x} is padded by {filler}")
-    return joined([x, filler], "beside")
+    return joined([x, filler], "together with")

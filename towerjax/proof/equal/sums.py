@@ -44,14 +44,14 @@ _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
     kinds=[Kind.SPREAD, Kind.STACKED],
 )
 def _reduction(pair: EquationPair) -> Known:
-    """A reduction: without rows a function of each row, over rows by its kind."""
+    """A reduction: a function of each row if no row meets another, or one over rows."""
     [x] = pair.ins
     name = pair.name
     axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
     if name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b":
         # For the bits of a number this is neither its maximum nor its minimum.
         if pair.rows_in[0] in axes or x.kind not in EACH:
-            raise NotOfOneKindError(f"{name} of the bits of {x}")
+            raise NotOfOneKindError(f"no rule for {name} of the bits of {x}")
     if x.kind is Kind.STACKED:
         return _over_stacked(pair, x, axes)
     if x.kind is Kind.SPREAD:
@@ -65,7 +65,7 @@ def _reduction(pair: EquationPair) -> Known:
     if _EXTREMES.get(name) is x.kind:
         return x.times_tower(x.power)
     if x.kind not in EACH:
-        raise NotOfOneKindError(f"{name} of {x}")
+        raise NotOfOneKindError(f"no rule for {name} of {x}")
     if is_over and x.kind is Kind.COPY:
         return _of_equal_rows(pair, x)
     if is_over:
@@ -86,7 +86,7 @@ def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
     if pair.name in ("reduce_or", "reduce_and"):
         return function_of([x], pair.name)
     if pair.name != "reduce_sum" or pair.sizes.padded:
-        raise NotOfOneKindError(f"{pair.name} over a tower's number of rows")
+        raise NotOfOneKindError(f"{pair.name} of equal rows depends on their number")
     return copy(x.power - 1)
 
 
@@ -106,7 +106,7 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
         return found
     kind = _EXTREMES.get(pair.name)
     if kind is None:
-        raise NotOfOneKindError(f"{pair.name} over the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} over the tower's rows")
     what, number = x.number or ("value", None)
     is_whole = len(axes) == len(pair.shape(0)) and not pair.has_padding(x.zeros)
     if what == "flag" and pair.name == "reduce_or" and is_whole:
@@ -121,7 +121,7 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
 def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """A sum over some dims of groups of rows."""
     if pair.name != "reduce_sum":
-        raise NotOfOneKindError(f"{pair.name} of {x}")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     dims = x.note.dims
     left = [i for i in dims if i not in axes]
     is_over = len(left) < len(dims)
@@ -139,7 +139,7 @@ def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     [over] = pair.towers_in
     name = pair.name
     if over not in axes:
-        raise NotOfOneKindError(f"{name} of {x}")
+        raise NotOfOneKindError(f"no rule for {name} of {x}")
     is_known = (x.note, name) in (
         (Kind.PART, "reduce_sum"),
         (Kind.MAXIMUM, "reduce_max"),
@@ -154,7 +154,7 @@ def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     is_whole = x.note is Kind.ROWS and pair.rows_in[0] in axes and name in _SCALING
     if is_whole and not pair.sizes.padded:
         return copy(x.power)
-    raise NotOfOneKindError(f"{name} of {x}")
+    raise NotOfOneKindError(f"no rule for {name} of {x}")
 
 
 @rule("reduce")
@@ -163,7 +163,7 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
-            "a reduction of the tower's rows by a function of the user's"
+            "no rule for a reduction of the tower's rows by a function of the user's"
         )
     _refuse_other_function(pair)
     return function_of(pair.ins, "a reduction by a function")
@@ -175,7 +175,9 @@ def _refuse_other_function(pair: EquationPair) -> None:
     given = [copy()] * (len(first.constvars) + len(first.invars))
     for found in pair.walk.closed(first, second, given, (pair.first, pair.outer)):
         if found.kind not in (Kind.COPY, Kind.ZERO) or found.power:
-            raise NotOfOneKindError(f"a reduction by a function that gives {found}")
+            raise NotOfOneKindError(
+                f"no rule for a reduction by a function that gives {found}"
+            )
 
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp")
@@ -185,7 +187,7 @@ def _cumulative(pair: EquationPair) -> Known:
     if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
         return ZERO
     if pair.params["axis"] == pair.rows_in[0]:
-        raise NotOfOneKindError(f"{pair.name} along the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} along the tower's rows")
     if pair.name == "cumsum" and x.kind in LINEAR:
         return x
     if pair.name in ("cummax", "cummin") and x.kind in EACH:
@@ -202,7 +204,7 @@ def _sorted(pair: EquationPair) -> list[Known]:
         return [unknown[0]] * len(pair.ins)
     if not pair.kinds <= EACH:
         odd = next(x for x in pair.ins if x.kind not in EACH)
-        raise NotOfOneKindError(f"a sort of {odd}")
+        raise NotOfOneKindError(f"no rule for a sort of {odd}")
     order = joined([copy() if x.kind is Kind.ZERO else _places_in(x) for x in pair.ins])
     return [order.times_tower(x.power) for x in pair.ins]
 
@@ -225,7 +227,7 @@ def _ordered(pair: EquationPair, operand: int, x: Known, order: Any) -> Known:
         return permuted(x, 0, (order, x.note.order))
     if x.kind is Kind.NUMBERS and pair.times_rows(operand, 0) == 1:
         return Known(Kind.ORDER, note=(order, None))
-    return pair.unknown(f"a sort of {x}")
+    return pair.unknown(f"no rule for a sort of {x}")
 
 
 def _places_in(value: Known) -> Known:
@@ -235,11 +237,11 @@ def _places_in(value: Known) -> Known:
 
 @rule("top_k")
 def _best(pair: EquationPair) -> list[Known]:
-    """The largest elements along a dim without rows, like a sort."""
+    """The largest elements along a dim without rows, by the rule of a sort."""
     [x] = pair.ins
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0] or x.kind not in EACH:
-        raise NotOfOneKindError(f"the largest of {x}")
+        raise NotOfOneKindError(f"no rule for the largest of {x}")
     x = copy() if x.kind is Kind.ZERO else x
     return [x.times_tower(x.power), _places_in(x)]
 
@@ -255,18 +257,16 @@ def _matrix_product(pair: EquationPair) -> Known:
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
-        raise NotOfOneKindError(f"{x} times {y}")
+        raise NotOfOneKindError(f"no rule for {x} times {y}")
     if pair.dtype(0).kind == "b":
-        raise NotOfOneKindError(
-            "a test of whether any row has a flag, which is not a sum"
-        )
+        raise NotOfOneKindError("a product of bools tests whether any row has a flag")
     both = product_of(x, y)
     if both.kind is Kind.ROWS:
         if pair.has_padding(x.zeros, y.zeros):
             raise NotOfOneKindError("padding counts in a sum over rows")
         return part(both.power)
     if pair.sizes.padded:
-        raise NotOfOneKindError("a sum over a tower's number of rows")
+        raise NotOfOneKindError("a sum of equal rows depends on their number")
     return copy(both.power - 1)
 
 
@@ -290,7 +290,7 @@ def _convolution(pair: EquationPair) -> Known:
     if are_summed and params["feature_group_count"] == 1:
         if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
             return part(product_of(x, y).power)
-    raise NotOfOneKindError("a convolution along the tower's rows")
+    raise NotOfOneKindError("no rule for a convolution along the tower's rows")
 
 
 _WINDOW = {
@@ -312,11 +312,11 @@ def _window(pair: EquationPair) -> Known:
         for key, alone in _WINDOW.items():
             given = pair.params.get(key)
             if given is not None and given[axis] not in (alone, [*np.ravel(alone)]):
-                raise NotOfOneKindError("a window along the tower's rows")
+                raise NotOfOneKindError("no rule for a window along the tower's rows")
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
-        raise NotOfOneKindError("a window over the tower's rows")
+        raise NotOfOneKindError("no rule for a window over the tower's rows")
     x = pair.ins[0]
     if pair.name == "reduce_window_sum" and x.kind in LINEAR:
         return x
@@ -337,9 +337,9 @@ def _transformed(pair: EquationPair) -> Known:
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if x.kind not in LINEAR or pair.rows_in[0] in last:
-        raise NotOfOneKindError(f"an fft of {x}")
+        raise NotOfOneKindError(f"no rule for an fft of {x}")
     if pair.rows_in[0] != pair.rows_out[0]:
-        raise NotOfOneKindError("an fft along the tower's rows")
+        raise NotOfOneKindError("no rule for an fft along the tower's rows")
     return x
 
 
@@ -348,10 +348,10 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
     """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
-            raise NotOfOneKindError(f"{pair.name} of the tower's rows")
+            raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
     found = function_of(pair.ins, pair.name)
     if found.blocks > 1 or any(axis not in (None, 0) for axis in pair.rows_out):
-        raise NotOfOneKindError(f"{pair.name} of the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
     return [found] * len(pair.rows_out)
 
 
@@ -367,5 +367,5 @@ def _solution(pair: EquationPair) -> Known:
     if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
-        raise NotOfOneKindError("a linear solve along the tower's rows")
+        raise NotOfOneKindError("no rule for a linear solve along the tower's rows")
     return function_of(pair.ins, "a solution")

@@ -136,7 +136,9 @@ class Walk:
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
-                raise ProgramsDifferError("the programs close over different arrays")
+                raise ProgramsDifferError(
+                    "the program closes over other arrays for another number of towers"
+                )
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], outer)
@@ -155,7 +157,9 @@ class Walk:
         b = open_jaxpr(second)
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
-            raise ProgramsDifferError("the programs have different inputs or results")
+            raise ProgramsDifferError(
+                "the program has other inputs or results for another number of towers"
+            )
         given = [*zip(a.constvars, b.constvars, strict=True)]
         given += zip(a.invars, b.invars, strict=True)
         env = {x: value for (x, _), value in zip(given, ins, strict=True)}
@@ -165,7 +169,9 @@ class Walk:
             if isinstance(x, Literal) and isinstance(y, Literal):
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
-                raise ProgramsDifferError("the programs read different values")
+                raise ProgramsDifferError(
+                    "the program reads other values for another number of towers"
+                )
             return env[x]
 
         for one, two in _eqn_pairs(a, b):
@@ -185,10 +191,13 @@ class Walk:
         a = _as_numbers(first)
         b = _as_numbers(second)
         if a is None or b is None:
-            return Known(Kind.UNKNOWN, why="a constant that is no number")
+            return Known(Kind.UNKNOWN, why="a constant is no number")
         if a.shape != b.shape:
             if not (_is_filled(a) and _is_filled(b)):
-                return Known(Kind.UNKNOWN, why="a constant for each row of a tower")
+                return Known(
+                    Kind.UNKNOWN,
+                    why="a constant has an element for each row of a tower",
+                )
             a = a.flat[0]
             b = b.flat[0]
         if not np.any(a) and not np.any(b):
@@ -204,7 +213,7 @@ class Walk:
             return copy(0, note=a.item() if is_number and a.dtype.kind != "c" else None)
         power = self._power_between(a, b)
         if power is None:
-            why = "a constant that depends on the number of towers"
+            why = "a constant depends on the number of towers"
             return Known(Kind.UNKNOWN, why=why)
         return copy(power)
 
@@ -270,7 +279,9 @@ class Walk:
                 continue  # rules of derivatives, or of an unknown primitive
             if x is not y and not _is_same(x, y):
                 name = one.primitive.name
-                raise ProgramsDifferError(f"{key} of {name} depends on the towers")
+                raise ProgramsDifferError(
+                    f"{key} of {name} depends on the number of towers"
+                )
 
     def _by_rule(self, pair: EquationPair) -> Known | list[Known]:
         registered = RULES.get(pair.name, _NO_RULE)
@@ -282,12 +293,12 @@ class Walk:
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:
-                raise NotOfOneKindError("an array with one entry per tower")
+                raise NotOfOneKindError("no rule for an array with one entry per tower")
         if registered.by_element and _is_of_groups(pair):
             return _by_groups(pair, registered)
         for value in pair.ins:
             if value.kind in SPECIAL - registered.kinds:
-                raise NotOfOneKindError(f"{pair.name} of {value}")
+                raise NotOfOneKindError(f"no rule for {pair.name} of {value}")
         if not registered.knows_constants:
             ins = [
                 _as_rows(x) if axis is not None else x
@@ -306,7 +317,7 @@ class Walk:
             return value
         has_rows = pair.rows_out[result] is not None
         if _HAS_ROWS.get(value.kind, has_rows) is not has_rows:
-            return pair.unknown(f"{pair.name} makes {value} of another shape")
+            return pair.unknown(f"{pair.name} makes {value}, but not in its shape")
         has_towers = pair.towers_out[result] is not None
         if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
             return pair.unknown(f"{pair.name} makes an array with one entry per tower")
@@ -424,7 +435,7 @@ def _of_plain_copies(pair: EquationPair) -> Known:
     is_function &= not is_foreign(pair.first, None)
     if not (is_apart and is_function) or Kind.ROWS in pair.kinds:
         told = ", ".join(dict.fromkeys(map(str, pair.ins)))
-        raise NotOfOneKindError(f"there is no rule for {pair.name} of {told}")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {told}")
     return function_of(pair.ins, pair.name)._replace(zeros=NO_ZEROS)
 
 

@@ -35,7 +35,7 @@ def mapped_within(pair: EquationPair) -> list[Known]:
     """The kinds of the results of a `shard_map` over a tower's devices."""
     axes = manual_axes(pair.first)
     if axes & pair.walk.axes or axes != manual_axes(pair.second):
-        raise NotOfOneKindError("a shard_map over the towers in a tower")
+        raise NotOfOneKindError("a shard_map in a tower is over the towers")
     split = _axes_of_rows(pair)
     given = [_given_part(pair, x) for x in pair.ins]
     before = pair.walk.within, pair.walk.in_chunks
@@ -68,7 +68,9 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
         raise NotOfOneKindError("rows meet rows that are split over other devices")
     split = found.pop() if found else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
-        raise NotOfOneKindError("rows meet what differs between a tower's devices")
+        raise NotOfOneKindError(
+            "rows meet a value that differs between a tower's devices"
+        )
     return split
 
 
@@ -76,7 +78,7 @@ def _given_part(pair: EquationPair, x: Known) -> Known:
     """The kind of an operand on one device of a tower."""
     if x.kind in LINEAR | {Kind.UNKNOWN} and x.blocks == 1:
         return x if x.kind is Kind.COPY else x.bare()
-    return pair.unknown(f"a shard_map of {x}")
+    return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_parts(
@@ -89,7 +91,7 @@ def _of_parts(
     if axis is not None:
         is_whole = along == split and x.blocks == 1
     if x.kind is not Kind.UNKNOWN and not (x.kind in LINEAR and is_whole):
-        return pair.unknown(f"a shard_map gives {x}")
+        return pair.unknown(f"a shard_map within a tower returns {x}")
     return x.bare()
 
 
@@ -109,5 +111,5 @@ def met_within(pair: EquationPair) -> list[Known]:
     rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
     for x, (before, after) in zip(pair.ins, rows, strict=True):
         if x.kind not in kinds or {before, after} & along:
-            raise NotOfOneKindError(f"{pair.name} of {x} within a tower")
+            raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a tower")
     return [x.bare() for x in pair.ins]
