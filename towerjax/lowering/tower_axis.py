@@ -59,10 +59,7 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
 
 
 TowerPrograms: TypeAlias = dict[tuple[Any, ...], tuple[ClosedJaxpr, Any]]
-"""Traced programs of one tower, each with the treedef of its results.
-
-The key of a program is its name, the number of towers and the arguments' shapes.
-"""
+"""By name, number of towers and shapes: a tower's program, its results' treedef."""
 _Lower: TypeAlias = Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]]
 
 
@@ -350,14 +347,12 @@ _ALONE = (
     " communicate."
 )
 _NO_VMAP = (
-    "Towers that share a device run together under jax.vmap, and JAX has no vmap of"
-    " this. Run them one after another, with tower_loop='scan', or have one tower on"
-    " each device."
+    "Towers that share a device run under jax.vmap, and JAX has no vmap of this. Run"
+    " them one after another, with tower_loop='scan', or have one on each device."
 )
 _UNEVEN = (
-    "{name} with axis_index_groups={groups}: groups of different sizes need a device"
-    " for each tower. Make the sizes equal, or write tower.all_gather(x) and take the"
-    " rows."
+    "{name} with axis_index_groups={groups}: groups of several sizes need a device for"
+    " each tower. Make them equal, or write tower.all_gather(x) and take the rows."
 )
 
 
@@ -403,8 +398,7 @@ def over_local_towers(
     and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
     ``programs`` keeps the program by this ``name``, for the next call with arguments of
     these shapes and as many towers, on any devices. ``is_lowered``: whether
-    ``tower_fn`` is lowered to these devices already, and runs as it is; not if towers
-    run together.
+    ``tower_fn`` is lowered already and runs as it is; not if towers run together.
     """
     how = tower_fn, axes, {} if programs is None else programs, name
     lower = functools.partial(lowered_program, *how)
