@@ -31,11 +31,7 @@ class Slot:
     buffer: int
     start: int
     shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
+    size: int  # the number of elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +58,8 @@ class Packing:
         slots = []
         for leaf in leaves:
             dtype = leaf.dtype
-            slot = Slot(len(filled), 0, leaf.shape[lead:])
+            shape = leaf.shape[lead:]
+            slot = Slot(len(filled), 0, shape, math.prod(shape))
             num_bytes = slot.size * dtype.itemsize
             passed[dtype] += num_bytes
             buffer = latest.get(leaf.dtype)
@@ -74,7 +71,7 @@ class Packing:
                     latest[dtype] = slot.buffer
                     passed[dtype] = num_bytes
             else:
-                slot = Slot(buffer, sum(filled[buffer]), slot.shape)
+                slot = Slot(buffer, sum(filled[buffer]), shape, slot.size)
             filled[slot.buffer].append(slot.size)
             slots.append(slot)
         return cls(tuple(slots), len(filled))

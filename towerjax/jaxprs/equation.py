@@ -25,7 +25,7 @@ from towerjax.jaxprs import tags
 # of partitioning or of random keys, or code that the params hold as a jaxpr, too.
 _TRUSTED = frozenset(
     "checkpoint composite core_map custom_jvp_call custom_lin custom_partitioning "
-    "custom_vjp_call custom_vmap_call debug_callback inspect_sharding linear_call "
+    "custom_vjp_call custom_vmap_call debug_callback inspect_sharding jit linear_call "
     "mpmd_map pallas_call pure_callback random_bits random_fold_in random_gamma "
     "random_seed random_split random_unwrap random_wrap reduce reduce_window remat2 "
     "remat_opt run_state scan select_and_gather_add select_and_scatter_add".split()
@@ -234,13 +234,13 @@ def is_full(eqn: JaxprEqn, size: int) -> bool:
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The inner jaxprs that run when an equation runs."""
-    if eqn.primitive in PLAIN:
-        return []
     return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     """The inner jaxprs of `sub_jaxprs`, with their constants."""
+    if eqn.primitive in PLAIN:
+        return []
     params = eqn.params
     if "_prim" in params:
         return [x for x in [program_of_class(params["_prim"])] if x is not None]
@@ -294,7 +294,7 @@ def all_sites(
     for eqn in open_jaxpr(jaxpr).eqns:
         if plain or eqn.primitive not in PLAIN:
             sites.append(site := (eqn, outer))
-            for inner in sub_jaxprs(eqn) if enter(eqn) else ():
+            for inner in jaxprs_in_params(eqn) if enter(eqn) else ():
                 sites += all_sites(inner, enter=enter, plain=plain, outer=site)
     return sites
 

@@ -75,8 +75,9 @@ def tower_program(
     It is traced once for each ``name`` and shapes of arguments; ``programs`` keeps it.
     """
     leaves, treedef = jax.tree.flatten(args)
-    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    kinds = [x if is_shape(x) else jax.typeof(x) for x in leaves]
+    kinds = [
+        x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves
+    ]
     key = (name, axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
     if key in programs:
         return programs[key]

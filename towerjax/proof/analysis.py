@@ -108,10 +108,9 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
-        ins = [
-            REPLICATED if isinstance(v, Literal) else known(v, REPLICATED)
-            for v in eqn.invars
-        ]
+        ins = []
+        for v in eqn.invars:  # without a call for each equation: there are many
+            ins.append(REPLICATED if isinstance(v, Literal) else known(v, REPLICATED))
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
             continue

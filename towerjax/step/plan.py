@@ -139,7 +139,8 @@ class Plan:
       next: What the step returns, of what the passes give.
       states: Which states its calls take, and what they return.
       ins: By its name, a prefix tree of layouts for each argument of its program.
-      outs: Such a tree for the results, for those that are not `PerTowerValue`.
+      outs: A prefix tree for the results: the name of the argument that a result lies
+        as, or ``MIRRORED`` for all but `PerTowerValue`.
       donates: Whether results may take over the buffers of the first argument.
       gives_step_flag: Whether its results are an `Outcome`, and its program takes the
         step flag of the call before.
@@ -227,15 +228,14 @@ def training_plan(
 
     ``fields`` are further ones of its `NextState`.
     """
-    ins = state_ins(strategy)
     return Plan(
         strategy,
         options,
         passes,
         NextState(update_fn, passes.given, options.on_nonfinite, **fields),
         states,
-        ins,
-        Outcome(ins["state"], *[Layout.MIRRORED] * 3),
+        state_ins(strategy),
+        Outcome("state", *[Layout.MIRRORED] * 3),
         donates=options.donate,
         gives_step_flag=True,
         accepts=True,
@@ -260,7 +260,6 @@ def unguarded_plan(
     The program returns ``(results,)``; with ``changes_state`` the two parts of the next
     state, and then the results.
     """
-    ins = state_ins(strategy)
 
     def finish(
         donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
@@ -269,11 +268,11 @@ def unguarded_plan(
         own = mark_per_tower(results)
         return (*split_state(after), own) if changes_state else (own,)
 
-    parts = (ins["state"], ins["kept"]) if changes_state else ()
+    parts = ("state", "kept") if changes_state else ()
     outs = (*parts, Layout.MIRRORED)
     donates = options.donate and changes_state
     given = strategy, options, passes, finish, states
-    return Plan(*given, ins, outs, donates=donates)
+    return Plan(*given, state_ins(strategy), outs, donates=donates)
 
 
 def training_pass(

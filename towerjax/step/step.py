@@ -9,10 +9,9 @@ import jax
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.step.plan import Plan
-from towerjax.step.run.checked import Checked
 from towerjax.step.run.compile import Program
 from towerjax.step.run.programs import Programs
-from towerjax.step.run.prove import Proof
+from towerjax.step.run.prove import Checked, Proof
 from towerjax.step.run.step_flags import StepFlags
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable

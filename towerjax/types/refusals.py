@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.types.trees import held_dtype, is_deleted, named_leaves, sorted_keys
+from towerjax.types.trees import held_dtype, is_deleted, named_leaves, refuse_unsortable
 from towerjax.types.values import PyTree
 
 _NO_ARRAY = (
@@ -220,8 +220,11 @@ def differences(
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
     """The leaves that differ; if none does, the first container that does."""
-    with sorted_keys(root, given):
+    try:
         leaves, treedef = jax.tree.flatten(given)
+    except ValueError:
+        refuse_unsortable(root, given)
+        raise
     others, other = jax.tree.flatten(expected)
     if treedef == other and _have_one_type(leaves, others):
         return []  # names are for the error alone

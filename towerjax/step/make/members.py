@@ -136,7 +136,6 @@ def _plan_of_members(
         options = dataclasses.replace(options, on_nonfinite="skip")
     options = dataclasses.replace(options, donate=True)
     steps = functools.partial(_train_members, build, strategy.placement, together)
-    ins = state_ins(strategy, _layout(strategy, together))
 
     def first_member(state: TrainState) -> tuple[Plan, TrainState]:
         numbers, _ = state.extra
@@ -151,8 +150,8 @@ def _plan_of_members(
         Passes((), whole_steps=steps),
         _next_of_members,
         _StatesOfMembers(strategy),
-        ins,
-        Outcome(ins["state"], *[Layout.MIRRORED] * 3),
+        state_ins(strategy, _layout(strategy, together)),
+        Outcome("state", *[Layout.MIRRORED] * 3),
         donates=True,
         gives_step_flag=True,
         audited=first_member,

@@ -205,16 +205,21 @@ class DeviceTowers:
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, if a derivative needs them beforehand."""
         runs_once = self.is_added_first and self.pass_.micro_batches == 1
-        program, tree = self._program_of_micro_batch
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        means = parts_of(Means, values_of(as_one_tree(tree, shapes)[self.pass_.loss]))
-        if runs_once or not any(len(x.terms) > 1 for x in means):
+        if runs_once or not self._has_several_means:
             return None
         # The same program runs once more; XLA keeps only what the weights need.
         alone = dataclasses.replace(self.pass_, differentiates=False, looks_at=None)
         own, (rest, _) = dataclasses.replace(self, pass_=alone).run()
         losses = LossSums.each(values_of(put_sums(rest, own)[self.pass_.loss]))
         return self._added([w for x in losses for w in x.denominators])
+
+    @property
+    def _has_several_means(self) -> bool:
+        """Whether a loss that towers return is a sum of several means."""
+        program, tree = self._program_of_micro_batch
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
+        losses = values_of(as_one_tree(tree, shapes)[self.pass_.loss])
+        return any(len(x.terms) > 1 for x in parts_of(Means, losses))
 
     def _added(self, values: list[jax.Array]) -> list[jax.Array]:
         """The sums of ``values`` over all towers."""

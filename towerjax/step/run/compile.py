@@ -75,10 +75,14 @@ def lower(
     if plan.gives_step_flag:
         in_shardings["step_flag"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def sharding_of(out: str | Layout) -> PyTree:
+        return in_shardings[out] if isinstance(out, str) else placement.sharding(out)
+
     jitted = jax.jit(
         _step_of(traced, [*in_shardings], full_rows),
         in_shardings=tuple(in_shardings.values()),
-        out_shardings=_out_shardings(traced, placement, in_shardings["state"]),
+        out_shardings=jax.tree.map(sharding_of, traced.outs),
         donate_argnums=(0,) if plan.donates else (),
     )
     in_trace = jitted.trace(*args)
@@ -101,16 +105,6 @@ def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
         name: placement.shardings(layouts, arg, params)
         for (name, layouts), arg in named
     }
-
-
-def _out_shardings(traced: Traced, placement: Placement, of_state: PyTree) -> PyTree:
-    """A prefix tree of the results' shardings; the next state lies as the state."""
-    state = traced.plan.ins["state"]
-    return jax.tree.map(
-        lambda x: of_state if x is state else placement.sharding(x),
-        traced.outs,
-        is_leaf=lambda x: x is state,
-    )
 
 
 def compile_step(

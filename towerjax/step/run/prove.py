@@ -68,6 +68,17 @@ class Proof:
 _EQUAL = "; equal to one tower"
 
 
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The results of proof and audit for a step so far."""
+
+    unproved: Mapping[str, str] | None = None  # leaf -> why it is not proved
+    report: Any = None  # an `AuditReport`, of it or of the same program
+    note: str = ""  # what nobody has been told yet
+    seconds: float = 0.0  # of proofs of equality and audits
+    is_done: bool = False  # the first call looks no further
+
+
 def prove(
     passes: Sequence[TracedPass], finish: ClosedJaxpr, *, update_on_devices: bool
 ) -> Proof:

@@ -65,14 +65,12 @@ class Traced:
 
     @property
     def outs(self) -> PyTree:
-        """A prefix tree of the layouts of the step's results."""
+        """A prefix tree for the results: layouts, or names of arguments."""
 
-        def of(at: Layout, results: PyTree) -> PyTree:
-            return layouts_of(results) if at is Layout.MIRRORED else at
+        def of(out: str | Layout, results: PyTree) -> PyTree:
+            return layouts_of(results) if out is Layout.MIRRORED else out
 
-        state = self.plan.ins["state"]  # the next one lies as it does
-        is_state = lambda x: x is state  # noqa: E731
-        return jax.tree.map(of, self.plan.outs, self.out, is_leaf=is_state)
+        return jax.tree.map(of, self.plan.outs, self.out)
 
     @property
     def flops(self) -> Flops:
@@ -83,7 +81,7 @@ class Traced:
             total += count_flops(each.towers.jaxpr).times(towers)
         return total
 
-    @property
+    @functools.cached_property
     def update_on_devices(self) -> bool:
         """Whether each device runs the update, which is else of global values.
 
@@ -123,13 +121,14 @@ class Traced:
         shards = None
         if place.num_devices > 1:
             params = args[0]["params"]
-            layouts = _layouts(plan, params, given[2:])
+            given_at, taken_at = _layouts(plan, params, given[2:])
+            outs_at = jax.tree.map(lambda out: plan.ins.get(out, out), self.outs)
             shards = shards_of(
                 place,
-                (given, layouts[0]),
-                (self.out, self.outs),
+                (given, given_at),
+                (self.out, outs_at),
                 params=params,
-                taken=layouts[1],
+                taken=taken_at,
                 exact=self._is_exact,
             )
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
@@ -179,7 +178,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     with what came before, which differs with the number of devices.
     """
     how = pass_.strategy
-    if not (how.placement.axes.in_turn and how.exact):
+    if not (how.placement.tower_loop == "scan" and how.exact):
         return out
     mirrored = how.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
