@@ -79,7 +79,7 @@ class Passes:
     # ``(first pass, what was merged so far) -> passes``, where they are found while
     # they are traced; such a pass is given all that was merged.
     found: Callable[[Pass, list[PyTree]], Iterator[Pass]] | None = None
-    # What an audit compares of what all passes merged, where that is not all of it.
+    # From what all passes merged, the values that an audit compares.
     compared: Callable[[list[PyTree]], list[PyTree]] = list
     # Why no proof of equality can read how towers are merged; "" if one can.
     why_not_proved: str = ""
@@ -148,7 +148,8 @@ class Plan:
         step is accepted.
       by_tower: Whether each tower refuses a step for itself, and not all of them.
       keeps_local: Whether the next tower-local variables are what towers returned.
-      remade: Makes the same plan on other towers, with other options.
+      remade: Makes the same plan on other towers, with other options; None if its
+        builder cannot.
       audited: Gives the plan and the state to audit, where they are others.
     """
 
@@ -166,16 +167,6 @@ class Plan:
     keeps_local: bool = False
     remade: "Callable[[Strategy, StepOptions], Plan] | None" = None
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
-
-    def on(self, strategy: Strategy, options: StepOptions) -> "Plan":
-        """The same step on other towers, with other options.
-
-        Raises:
-          ValueError: Its builder makes none.
-        """
-        if self.remade is None:
-            raise ValueError("This step is made for its own towers alone.")
-        return self.remade(strategy, options)
 
     def towers_on(self, strategy: Strategy) -> "Plan":
         """The passes on other towers, without checks and without micro-batches."""

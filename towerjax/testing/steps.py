@@ -291,5 +291,5 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )
-    made: Any = Step(step.plan.on(strategy, options), placer=placer)
+    made: Any = Step(step.plan.remade(strategy, options), placer=placer)
     return made

@@ -66,9 +66,9 @@ class Members:
         strategy, options = built.value
         if together and strategy.placement.specs is not None:
             raise ValueError(
-                "Members that train together are stacked, but specs=..."
-                " describe one member."
-                " Say tj.sweep(..., order='in_turn'), or leave specs out."
+                "Members that train together cannot have specs=..., because their"
+                " parameters are stacked and specs describe those of one member. Say"
+                " tj.sweep(..., order='in_turn'), or leave specs out."
             )
         plan = _plan_of_members(build, strategy, options, together=together)
         return cls(Step(plan), together, first_state)
@@ -99,8 +99,10 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
     """A member's first state, and the strategy and options of its step."""
     made = build(numbers)
     if not isinstance(made, tuple) or len(made) != 2:
-        kind = a_type(made)
-        raise ValueError(f"build returned {kind}: write return step, state.")
+        raise ValueError(
+            f"build returned {a_type(made)}, but must return a step and its first"
+            " state. Write return step, state."
+        )
     step, state = made
     check_is_state(state)
     state = dataclasses.replace(state, extra=(numbers, state.extra))

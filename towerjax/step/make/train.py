@@ -51,16 +51,16 @@ class StepFunctions(NamedTuple):
     trained: Callable[[PyTree], PyTree]  # params -> those that train, None for others
     strategy: Strategy
     options: StepOptions
-    # (fn, carry), with fn(carry) -> (accepted, carry, rest), gives (carry, rest); it
-    # keeps the old carry where that is not accepted, without a copy of it.
+    # (fn, carry) -> (carry, rest), with fn(carry) -> (accepted, carry, rest). If the
+    # new carry is not accepted, it gives the old one, without a copy of it.
     accept_or_keep: Callable[..., tuple[PyTree, PyTree]] = accept_or_keep
     # Whether each tower refuses a step for itself. Then ``update`` also returns the
-    # number of the first step that one has refused, int32, or -1.
+    # number of the first step that a tower has refused, int32, or -1.
     refuses_by_tower: bool = False
 
 
 Extend: TypeAlias = Callable[[StepFunctions], StepFunctions]
-"""Makes others of a train step's functions, such as ``fns._replace(tower=...)``."""
+"""Changes the functions of a train step, such as ``fns._replace(tower=...)``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,8 @@ def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 _EXTRA = (
     "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree of"
-    " step.init(params, extra=...); what else there is, build_train_step(...,"
-    " update_extra=) takes"
+    " step.init(params, extra=...). For anything else pass build_train_step(...,"
+    " update_extra=)"
 )
 _UPDATE_EXTRA = (
     "what update_extra returns: the tree of step.init(params, extra=...), of merged"
@@ -178,7 +178,7 @@ def apply_gradients(
         return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
 
     shapes = jax.tree.map(shape_of, updates, part, is_leaf=is_rows)
-    what = "The optimizer's updates have not the parameters' shapes"
+    what = "The optimizer's updates do not have the shapes of the parameters"
     advice = "Return an update of the shape of each parameter."
     check_like("params", shapes, part, what, advice)
     after = optax.apply_updates(part, updates)

@@ -39,17 +39,17 @@ class Program:
 
     @property
     def plan(self) -> Plan:
-        """Of what it is the program."""
+        """The plan that it was compiled from."""
         return self.traced.plan
 
     @property
     def proof(self) -> Proof:
-        """What was proved of it."""
+        """The proof of the plan."""
         return self.traced.proof
 
     @functools.cached_property
     def flops(self) -> Flops:
-        """Its arithmetic, of all towers."""
+        """The arithmetic of one step, of all towers."""
         return self.traced.flops
 
     @property
@@ -66,8 +66,9 @@ def lower(
 ) -> jax.stages.Lowered:
     """The step lowered to its devices.
 
-    With ``full_rows`` it is for so many rows of each tower, all of them examples. The
-    program of a training takes the step flag of the call before as a last argument.
+    ``full_rows`` is the number of rows of each tower, if all of them are examples; with
+    None some may be padding. The program of a training takes the step flag of the call
+    before as a last argument.
     """
     plan = traced.plan
     args = traced.args
@@ -91,14 +92,15 @@ def lower(
         require_same(
             "The step's program",
             executors.fingerprint_of_program(in_trace, lowered),
-            "Loss, optimizer with its numbers, options and what functions close"
-            " over must be the same on all.",
+            "Give all processes the same loss, the same optimizer with the same"
+            " numbers, the same options, and the same values in what functions close"
+            " over.",
         )
     return lowered
 
 
 def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
-    """By its name a sharding for each leaf of an argument."""
+    """The shardings of each argument, by its name."""
     params = traced.args[0]["params"]
     named = zip(traced.plan.ins.items(), traced.args, strict=True)
     return {
@@ -141,13 +143,13 @@ def inline(
     *,
     before_first: Callable[[Traced], None] | None = None,
 ) -> tuple[PyTree, Traced]:
-    """The results in a trace, as a part of another program; and what was proved."""
+    """The results in a trace, as a part of another program; and the traced step."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
             f"A step of {placement.num_devices} devices is called in a tower, which"
-            " runs on one device. Build the inner step for one,"
+            " runs on one device. Build the inner step for one device, with"
             f" tj.Mirrored(devices={placement.devices[:1]}, towers="
-            f"{placement.num_towers}); it is given the tower's own rows."
+            f"{placement.num_towers}). It is given the tower's own rows."
         )
     traced = trace(plan, args)
     _ = traced.proof  # which refuses
@@ -159,7 +161,7 @@ def inline(
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """The function to compile, with names of its arguments for the program's text."""
+    """The function to compile; the program's text shows the names of its arguments."""
     at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
@@ -182,9 +184,10 @@ def _step_of(
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's collector of cycles: a trace makes many objects, which all stay.
+    """A context in which Python does not collect garbage.
 
-    It would look through all modules' objects for their sake, a tenth of a first call.
+    A trace makes many objects, and all of them stay. To look for garbage among them,
+    Python would walk the objects of all modules, which takes a tenth of a first call.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -200,9 +203,10 @@ def require_jit() -> None:
     config: Any = jax.config  # whose options are not in the stub
     if config.jax_disable_jit:
         raise ValueError(
-            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
-            " see values write jax.debug.print('{}', x) in a tower function, and to"
-            " stop there in a debugger jax.debug.breakpoint()."
+            "A step cannot run while jax_disable_jit is set, because it is one compiled"
+            " program. Unset jax_disable_jit. To see values in a tower function, write"
+            " jax.debug.print('{}', x); to stop there in a debugger, write"
+            " jax.debug.breakpoint()."
         )
 
 
@@ -212,9 +216,10 @@ def _refuse_stored_tracers(traced: Traced) -> None:
     if kept := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
         raise ValueError(
             "A value that one function of the step has computed,"
-            f" {listed([str(x.aval) for x in kept])}, is read by another from where it"
-            " was put aside, such as a global or an attribute. Return it from the"
-            " tower, as tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and"
-            " update_fn are given what was merged. If it is the rule of a"
-            " jax.custom_vjp that closes over it, make it an argument of the function."
+            f" {listed([str(x.aval) for x in kept])}, is read by another, although the"
+            " tower did not return it: it was put aside, such as in a global or an"
+            " attribute. Return it from the tower, as tj.Weighted, tj.Sum, tj.Rows or"
+            " tj.PerTower. The next pass and update_fn are given the merged value. If"
+            " the rule of a jax.custom_vjp closes over it, make it an argument of the"
+            " function."
         )

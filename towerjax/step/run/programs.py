@@ -30,7 +30,7 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """The batch's signature; raise where ``seen`` are as many as may compile."""
+    """The batch's signature; raises if as many as may compile have been ``seen``."""
 
     def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
@@ -49,16 +49,17 @@ def admit(
     most = max_programs or _MOST_PROGRAMS
     if len(seen) >= most:
         raise ValueError(
-            change + "Make it like the first one (a smaller last batch is filled up"
-            " under remainder='pad'; tj.batches(..., drop_remainder=True) leaves it"
-            " out). If batches of several shapes are meant, build the step or the"
-            f" model with max_programs=... (now {most}): each shape compiles once."
+            change + "Give all batches the shapes of the first one: remainder='pad'"
+            " fills up a smaller last batch, and tj.batches(..., drop_remainder=True)"
+            " leaves it out. If batches of several shapes are meant, build the step or"
+            f" the model with max_programs=... (now {most}). Each shape compiles once."
         )
     if max_programs is None and len(seen) == 1:
         warn(
-            change + f"It compiles anew, as up to {most} kinds of batch do, without a"
-            " further warning. Give all batches one shape, or build the step or the"
-            " model with max_programs=2 (or more), where they are meant."
+            change + "The step compiles anew. It does so for up to"
+            f" {most} kinds of batch, without a further warning. Give all batches one"
+            " shape. If several shapes are meant, build the step or the model with"
+            " max_programs=2 (or more)."
         )
     return signature
 
@@ -75,7 +76,7 @@ class Programs:
     made: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
         default_factory=dict, init=False
     )
-    # By what else than the batch tells programs apart: the batches so far.
+    # For each kind of state, the batches so far.
     _seen: dict[Hashable, list[Signature]] = dataclasses.field(
         default_factory=dict, init=False
     )
@@ -173,11 +174,12 @@ class Programs:
             raise
         except FoundNonFinite as error:
             raise FloatingPointError(
-                f"jax_debug_{error.ty}s found {error.ty} in what a step returned. With"
-                " one = tj.testing.one_tower(step) of a train step,"
-                " jax.jit(one.fn)(one.init(params), batch) names the operation. Without"
-                " it the step itself refuses a loss that is not finite, and"
-                " step.locate(state, batch) names towers and leaves."
+                f"jax_debug_{error.ty}s found {error.ty} in a result of a step. To find"
+                " the operation, run a train step on one tower: one ="
+                " tj.testing.one_tower(step), then jax.jit(one.fn)(one.init(params),"
+                f" batch). Without jax_debug_{error.ty}s the step itself refuses a loss"
+                " that is not finite, and step.locate(state, batch) names towers and"
+                " leaves."
             ) from None
         if self._on_cpus:  # the next call may donate out[0]
             bound_in_flight(self.placement.devices, *out[1:], out[0])
@@ -206,7 +208,7 @@ def send_replicated(batch: PlacedBatch) -> PlacedBatch:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _first_of(values: PyTree, placement: Placement) -> PyTree:
-    """The first device's copies, on all."""
+    """The values of the first device, on all devices."""
 
     def of_device(values: PyTree) -> PyTree:
         number = jax.lax.axis_index(DEVICE_AXIS)
@@ -224,16 +226,16 @@ def refuse_unread_weight(batch: PlacedBatch, traced: Traced) -> None:
 
 
 def refuse_padding(examples: int, unmasked: Sequence[str]) -> NoReturn:
-    """Raise for a padded batch of so many examples, with what counts its padding."""
+    """Raise for a padded batch, and name the values in which its padding counts."""
     unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
     shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
     raise ValueError(
         f"A batch of {examples} examples was padded, but {shown} does not"
         " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
         "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-        " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"
-        " other collectives alike, TowerBatchNorm in place of another batch norm,"
-        " or use remainder='drop' or 'error'."
+        " 'weight': tower.weight}) or tower.all_gather((x, tower.weight)), and send the"
+        " weights in every other collective, too. Use TowerBatchNorm in place of"
+        " another batch norm. Or build the step with remainder='drop' or 'error'."
     )
 
 
@@ -245,9 +247,9 @@ def _refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
     leaves = jax.tree.leaves((donated, replicated))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
         raise ValueError(
-            "An array of the state or of a tj.Whole was donated to an earlier step. Go"
-            " on with the state that the last step returned, pass jnp.copy(x), or say"
-            " donate=False."
+            "An array of the state or of a tj.Whole was donated to an earlier step, so"
+            " it has no values. Go on with the state that the last step returned, pass"
+            " jnp.copy(x), or build the step with donate=False."
         )
     if len(set(map(id, leaves))) == len(leaves):
         return
@@ -256,7 +258,8 @@ def _refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
     for name, leaf in pairs:
         if id(leaf) in seen:
             raise ValueError(
-                f"{name} is the same array as {seen[id(leaf)]}, and one buffer cannot"
-                " be donated twice. Make it a copy, jnp.copy(...), or say donate=False."
+                f"{name} is the same array as {seen[id(leaf)]}, and a step cannot be"
+                " donated one buffer twice. Make one of them a copy, jnp.copy(x), or"
+                " build the step with donate=False."
             )
         seen[id(leaf)] = name

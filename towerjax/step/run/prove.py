@@ -49,10 +49,10 @@ class Proof:
 
     analysis: findings.Analysis  # every output's dependence, and the collectives
     # Names the sums that depend on the batch's rows and not on which of them are
-    # padding, which are found when a batch is first padded.
+    # padding. They are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
-    # Why a merged leaf is not proved equal to one tower, by its name; None where nobody
-    # has asked.
+    # For each merged leaf that is not proved equal to one tower, the reason; None if
+    # nobody has asked.
     unproved: Mapping[str, str] | None = None
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ def prove(
 ) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same.
 
-    ``finish`` is its update; ``update_on_devices``: whether each device runs it.
+    ``finish`` is its update. ``update_on_devices`` says whether each device runs it.
     """
     proofs = [_prove_pass(x) for x in passes]
     if passes:
@@ -121,10 +121,10 @@ def _prove_pass(traced: TracedPass) -> Proof:
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
     if _reads_no_row(pass_, towers.programs):
         raise ValueError(
-            "The loss reads no leaf of its batch, so that each step trains on the same"
+            "The loss reads no leaf of its batch, so every step would train on the same"
             " numbers. Read the rows from the batch that the loss function is given,"
-            " and not from arrays that it closes over. Where none are meant, add 0 *"
-            " a leaf of the batch, such as 0 * batch['x'].sum()."
+            " not from arrays that it closes over. If the loss is meant to read no"
+            " rows, add 0 * a leaf of the batch, such as 0 * batch['x'].sum()."
         )
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers))
     proof = Proof(analysis, unmasked)

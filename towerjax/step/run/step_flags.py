@@ -16,9 +16,10 @@ from towerjax.step.state.next_state import NONE
 from towerjax.types import Layout, PyTree
 
 ASKED_EACH = 8
+"""The number of calls after which a step flag is read, if reading stalls devices."""
+
 MOST_STATES = 64
-"""After how many calls of a state its step flag is read, where each would stall the
-devices; and for how many states step flags are kept that were not read."""
+"""The number of states whose step flags are kept until they are read."""
 
 
 def next_step_flag(before: jax.Array, refused: jax.Array) -> jax.Array:
@@ -38,9 +39,9 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
 class Lineage:
     """The step flags of calls, each of which made the state of the next."""
 
-    at: Any  # the number of steps of the last one's state, the array itself
+    at: Any  # ``state.step`` after the last call, the array itself
     step_flag: Any  # an array, whose stub has no is_ready
-    asked: Any = None  # that of some calls before, of which a copy was begun
+    asked: Any = None  # the step flag of an earlier call, which is being copied
     calls: int = 0
 
 
@@ -57,7 +58,7 @@ class StepFlags:
     def __init__(
         self, placement: Placement, error: Callable[[int], Exception] | None
     ) -> None:
-        """``error``: of a refused step's number, what to raise; None: nothing."""
+        """``error(number)`` is raised for a refused step; with None nothing is."""
         self._placement = placement
         self._error = error
         raises = error is not None
@@ -74,7 +75,7 @@ class StepFlags:
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
     def take(self, at: Any) -> Lineage:
-        """The line of a state with this number of steps; its step flag is given on."""
+        """The line of calls that made the state with this ``state.step``."""
         for line in [*self._lines]:
             if line.at is at:
                 self._drop(line)

@@ -47,7 +47,7 @@ class Traced:
         """The proof, without a device, that what is declared mirrored is the same.
 
         Raises:
-          ReplicationError: It is not; names leaf and line.
+          ReplicationError: A value differs. Names the leaf and the line.
         """
         on_devices = self.update_on_devices
         proof = prove(self.passes, self.finish, update_on_devices=on_devices)
@@ -83,10 +83,11 @@ class Traced:
 
     @functools.cached_property
     def update_on_devices(self) -> bool:
-        """Whether each device runs the update, which is else of global values.
+        """Whether each device runs the update; else it runs once, on global values.
 
-        In the order of one device, on the shards that it has; or since a model
-        function, of which the update is a part, was traced where towers have a mesh.
+        Each device runs it if shards are updated in the order of one device. It also
+        does if a model function, which has the update in it, was traced in the mesh of
+        a tower.
         """
         if not self.plan.accepts:
             return False
@@ -192,7 +193,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Those of an update: what it is given, and takes shards of."""
+    """The layouts of an update's arguments, as they lie and as it uses them."""
     donated, kept = split_state(state_layout(plan.strategy))
     whole = Layout.MIRRORED
     own = Layout.PER_TOWER
