@@ -134,6 +134,6 @@ def test_how_many_calls_a_step_takes(calls):
     """Of Python, in towerjax."""
     first, second = calls
     assert len(second) <= 28, second
-    assert len(first) <= 2_120
+    assert len(first) <= 1_900
     files = {file for file, _ in first}
-    assert len(files) <= 57, sorted(files)
+    assert len(files) <= 56, sorted(files)
