@@ -160,14 +160,8 @@ class DeviceTowers:
         weights = self._weights() if self.takes_gradient else None
         if not self.is_added_first:
             return self._run_each(weights)
-        tree = self._of_micro_batches(
-            self._call_together,
-            self.own,
-            self.replicated_args,
-            weights,
-            of_several=True,
-        )
-        own, rest = take_sums(tree)
+        args = self._call_together, self.own, self.replicated_args, weights
+        own, rest = take_sums(self._of_micro_batches(*args, of_several=True))
         return own, (rest, None)
 
     def run_for_masks(self) -> PyTree:
@@ -204,22 +198,16 @@ class DeviceTowers:
 
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, if a derivative needs them beforehand."""
-        runs_once = self.is_added_first and self.pass_.micro_batches == 1
-        if runs_once or not self._has_several_means:
+        if self.is_added_first and self.pass_.micro_batches == 1:
+            return None  # it knows them before it takes its one derivative
+        losses = values_of(self._micro_batch_results[self.pass_.loss])
+        if not any(len(x.terms) > 1 for x in parts_of(Means, losses)):
             return None
         # The same program runs once more; XLA keeps only what the weights need.
         alone = dataclasses.replace(self.pass_, differentiates=False, looks_at=None)
         own, (rest, _) = dataclasses.replace(self, pass_=alone).run()
         losses = LossSums.each(values_of(put_sums(rest, own)[self.pass_.loss]))
         return self._added([w for x in losses for w in x.denominators])
-
-    @property
-    def _has_several_means(self) -> bool:
-        """Whether a loss that towers return is a sum of several means."""
-        program, tree = self._program_of_micro_batch
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        losses = values_of(as_one_tree(tree, shapes)[self.pass_.loss])
-        return any(len(x.terms) > 1 for x in parts_of(Means, losses))
 
     def _added(self, values: list[jax.Array]) -> list[jax.Array]:
         """The sums of ``values`` over all towers."""
@@ -242,10 +230,11 @@ class DeviceTowers:
             return sums, (rest, flagged)
 
         name = "with gradient" if self.takes_gradient else "tower"
-        is_one = self._is_on_shards and not self._needs_program
+        is_whole = self._is_on_shards and not self._needs_program
+        run_tower = self._lowered(tower_fn, name) if is_whole else tower_fn
         run = functools.partial(
             over_local_towers,
-            self._lowered(tower_fn, name) if is_one else tower_fn,
+            run_tower,
             self.axes,
             stack_sums=self.pass_.strategy.cross_tower_ops.needs_every_tower,
             number=self.state.step,
@@ -253,8 +242,9 @@ class DeviceTowers:
             name=name,
             is_lowered=self._is_on_shards,
         )
-        args = self.own, weights, *self.replicated_args
-        return run(*args) if self._is_on_shards else self._on_shards(run)(*args)
+        if not self._is_on_shards:
+            run = self._on_shards(run)
+        return run(self.own, weights, *self.replicated_args)
 
     @property
     def _needs_program(self) -> bool:
@@ -274,8 +264,7 @@ class DeviceTowers:
     def _on_shards(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """``run(*args) -> (sums, rest)``, whose replicated arguments may be shards."""
         ops = self.pass_.strategy.cross_tower_ops
-        params = self.state.params
-        return sums_in_shards(run, dim_of_shards(ops, params, self.axes))
+        return sums_in_shards(run, dim_of_shards(ops, self.state.params, self.axes))
 
     def _lowered(self, fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
         """The function of one tower, lowered to these devices."""
@@ -360,10 +349,14 @@ class DeviceTowers:
 
         Returns a tree of `Returned`, and the ids that each tower looked up.
         """
-        part = self._micro_batch_of_program
-        how = {"programs": self.programs, "name": "micro-batch"}
-        run = functools.partial(over_local_towers, part, self.axes, **how)
-        run = functools.partial(run, stack_sums=False)
+        run = functools.partial(
+            over_local_towers,
+            self._micro_batch_of_program,
+            self.axes,
+            stack_sums=False,
+            programs=self.programs,
+            name="micro-batch",
+        )
         sums, (rest, ids) = self._on_shards(run)(own, index, *replicated)
         return put_sums(rest, sums), ids
 
@@ -371,12 +364,12 @@ class DeviceTowers:
         self, tower_id: Any, own: PerTowerArgs, index: Any, *replicated: PyTree
     ) -> tuple[PyTree, Ids]:
         """One micro-batch of one tower: a tree of `Returned`, and ids."""
-        part = (
-            self._micro_batch_of_program if self._needs_program else self._micro_batch
-        )
-        if self._is_on_shards and self._needs_program:
-            part = self._lowered(part, "micro-batch")
-        sums, (rest, ids) = part(tower_id, own, index, *replicated)
+        run: Callable[..., PyTree] = self._micro_batch
+        if self._needs_program:
+            run = self._micro_batch_of_program
+            if self._is_on_shards:
+                run = self._lowered(run, "micro-batch")
+        sums, (rest, ids) = run(tower_id, own, index, *replicated)
         return put_sums(rest, sums), ids
 
     def _micro_batch_of_program(
@@ -421,18 +414,25 @@ class DeviceTowers:
         known = self.axes, self.programs, self._micro_batch_shapes
         return tower_program(self._micro_batch, *known, "micro-batch")
 
+    @property
+    def _micro_batch_results(self) -> PyTree:
+        """The shapes of what one tower returns of one micro-batch, as `Returned`."""
+        program, tree = self._program_of_micro_batch
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
+        return as_one_tree(tree, shapes)
+
     def _check_micro_batch(self) -> None:
         """Check a new program of one micro-batch: see `check_micro_batch`."""
         before = len(self.programs)
         program, tree = self._program_of_micro_batch
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        refuse_mixed_up(as_one_tree(tree, shapes), self.replicated_args[1].local)
+        _, state, *_ = self.replicated_args
+        refuse_mixed_up(self._micro_batch_results, state.local)
         if len(self.programs) > before or has_tracers(program.consts):
             tower_id, own, index, *replicated = self._micro_batch_shapes
             kinds = [("", tower_id), ("rows", own.rows), ("", own.num_valid)]
             kinds += [("local", own.local), ("rows", index), ("", replicated)]
             each = [kind for kind, x in kinds for _ in jax.tree.leaves(x)]
-            numbers = as_one_tree(tree, range(len(shapes)))
+            numbers = as_one_tree(tree, range(tree.num_leaves))
             check_micro_batch(program, numbers, each, self.pass_.micro_batches)
 
     def _micro_batch(
