@@ -123,7 +123,7 @@ class DeviceTowers:
         ops = self.pass_.strategy.cross_tower_ops
         return ops.needs_every_tower or isinstance(self.pass_.looks_at, TowersFlags)
 
-    @property
+    @functools.cached_property
     def takes_gradient(self) -> bool:
         """Whether the pass differentiates its loss."""
         return self.pass_.trained is not None and self.pass_.differentiates

@@ -131,7 +131,8 @@ def compile_step(
     with _collector_paused():
         lowered = lower(traced, placement, full_rows=full_rows)
     # An interrupt inside the compiler can kill the process (JAX 0.10).
-    compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
+    compile_it = functools.partial(xla.compile_on_devices, lowered, placement)
+    compiled = uninterrupted(compile_it)
     seconds = time.perf_counter() - start
     return Program(compiled, traced, seconds, full_rows is not None)
 

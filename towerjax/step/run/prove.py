@@ -97,7 +97,9 @@ def prove(
 
 
 def join_proofs(proofs: Sequence[Proof]) -> Proof:
-    """The proof of several passes or steps."""
+    """The proof of one or several passes or steps."""
+    if len(proofs) == 1:
+        return proofs[0]
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
     return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 

@@ -51,9 +51,8 @@ class Traced:
         """
         on_devices = self.update_on_devices
         proof = prove(self.passes, self.finish, update_on_devices=on_devices)
-        if self.of_whole_steps is None:
-            return proof
-        return join_proofs([proof, self.of_whole_steps])
+        steps = self.of_whole_steps
+        return proof if steps is None else join_proofs([proof, steps])
 
     @property
     def out(self) -> PyTree:
@@ -148,7 +147,11 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         *of_step, before = given
-        passes.append(_trace_pass(pass_, (*of_step, shapes_of(before))))
+        of_pass = *of_step, shapes_of(before)
+        run = functools.partial(on_device, pass_)
+        layouts = tuple(pass_.ins.values())
+        towers = OnTowers(run, pass_.strategy.placement, layouts, of_pass)
+        passes.append(TracedPass(pass_, of_pass, towers))
         return passes[-1].out
 
     def finish(*given: PyTree) -> tuple[PyTree, Static]:
@@ -162,13 +165,6 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     closed, out = jax.make_jaxpr(finish, return_shape=True)(*given)
     shapes, proof = out
     return Traced(plan, args, tuple(passes), closed, shapes, proof.value)
-
-
-def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
-    run = functools.partial(on_device, pass_)
-    layouts = (*pass_.ins.values(),)
-    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
-    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
