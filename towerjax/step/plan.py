@@ -91,7 +91,7 @@ class Passes:
 
     @property
     def is_of_one_loss(self) -> bool:
-        """Whether all gradients are derivatives of the loss, which needs none."""
+        """Whether the one gradient is that of a pass's loss, which it follows from."""
         return len(self.each) == 1 and self.each[0].trained is not None
 
     def changed(self, **fields: Any) -> "Passes":
@@ -124,7 +124,7 @@ class Passes:
         return self.found(self.each[0], merged)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """What a pass, or the update, is given of what those before it have merged."""
+        """The merged results that the next pass, or the update, is given."""
         return merged[-1] if self.found is None else [*merged]
 
 
@@ -133,12 +133,12 @@ class Plan:
     """What a builder returns: a step before it is traced, as data.
 
     Attributes:
-      strategy: Which towers, and where.
+      strategy: The towers, and where they are.
       options: How the step treats its batch and its loss.
       passes: What towers compute.
-      next: What the step returns, of what the passes give.
-      states: Which states its calls take, and what they return.
-      ins: By its name, a prefix tree of layouts for each argument of its program.
+      next: Makes the step's results from what the passes give.
+      states: The states that its calls take, and what the calls return.
+      ins: For each argument of its program, by its name, a prefix tree of layouts.
       outs: A prefix tree for the results: the name of the argument that a result lies
         as, or ``MIRRORED`` for all but `PerTowerValue`.
       donates: Whether results may take over the buffers of the first argument.
@@ -150,7 +150,8 @@ class Plan:
       keeps_local: Whether the next tower-local variables are what towers returned.
       remade: Makes the same plan on other towers, with other options; None if its
         builder cannot.
-      audited: Gives the plan and the state to audit, where they are others.
+      audited: Gives another plan and state, which are proved and audited in place of
+        these; None if there are no others.
     """
 
     strategy: Strategy
@@ -215,9 +216,9 @@ def training_plan(
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
-    """The plan whose ``update_fn`` is given what a further pass would be.
+    """The plan of a training; ``update_fn`` gets what a further pass would be given.
 
-    ``fields`` are further ones of its `NextState`.
+    ``fields`` are further fields of its `NextState`.
     """
     return Plan(
         strategy,
@@ -272,7 +273,7 @@ def training_pass(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training; ``fields`` are further ones of it."""
+    """A pass of a training; ``fields`` are further fields of the pass."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}

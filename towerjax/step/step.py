@@ -42,7 +42,7 @@ class Step(Generic[_Result]):
     """
 
     def __init__(self, plan: Plan, *, placer: Placer | None = None) -> None:
-        """The step of a plan; ``placer`` is another than its options make."""
+        """The step of a plan; ``placer`` replaces the one that its options make."""
         self.plan = plan
         self.strategy = strategy = plan.strategy
         self.options = options = plan.options
@@ -53,7 +53,7 @@ class Step(Generic[_Result]):
         )
         self.num_calls = self.placer.calls  # T A: how many tower calls share a batch
         self.checked = Checked()
-        # Not where the bits of a sum have to be those that other programs give.
+        # All programs must give the same bits where sums are exact.
         leaves_out = not strategy.exact
         self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"

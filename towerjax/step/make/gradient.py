@@ -101,8 +101,8 @@ def _call_of_one_mean(
 
 
 _OF_SEVERAL_MEANS = (
-    "A sum of several means has no gradient of one tower, because each mean has its own"
-    " denominator, which is added up over towers. Make the loss a pass of its own,"
+    "A loss that is a sum of several means has no gradient of one tower, because each"
+    " mean has its own denominator, which is added over towers. Make the loss a pass,"
     " tj.build_step(tj.of_loss(loss_fn), update_fn, strategy), use tj.build_train_step,"
     " or differentiate each mean separately."
 )

@@ -100,9 +100,9 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training step, of a differentiated loss or of a tower function.
+    """A pass of a training step: of a loss to differentiate, or of a tower function.
 
-    ``fields`` are further ones of it.
+    ``fields`` are further fields of the pass.
     """
     if isinstance(tower_fn, LossPass):
         fields["trained"] = tower_fn.trained

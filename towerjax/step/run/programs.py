@@ -187,7 +187,7 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """The batch with the first process's values of what each one holds on its host."""
+    """The batch, with the first process's values of replicated leaves on the host."""
     placement = batch.placement
     layout = Layout.MIRRORED
     if placement.num_processes == 1:
