@@ -163,7 +163,7 @@ def _divides_by_broadcast(op: Any) -> bool:
 
 
 def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
-    """Replace a division by what is broadcast by a product with its inverse.
+    """Replace a division by a broadcast value: multiply by its inverse instead.
 
     XLA:CPU does so where the divisor is used once. That depends on ``D``: for one
     ``D`` it divides the whole array, and for another each piece of it.

@@ -102,7 +102,10 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """For each leaf, the spec of the parameter that has its shape and ends its path."""
+    """For each leaf the spec of a parameter: it has the leaf's shape and ends its path.
+
+    A leaf without such a parameter is not split.
+    """
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         keys = _keys(path)

@@ -181,7 +181,7 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """A function that turns arrays like ``x`` into arguments; None if not needed."""
+    """A function from arrays like ``x`` to arguments of a program; or None."""
     # A program of one device places a copy of few rows in less time than `put`.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))

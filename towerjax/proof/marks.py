@@ -43,7 +43,7 @@ ALL: Along = frozenset([Coordinate(1, within=False)])
 
 
 def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
-    """The coordinate that differs inside each group, while the other does not."""
+    """The coordinate that differs within each group, where the other is the same."""
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):

@@ -22,7 +22,7 @@ class Cause(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A variable of a program, and the equation that runs the program, with place."""
+    """A variable of a program, and where it runs: in an equation of another place."""
 
     program: Jaxpr
     var: Any

@@ -59,7 +59,7 @@ def _as_it_is(pair: EquationPair) -> list[Known]:
 
 @rule("stop_gradient", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
 def _without_derivative(pair: EquationPair) -> Known:
-    """The same kind, but another value; where it is 0, its derivative is 0, too."""
+    """The operand's kind, for another value; where that is 0, so is its derivative."""
     return pair.ins[0]._replace(number=None)
 
 

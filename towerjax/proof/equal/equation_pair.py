@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
                 continue
             what = self._what_differs(m, n)
             if what in found:
-                raise ProgramsDifferError(f"{what} meet other {what}")
+                raise ProgramsDifferError(f"an array has several dims of {what}")
             if what:
                 found[what] = i
         return found.get("rows"), found.get("towers")

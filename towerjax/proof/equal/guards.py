@@ -1,4 +1,4 @@
-"""Means over a tower's rows: quotients of parts by a part of the tower's own.
+"""Means over a tower's rows: a part divided by another part of the same tower.
 
 Such a mean depends on the split, but multiplied by its divisor it is a part again. That
 uses that two values cancel. For this to hold for derivatives, too, the divisor must be

@@ -95,7 +95,7 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
         return _inside(pair, programs, pair.ins)
     if SPECIAL & pair.kinds:
         raise NotOfOneKindError(
-            "no rule for such a value in a function with its own derivative"
+            "a function with its own derivative has an operand that no rule covers"
         )
     found = _called_with_rule(pair)
     assert isinstance(found, list)

@@ -189,7 +189,7 @@ def _draw_of(pair: EquationPair) -> Known:
         if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
             raise NotOfOneKindError("a random draw depends on a tower's values")
         if not has_rows:
-            raise NotOfOneKindError("a tower draws other numbers than one for each row")
+            raise NotOfOneKindError("a tower draws numbers that belong to no row")
         return rows()
     if has_rows and pair.rows_in[0] is None:
         raise NotOfOneKindError("all towers draw the same numbers for their rows")

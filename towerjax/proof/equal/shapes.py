@@ -247,7 +247,7 @@ def _put_together(pair: EquationPair) -> Known:
         if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
             return _columns(pair, axis)
         if axis == pair.rows_out[0]:
-            raise NotOfOneKindError("a dim of rows is made from other dims")
+            raise NotOfOneKindError("arrays without rows are joined to a dim of rows")
         return joined(ins, "together with")
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("the tower's rows are joined with other values")

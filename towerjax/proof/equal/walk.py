@@ -116,7 +116,7 @@ class Walk:
         self._count = 0
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
-        """Whether padding may count in a value that is 0 only there."""
+        """Whether padding may count in a value that is known to be 0 in ``zeros``."""
         return self.sizes.padded and PADDING not in zeros
 
     def new_number(self, what: str) -> tuple[str, Identity]:

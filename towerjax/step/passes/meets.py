@@ -87,8 +87,8 @@ def differentiate(
     """The loss of all towers, the gradient of its sums, and the other results.
 
     ``of_params(params) -> (loss, rest)`` is called once, to be traced. It has no effect
-    except its results, which are not differentiated again. A loss of one mean comes
-    back as ``Weighted``, with a gradient that is not divided yet.
+    except its results, which are not differentiated again. A loss of one mean is
+    returned as ``Weighted``, with a gradient that is not divided yet.
     """
 
     def of_one_mean(params: PyTree) -> tuple[Any, PyTree]:

@@ -74,7 +74,7 @@ class SplitProgram:
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         own = given[num_mirrored:]
         self._own_vars = dependents(closed.jaxpr, own, axis, (MEET, DIFFERENTIATE))
-        self._known: dict[Var, int] = {}  # the first pass to know it
+        self._known: dict[Var, int] = {}  # the first pass that knows the value
         self._eqns: list[JaxprEqn] = []
         self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
         self._kinds: dict[int, Primitive] = {}  # all meets of a pass have one
@@ -341,7 +341,7 @@ def _is_one(x: Any) -> bool:
 
 
 def _results_in(tree: dict[str, PyTree]) -> list[Any]:
-    """The function's results in what a pass merged."""
+    """The function's results among the merged values of a pass."""
 
     def is_result(x: Any) -> bool:
         return _is_one(x) or isinstance(x, _Later)

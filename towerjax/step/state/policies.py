@@ -87,7 +87,7 @@ class StatePolicy:
         return place_others(state, *where, own=own)
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """What towers returned, for every process, and without rows of padding."""
+        """The towers' results, readable on every process and without padded rows."""
         placement = self.strategy.placement
         out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
         return without_padding(out, batch)
