@@ -539,3 +539,101 @@ def test_both_sides_of_from_jit_have_as_many_lines_as_it_says():
     _, *sides = [text for _, text, _ in PROGRAM.findall(page)]
     counts = [sum(bool(line.strip()) for line in x.splitlines()) for x in sides]
     assert [int(x) for x in told] == counts and 2 * counts[1] < counts[0]
+
+
+def reasons_of(loss_fn, remainder, local=None):
+    """Why a step of 4 towers is not proved equal to one."""
+    shape = jax.ShapeDtypeStruct
+    batch = {"x": shape((16, 3), jnp.float32), "k": shape((16,), jnp.int32)}
+    strategy = tj.Mirrored(towers=4)
+    how = {"remainder": remainder}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **how)
+    state = step.init({"w": np.ones(3, np.float32)}, local=local)
+    return "\n".join(step.check(state, batch).unproved.values())
+
+
+class Unproved:
+    """Losses with the reasons that no program of the table's page shows."""
+
+    def added(params, batch, tower):
+        losses = batch["x"] @ params["w"]
+        return tj.Weighted(losses.sum(), batch["x"].sum() + 1e-8)
+
+    def chosen(params, batch, tower):
+        losses = batch["x"] @ params["w"]
+        losses = jnp.where((batch["x"] > 0).any(), losses, 0)
+        return tj.Weighted.mean(losses, tower.weight)
+
+    def compared(params, batch, tower):
+        mean = jnp.nan_to_num((batch["x"] @ params["w"]).mean())
+        return tj.Weighted(mean * len(batch["x"]), len(batch["x"]))
+
+    def drawn(params, batch, tower):
+        kept = jax.random.bernoulli(tower.rng, 0.5, (3,))
+        return tj.Weighted.mean((batch["x"] * kept[None]) @ params["w"], tower.weight)
+
+    def closed_over(params, batch, tower):
+        losses = batch["x"] @ params["w"] * np.arange(len(batch["x"]), dtype=np.float32)
+        return tj.Weighted.mean(losses, tower.weight)
+
+    def called(params, batch, tower):
+        like = jax.ShapeDtypeStruct(batch["k"].shape, jnp.int32)
+        k = jax.pure_callback(np.abs, like, batch["k"], vmap_method="expand_dims")
+        return tj.Weighted.mean(batch["x"] @ params["w"] * k, tower.weight)
+
+    def merged(params, batch, tower):
+        loss = tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)
+        return tj.TowerOutput(loss, {"least": Least(batch["x"].min())})
+
+    def shifted(params, batch, tower):
+        scores = batch["x"] @ params["w"]
+        return tj.Weighted.mean(jnp.exp(scores - scores.max()), tower.weight)
+
+    def gathered(params, batch, tower):
+        x, weight = tower.all_gather(
+            (batch["x"] * params["w"][None], tower.weight), axis=0
+        )
+        scores = jnp.where(weight[None] > 0, batch["x"] @ x.T, -jnp.inf)
+        own = tower.id * len(batch["x"]) + jnp.arange(len(batch["x"]))
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, own)
+        return tj.Weighted.mean(losses, tower.weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """A metric with a merge that no rule knows."""
+
+    x: jax.Array
+
+    def merge(self, other):
+        return Least(jnp.where(self.x < other.x, self.x, other.x))
+
+    def compute(self):
+        return self.x
+
+
+def of_own_mean(params, batch, tower):
+    mean = tower.local["mean"]
+    losses = batch["x"] @ params["w"] - mean
+    loss = tj.Weighted.mean(losses, tower.weight)
+    return tj.TowerOutput(loss, local={"mean": 0.9 * mean + batch["x"].mean()})
+
+
+def test_each_reason_of_the_table_is_one_that_a_step_gives():
+    [section] = re.findall(
+        "^## When a right loss stays unproved.*?^## ", TEXTS["proof.md"], re.S | re.M
+    )
+    [[_, _, *rows]] = tables(section)
+    told = {x for row in rows for x in re.findall("`(.*?)`", row[0])}
+    fns = [fn for name, fn in vars(Unproved).items() if name[0] != "_"]
+    given = [reasons_of(fn, how) for fn in fns for how in ("error", "pad")]
+    local = {"mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)}
+    given.append(reasons_of(of_own_mean, "error", local))
+    printed = [
+        output
+        for _, output in re.findall("^```(text)\n(.*?)^```", section, re.S | re.M)
+    ]
+    shown = "\n".join(given + printed)
+    assert len(told) > 15
+    assert [x for x in told if x not in shown] == ["tower.all_gather"]
