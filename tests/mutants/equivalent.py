@@ -39,7 +39,7 @@ SAME: dict[tuple[str, str], str] = {
      'dropped: Picture(size, layout="constrained", dpi=100) -> '
      "Picture(size, dpi=100)"):
         "how far apart the panels of a picture lie",
-    ("towerjax.tf1.call:call_for_each_tower",
+    ("towerjax.towers.on_towers:call_on_towers",
      "dropped: np.arange(placement.num_towers, dtype=np.int32) -> "
      "np.arange(placement.num_towers)"):
         "an argument that is not read",
