@@ -79,8 +79,9 @@ def create_var(
 def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     """The variable with a new value for all towers.
 
-    A tower-local variable then reads as the value. If its reduction is SUM, each tower
-    gets a share, which is a whole number for integers.
+    For a tower-local variable, `read_var` returns the value afterwards: if its
+    reduction is SUM, each tower gets a share of it, which is a whole number for
+    integers.
     """
     value = _given(self, variable, value, "assign")
     if isinstance(variable, MirroredVar):
@@ -90,7 +91,11 @@ def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
 
 
 def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """The mirrored variable plus a value; a tower-local one is refused as unclear."""
+    """The mirrored variable plus a value.
+
+    A tower-local variable is refused, because the value could be meant for each copy or
+    for what the copies reduce to.
+    """
     return _combine(self, variable, value, operator.add, "+")
 
 
@@ -112,9 +117,10 @@ def _combine(
         new = jax.tree.map(combine, variable.value, fit(variable, value))
         return _replace_value(variable, new)
     raise ValueError(
-        f"strategy.{what} of {label(variable)} is unclear. To change each copy write"
-        f" strategy.update(v, lambda x: x {sign} value). To change the value that they"
-        f" read as write strategy.assign(v, strategy.read_var(v) {sign} value)."
+        f"strategy.{what} of {label(variable)} is unclear. To change each tower's copy"
+        f" write strategy.update(v, lambda x: x {sign} value). To change the one value"
+        " that strategy.read_var(v) makes of the copies write strategy.assign(v,"
+        f" strategy.read_var(v) {sign} value)."
     )
 
 
@@ -160,7 +166,10 @@ def update_var(
 
 
 def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
-    """The tree with variables replaced by their values, reduced if tower-local."""
+    """The tree with each variable replaced by its value.
+
+    The copies of a tower-local variable are reduced by its own reduction.
+    """
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)
     return read_local(value)

@@ -18,7 +18,10 @@ from towerjax.types.trees import parts_of
 def batch_reduce(
     self: AnyStrategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
-    """The reduced value of each ``(value, destinations)``; all sums run together."""
+    """The reduced value of each ``(value, destinations)``, in one reduction.
+
+    ``reduction`` and ``destinations`` are as for `reduce`.
+    """
     pairs = check_list("pairs", pairs, "[(value, None), ...]")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -39,8 +42,8 @@ def map_elements(
 ) -> PerTower:
     """The results of ``fn(element, *args)`` as ``PerTower``.
 
-    Tower ``j mod T`` has result ``j``. A tower's results are stacked, so elements must
-    have one shape.
+    Tower ``t`` gets the results of elements ``t``, ``t + T``, ``t + 2 T`` and so on,
+    stacked, so all results must have one shape.
     """
     check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
     refuse_per_tower((elements, args, kwargs), "map")

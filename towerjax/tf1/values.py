@@ -62,10 +62,10 @@ def regroup(self: AnyStrategy, nests: Sequence[PyTree]) -> PyTree:
     a ``PerTower``, in tower order. It is the inverse of `select_tower`.
     """
     if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
-        size = len(nests) if isinstance(nests, Sized) else "no length"
+        size = f" of {len(nests)}" if isinstance(nests, Sized) else ""
         raise ValueError(
-            f"regroup got {a_type(nests)} of {size}, but needs a list of"
-            f" {self.num_towers} trees, one per tower in tower order."
+            f"regroup got {a_type(nests)}{size}, but needs a list of {self.num_towers}"
+            " trees, one per tower in tower order."
         )
     check_structures(nests, "nests", is_leaf=_is_regrouped_whole)
     return jax.tree_util.tree_map_with_path(
@@ -122,9 +122,9 @@ def fetch(
 ) -> PyTree:
     """A replicated value, or ``fn`` of it, on one device.
 
-    ``destination`` is a device or its name. None is this process's first CPU; while JAX
-    traces, nothing is sent. ``fn`` is applied where the value lies, so that only its
-    result is sent.
+    ``destination`` is a device or its name; None is this process's first CPU. ``fn`` is
+    applied where the value lies, so that only its result is sent. While JAX traces,
+    None leaves the value where it is.
 
     Example:
       >>> import towerjax as tj

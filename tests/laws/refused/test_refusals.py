@@ -91,8 +91,9 @@ MIRRORED = "Expected value to be mirrored across towers"
 IS_OWN = "variable 'v' is, in a tower function, that tower's copy"
 COPIES = r"variable 'v' has shape \(2,\), but dim 0 .* the 3 towers.*restored_values"
 ADDED = (r"^strategy.assign_{0} of tower-local variable 'v' is unclear. To change "
-    r"each copy write strategy.update\(v, lambda x: x {1} value\). To change the "
-    r"value that they read as write strategy.assign\(v, strategy.read_var\(v\) {1} v")
+    r"each tower's copy write strategy.update\(v, lambda x: x {1} value\). To change "
+    r"the one value that strategy.read_var\(v\) makes of the copies write "
+    r"strategy.assign\(v, strategy.read_var\(v\) {1} v")
 NO_NUMBER = "got a random key, which is not a number. Use Reduction.ONLY_FIRST"
 ONLY_SOME = "Only some towers reach"
 IN_TURN = (r"{} needs all towers at once, but tower_loop='scan' runs the towers.*Use "

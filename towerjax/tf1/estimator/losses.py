@@ -20,10 +20,10 @@ from towerjax.types import PyTree, Reduction, Sum
 class LossReduction(enum.Enum):
     """How the losses of several towers are reduced to one.
 
-    ``SUM`` is the total of the towers' scalars. ``MEAN`` is the mean of the scalars of
-    those towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and
-    ``SUM_OVER_BATCH_SIZE`` need ``Weighted`` losses, and divide the sum over the global
-    batch once by their weight. ``NONE`` is refused.
+    With ``SUM`` and ``MEAN`` a tower's loss is a scalar: ``SUM`` adds the towers'
+    scalars, and ``MEAN`` takes the mean over those towers that have examples. With
+    ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE`` it is a ``Weighted``: sums
+    and weights are added over the global batch, and divided once. ``NONE`` is refused.
 
     Source:
       ``tf.losses.Reduction`` of TensorFlow 1.
@@ -67,7 +67,7 @@ def compute_weighted_loss(
     reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
     valid: jax.typing.ArrayLike | None = None,
 ) -> Weighted | jax.Array:
-    """One tower's loss, made from the losses of its elements, for the reduction.
+    """One tower's loss: the losses of its elements, weighted and reduced.
 
     Args:
       losses: The losses of the elements, ``[b, ...]``.
@@ -263,9 +263,10 @@ def map_gradients(
 
 _INSIDE = (
     "TowerOptimizer.update was called inside a jit, scan or cond, where towers cannot"
-    " communicate with tower_loop='scan' or several micro-batches. Call it outside, by"
-    " wrapping last: TowerOptimizer(optax.apply_if_finite(...)). Or use"
-    " tower_loop='vmap' and one micro-batch."
+    " communicate with tower_loop='scan' or several micro-batches. Call it outside. If"
+    " another optimizer calls it there, make TowerOptimizer the outer one:"
+    " TowerOptimizer(optax.apply_if_finite(...)). Or use tower_loop='vmap' and one"
+    " micro-batch."
 )
 _WEIGHTED = (
     "model_fn returned a tj.{}, but loss_reduction={!r} needs a scalar loss. Return a"

@@ -58,9 +58,9 @@ from towerjax.types.trees import map_parts, parts_of, shapes_of
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
 reduces gradients over towers before it updates.
-Other variables that towers change on their own: make them tj.TowerLocal, reduce them
-with tower.reduce(tj.Reduction.MEAN, value), or return them as tj.Weighted(sum, weight)
-or tj.Sum(x) in train_op.extra."""
+If each tower changes another variable on its own, make it a tj.TowerLocal, reduce it
+with tower.reduce(tj.Reduction.MEAN, value), or return it as tj.Weighted(sum, weight) or
+tj.Sum(x) in train_op.extra."""
 
 
 @jax.tree_util.register_static
@@ -165,9 +165,10 @@ def _refuse_own_parameters(split: SplitProgram) -> None:
     if (line := split.line_of_own_parameters()) is not None:
         raise ValueError(
             f"TowerOptimizer.minimize at {line} got parameters that are computed from"
-            " one tower's rows, draws or variables, so the sum of all losses has no"
-            " gradient by them. Write optimizer.compute_gradients(loss_fn, params),"
-            " which works on one tower, and apply_gradients."
+            " one tower's rows, draws or variables. They differ from tower to tower, so"
+            " the sum of all towers' losses has no gradient with respect to them. Write"
+            " optimizer.compute_gradients(loss_fn, params), which differentiates one"
+            " tower's loss, and then apply_gradients."
         )
 
 
@@ -175,8 +176,9 @@ def _refuse_changed_local(split: SplitProgram) -> None:
     """Raise if micro-batches would not see what the ones before have changed."""
     if split.changes_local:
         raise ValueError(
-            "model_fn changes tower-local variables and goes on after an update, so"
-            " that micro-batches would see different values. Write micro_batches=1."
+            "model_fn changes tower-local variables and computes more after an"
+            " optimizer's update. With several micro-batches the later part would not"
+            " see what the micro-batches before have changed. Write micro_batches=1."
         )
 
 
@@ -315,9 +317,10 @@ class _TrainedModel(StatePolicy):
     hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     advice = (
-        "model.init(tj.TrainState.create(params, optimizer)), which counts the steps."
-        " With several optimizers its params and opt_state are dicts of their parts. A"
-        " call of the model by itself takes any tree."
+        "model.init(tj.TrainState.create(params, optimizer)). With several optimizers"
+        " make its params and opt_state dicts, with an entry for each optimizer. Only a"
+        " call of the model itself, model(variables, features, labels, mode), takes"
+        " other trees."
     )
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:

@@ -83,7 +83,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         lazy: bool = False,
     ) -> "TowerOptimizer":
-        """The wrapped optimizer; a function is called for the optimizer."""
+        """Wrap an optimizer, or the one that a function without arguments returns."""
         made = optimizer() if callable(optimizer) else optimizer
         if not isinstance(made, optax.GradientTransformation):
             raise ValueError(
@@ -366,8 +366,8 @@ def _check_own_state(
         "TowerOptimizer.update got the state of another optimizer, or of other params"
     )
     advice = (
-        "Make it with its own init(params); so does tj.TrainState.create(params,"
-        " optimizer) with this TowerOptimizer."
+        "Make the state with optimizer.init(params) or tj.TrainState.create(params,"
+        " optimizer), where optimizer is this TowerOptimizer."
     )
     if not isinstance(state, TowerOptimizerState):
         raise ValueError(f"{what}: {a_type(state)}. {advice}")

@@ -239,11 +239,11 @@ def replicate_model_fn(
     max_programs: int | None = None,
     audit: bool | None = None,
 ) -> ReplicatedModel:
-    """A replicated model function, which is called as before, with the global batch.
+    """The model function on all towers, to be called with the global batch.
 
-    Each tower calls the model function on its own rows, and the results are merged.
-    ``loss_reduction`` reduces the loss, each ``TowerOptimizer`` updates the variables
-    once, metrics are merged, and outputs are joined row by row.
+    Each tower calls the model function on its own rows, and the results are merged: the
+    losses by ``loss_reduction``, metrics by their own rule, and outputs row by row.
+    Each ``TowerOptimizer`` updates the variables once.
 
     Args:
       model_fn: A pure function, written for one device: ``(variables, features, labels,
@@ -259,7 +259,8 @@ def replicate_model_fn(
       compat: ``"tf1"`` gives the numbers of TensorFlow 1: every reduction except SUM
         divides the towers' losses by the number of towers, and classes are stacked.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.
-      max_programs: How many batch signatures may be compiled for each mode; None is 8.
+      max_programs: How many kinds of batch (trees, shapes, dtypes) may be compiled for
+        each mode; None is 8.
       audit: As for ``tj.build_train_step``, for the first call of each mode.
 
     Returns:
