@@ -137,8 +137,13 @@ def of_gradient(loss_fn):
     return fn
 
 
-def equalities(fn, params, batch, *, padded=False, symbolic=False):
+def equalities(fn, params, batch, **options):
     """The proof's answers for ``fn(params, rows, tower) -> (arrays, leaves)``."""
+    return proved(fn, params, batch, **options)[0]
+
+
+def proved(fn, params, batch, *, padded=False, symbolic=False):
+    """The same, with the programs that were compared."""
     programs = []
     for towers in NUMBERS:
         rows = rows_of(towers, padded)
@@ -148,15 +153,14 @@ def equalities(fn, params, batch, *, padded=False, symbolic=False):
         programs.append(traced)
     found = [program for program, _, _ in programs]
     _, inputs, leaves = programs[0]
-    return equal_to_one_tower(found, inputs, leaves, axes=[TOWER_AXIS], padded=padded)
+    how = {"axes": [TOWER_AXIS], "padded": padded}
+    return equal_to_one_tower(found, inputs, leaves, **how), found
 
 
 def answer_for(loss_fn, params, batch, **options):
     """The worst answer for a loss, with its gradient where a rule says what that is."""
-    found = equalities(of_loss(loss_fn), params, batch, **options)
-    rows = rows_of(1, False)
-    program, _, _ = program_of(of_loss(loss_fn), params, batch, 1, rows)
-    if has_own_rules(program):
+    found, programs = proved(of_loss(loss_fn), params, batch, **options)
+    if has_own_rules(programs[0]):
         found += equalities(of_gradient(loss_fn), params, batch, **options)
     return worst(found)
 

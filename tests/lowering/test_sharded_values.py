@@ -151,9 +151,14 @@ def test_a_program_communicates_where_it_must(name):
     parts = np.stack(np.split(w, D, given))
     jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
     assert times(jaxpr.jaxpr) == expected
-    first, *rest = jax.tree.leaves(jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x))
-    of_whole = jax.vmap(program, (None, 0), axis_name=DEVICE_AXIS, axis_size=D)
-    want, *others = jax.tree.leaves(of_whole(w, x))
+
+    @jax.jit
+    def both(parts, w, x):
+        found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
+        of_whole = jax.vmap(program, (None, 0), axis_name=DEVICE_AXIS, axis_size=D)
+        return jax.tree.leaves(found), jax.tree.leaves(of_whole(w, x))
+
+    (first, *rest), (want, *others) = both(parts, w, x)
     want = np.broadcast_to(want, (D, 4, 4))[0]
     np.testing.assert_array_equal(np.concatenate(first, wanted), want)
     for x, y in zip(rest, others, strict=True):
@@ -266,20 +271,44 @@ def gradient(loss, w, x):
     return targets.gradients(jax.grad(of)(targets.values))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_derivative_communicates_where_it_must(name):
-    loss = LOSSES[name]
+def of_a_device(loss):
+    return lambda w, x: jax.tree.leaves(gradient(loss, w, x))[0]
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Parameters ``[4, 4, 4]``, and each device's rows."""
     rng = np.random.default_rng(0)
+    shapes = (4, 4, 4), (D, 4, 4)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.fixture(scope="module")
+def derivatives(drawn):
+    """By name the devices' gradients, in parts and whole; one program of them all."""
+    w, x = drawn
+    parts = {name: np.stack(np.split(w, D, x.dim)) for name, x in LOSSES.items()}
+
+    @jax.jit
+    def of_all(parts, w, x):
+        found = {}
+        for name, loss in LOSSES.items():
+            run = jax.vmap(of_a_device(loss), axis_name=DEVICE_AXIS)
+            whole = jax.vmap(jax.grad(loss.fn), (None, 0))
+            found[name] = run(parts[name], x), whole(w, x)
+        return found
+
+    return jax.device_get(of_all(parts, w, x))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_derivative_communicates_where_it_must(name, drawn, derivatives):
+    loss = LOSSES[name]
+    w, x = drawn
     env = [(DEVICE_AXIS, D)]
-    w = rng.normal(size=(4, 4, 4))
-    x = rng.normal(size=(D, 4, 4))
-    w = w.astype(np.float32)
-    x = x.astype(np.float32)
-    parts = np.stack(np.split(w, D, loss.dim))
-    run = lambda w, x: jax.tree.leaves(gradient(loss, w, x))[0]  # noqa: E731
-    jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
-    found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
-    each = jax.vmap(jax.grad(loss.fn), (None, 0))(w, x)
+    part = np.split(w, D, loss.dim)[0]
+    jaxpr = jax.make_jaxpr(of_a_device(loss), axis_env=env)(part, x[0])
+    found, each = derivatives[name]
     if loss.is_alone:
         found = np.concatenate(found, loss.dim)
         each = each.sum(0)
@@ -317,8 +346,13 @@ def test_an_own_gradient_is_scattered_where_it_must(name):
 
     jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
     assert times(jaxpr.jaxpr) == expected
-    found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
-    want = jax.tree.leaves(jax.vmap(fn, (None, 0))(w, x))[0].sum(0)
+
+    @jax.jit
+    def both(parts, w, x):
+        found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
+        return found, jax.tree.leaves(jax.vmap(fn, (None, 0))(w, x))[0].sum(0)
+
+    found, want = both(parts, w, x)
     np.testing.assert_allclose(np.concatenate(found, dim), want, rtol=1e-4, atol=1e-5)
 
 

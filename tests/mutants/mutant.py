@@ -97,7 +97,7 @@ def _holders(original: Any, package: str) -> Iterator[tuple[Any, Any]]:
                 yield module, name
             elif isinstance(value, dict) and not name.startswith("__"):
                 yield from ((value, k) for k, v in value.items() if v is original)
-            elif inspect.isclass(value) and value.__module__ == module_name:
+            elif isinstance(value, type) and value.__module__ == module_name:
                 for key, x in vars(value).items():  # a class may give it on
                     if x is original or getattr(x, "__wrapped__", None) is original:
                         yield value, key
