@@ -335,7 +335,7 @@ MISTAKES = {
     "a sum where towers meet": (meeting("mean"),
         rf"in which towers communicate, .*{HERE}.*optimizer\.minimize\(loss_fn"),
     "in turn, inside a jit": (call(in_a_jit, tower_loop="scan"),
-        r"TowerOptimizer\.update was called inside a jit.*make TowerOptimizer the outer.*_loop='vmap'"),
+        r"Optimizer\.update was called inside a jit.*the outer one.*tower_loop='vmap'"),
     # Padding.
     **{f"padding, {part}": (careless(part, mode), text)
         for part, (mode, text) in CARELESS.items()},
