@@ -115,16 +115,16 @@ def numbered_rows(
 
 
 def check_micro_batch(
-    closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str], count: int
+    closed: ClosedJaxpr, tree: PyTree, args: tuple[PyTree, ...], count: int
 ) -> None:
     """Raise if a bare value differs between micro-batches; warn of calls by tower.
 
     A call such as ``tower.mean`` sees the rows of one micro-batch only. ``closed`` is
     one tower's program of one micro-batch. ``tree`` is the tree of its results, each as
-    `Returned` with its number. ``kinds`` says of each input whether it belongs to the
-    micro-batch's ``"rows"``, to the tower's ``"local"`` variables or to neither.
+    `Returned` with its number. ``args`` are the shapes of its arguments, ``(tower_id,
+    what the tower has of its own, index, *replicated)``.
     """
-    analysis, names = _differences(closed, tree, kinds)
+    analysis, names = _differences(closed, tree, _kinds_of_inputs(args))
     refuse_varying(analysis, names)
     calls = [x for x in analysis.tower_calls if x.source and x.name in tags.TOWER_CALLS]
     if calls:
@@ -135,6 +135,20 @@ def check_micro_batch(
             " rows in an earlier pass of tj.build_step, as in"
             f" {page('how_to/several_losses', 'A function of a mean')}"
         )
+
+
+def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
+    """For each input "rows", "local" for a variable of the tower, or "" for others."""
+    tower_id, own, index, *replicated = args
+    kinds = [
+        ("", tower_id),
+        ("rows", own.rows),
+        ("", own.num_valid),
+        ("local", own.local),
+        ("rows", index),
+        ("", replicated),
+    ]
+    return [kind for kind, arg in kinds for _ in jax.tree.leaves(arg)]
 
 
 def _differences(

@@ -428,12 +428,9 @@ class DeviceTowers:
         _, state, *_ = self.replicated_args
         refuse_mixed_up(self._micro_batch_results, state.local)
         if len(self.programs) > before or has_tracers(program.consts):
-            tower_id, own, index, *replicated = self._micro_batch_shapes
-            kinds = [("", tower_id), ("rows", own.rows), ("", own.num_valid)]
-            kinds += [("local", own.local), ("rows", index), ("", replicated)]
-            each = [kind for kind, x in kinds for _ in jax.tree.leaves(x)]
             numbers = as_one_tree(tree, range(tree.num_leaves))
-            check_micro_batch(program, numbers, each, self.pass_.micro_batches)
+            shapes = self._micro_batch_shapes
+            check_micro_batch(program, numbers, shapes, self.pass_.micro_batches)
 
     def _micro_batch(
         self,
