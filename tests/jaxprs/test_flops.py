@@ -150,6 +150,7 @@ def test_loops_count_by_their_trips(name):
     is_open = name == "a while"
     assert [x[:26] for x in found.uncounted] == ["while counts as one trip, "] * is_open
     assert not is_open or "test_flops.py" in found.uncounted[0]
+    assert not is_open or (found.elementwise, found.recomputed) == (X.size, 0)
 
 
 def test_what_a_derivative_computes_again_is_told_apart():

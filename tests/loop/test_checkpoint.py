@@ -363,7 +363,7 @@ def test_a_variable_without_one_value_stays_on_as_many_towers(step, other, tmp_p
 
 
 def other_model(step, **changes):
-    local = {"rows": tj.TowerLocal(np.int32(0), tj.Reduction.SUM)}
+    local = {"rows": tj.TowerLocal(np.zeros(3, np.int32), tj.Reduction.SUM)}
     return step.init({**model.params(), **changes}, local=local)
 
 
@@ -378,6 +378,7 @@ def test_another_model_is_refused_before_training(three, monkeypatch):
     assert "/4' belongs to another model" in text
     assert "state.opt_state[0].trace['new'] is absent, expected float32[1]" in text
     assert "tower-local ONLY_FIRST_TOWER, expected absent" in text
+    assert "expected int32[3], tower-local SUM" in text
     state = model.init(step)
     half = {**state.params, "half": state.params["half"].astype(np.float32)}
     state = dataclasses.replace(state, params=half)

@@ -415,6 +415,8 @@ def always(data):
     (pairs(), {"eval_data": pairs(), "eval_batches": pairs()},
         "eval_data and eval_batches= exclude each other. Pass only"),
     (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
+    (pairs(), {"steps": 1.5}, "steps=1.5 must be a whole number"),
+    (pairs(), {"steps": -1}, "steps=-1 must be"),
     (pairs(), {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
         "early_stopping without eval_every would never"),
 ])  # fmt: skip

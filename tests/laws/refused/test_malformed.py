@@ -351,6 +351,8 @@ ENTRIES = {
     "trainable": (
         lambda x: tj.apply_gradients(optax.sgd(1.0), ONE, ONE.params, trainable=x),
         dict(enumerate(["x", -1, 1.5, ["x"], object(), {1}]))),
+    "optimizer=": (lambda x: tj.apply_gradients(x, ONE, ONE.params),
+        dict(enumerate(ANYTHING))),
     "thresholds": (lambda x: tj.metrics.auc(np.ones(2), np.ones(2), thresholds=x),
         dict(enumerate([*TEXTS, object(), {1}, {}]))),
     "Weighted.sum": (lambda x: tj.Weighted(x, 1.0), dict(enumerate(TEXTS))),

@@ -65,7 +65,6 @@ class Epochs:
     def __post_init__(self) -> None:
         """Check the data without taking a batch from it."""
         check_whole("epochs", self.epochs, or_none=True)
-        check_whole("steps", self.most, or_none=True)
         _check_batches(self.name, self.data, or_function=True)
         if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
