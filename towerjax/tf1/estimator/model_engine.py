@@ -137,12 +137,16 @@ class ModelTower:
 def _check_metrics(eval_metrics: Mapping[str, Any]) -> None:
     """Raise unless each metric is a state that merges."""
     for name, metric in eval_metrics.items():
-        if not (tj.metrics.is_metric(metric) or has_denominator(metric)):
-            raise ValueError(
-                f"eval_metrics[{name!r}] is {a_type(metric)}, which is not a metric"
-                " state of the tower's rows. Write tj.Weighted.mean(hits,"
-                " tower.weight), or another state of tj.metrics."
-            )
+        if tj.metrics.is_metric(metric) or has_denominator(metric):
+            continue
+        is_class = isinstance(metric, type)
+        kind = f"the class {metric.__name__}" if is_class else a_type(metric)
+        raise ValueError(
+            f"eval_metrics[{name!r}] is {kind}, but must be a metric state, an object"
+            " made from the tower's rows: tj.Weighted.mean(hits, tower.weight), another"
+            " state of tj.metrics, or a metric of clu or metrax. A Collection of clu is"
+            " several: write eval_metrics={**tj.metrics.from_clu(collection)}."
+        )
 
 
 def _refuse_met_sum(split: SplitProgram) -> None:
