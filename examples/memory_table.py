@@ -1,7 +1,7 @@
 """Tabulate what a device holds and sends per step, over numbers of devices.
 
 The output is a table of bytes, for 1 to 8 devices: with the whole state on each device,
-and with the optimizer's state in parts.
+and with the optimizer's state sharded.
 
     python examples/memory_table.py
 """

@@ -1,13 +1,16 @@
 """The noise scale of a gradient while a training goes on, and how far towers differ.
 
-A part is one micro-batch of one tower. Two numbers more are added up beside the
-gradient: ``w |g|^2`` over parts, and their number. Noise and signal follow from them by
-the analysis of variance, without bias, as a mean of weight ``w`` has the variance of
-one row divided by ``w`` (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162,
-appendix A.1; here for parts of any weights):
+Each micro-batch of each tower has a mean gradient ``g`` over its rows, with the weight
+``w`` of these rows. A mean over ``w`` rows has the variance of one row divided by
+``w``. So the gradients of ``n`` micro-batches show the noise of one row, by an analysis
+of variance without bias (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162,
+appendix A.1; here for any weights). ``G`` is the mean gradient of the whole batch, with
+the weight ``W``:
 
-    noise = (sum w |g|^2 - W |G|^2) / (parts - 1)    trace of one row's covariance
-    signal = |G|^2 - noise / W                       square of the true gradient's norm
+    noise = (sum w |g|^2 - W |G|^2) / (n - 1)    trace of one row's covariance
+    signal = |G|^2 - noise / W                   square of the true gradient's norm
+
+The step adds up ``w |g|^2`` and ``n`` beside the gradient.
 
 python examples/noise_scale.py
 """
@@ -23,15 +26,15 @@ ratio = tj.metrics.ratio
 
 
 class Parts(tj.metrics.Additive):
-    """What the parts of a batch add up to."""
+    """Sums over the micro-batches of all towers."""
 
     counts_towers = True  # by design: an audit leaves it out
 
-    squares: jax.Array  # of each part's gradient, over its weight
-    number: jax.Array  # of parts that have weight
+    squares: jax.Array  # w |g|^2
+    number: jax.Array  # of micro-batches that have weight
 
     def compute(self):
-        """The mean square of a part."""
+        """The mean of w |g|^2."""
         return ratio(self.squares, self.number)
 
 
@@ -60,7 +63,7 @@ def metrics_of(merged, grads):
     square = dot(total, total)
     large = ratio(square, weight)
     noise = (parts.squares - large) / jnp.maximum(parts.number - 1, 1)
-    noise = jnp.where(parts.number > 1, noise, jnp.nan)  # of one part it is not known
+    noise = jnp.where(parts.number > 1, noise, jnp.nan)  # one does not show it
     loss, own = (merged["own"].values[name] for name in ("loss", "grads"))
     norms = jnp.sqrt(jax.vmap(lambda x: dot(x, x))(own.sum))
     cosines = ratio(jax.vmap(lambda x: dot(x, total))(own.sum), norms)

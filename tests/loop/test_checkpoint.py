@@ -1205,7 +1205,7 @@ def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
 
 def test_options_that_do_not_fit_together(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, best="loss")
-    with pytest.raises(ValueError, match="has nothing to evaluate"):
+    with pytest.raises(ValueError, match="needs an evaluation, and there is none"):
         train(light, saving)
     with pytest.raises(
         TypeError, match=r"checkpointer=tj\.Checkpointer\(folder, best="

@@ -25,13 +25,13 @@ class OpsChoice:
 def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
     """Choose the cross-tower op that suits the devices, and say why.
 
-    It is `Hierarchical` for several processes that have the same number of neighbouring
-    devices, at least 2, and else `AllReduce`, because XLA and NCCL know the links
-    inside a machine.
+    The choice is `Hierarchical` if there are several processes, which have the same
+    number of neighbouring devices, at least 2 each. Otherwise it is `AllReduce`,
+    because XLA and NCCL know the links inside a machine.
 
     Args:
-      devices: Names or ``jax.Device`` objects in tower order; the names may be of
-        devices that this machine does not have.
+      devices: Names or ``jax.Device`` objects in tower order. A name may be that of a
+        device that this machine does not have.
 
     Returns:
       An `OpsChoice`.

@@ -17,25 +17,26 @@ def take(table: Any, ids: Any) -> jax.Array:
     """``jnp.take(table, ids, axis=0)``, whose gradient in a loss has only these rows.
 
     In a loss that `tj.build_train_step`, `tj.of_loss`, `tj.value_and_grad` or a
-    ``TowerOptimizer`` differentiates, the gradient of a table is ``IndexedRows``: one
-    row for each id, so two rows if an id occurs twice. Towers send these rows; no
-    gradient of the table's shape is made or sent. Elsewhere, also in ``jax.grad``, it
-    is an ordinary lookup.
+    ``TowerOptimizer`` differentiates, the gradient of a table is ``IndexedRows``. It
+    has one row for each id, so it has two rows if an id occurs twice. Towers send only
+    these rows; no gradient of the table's shape is computed. Elsewhere, also in
+    ``jax.grad``, `take` is an ordinary lookup.
 
     Args:
-      table: ``[N, ...]``, floats. It must be a leaf of the parameters itself, because
-        anything computed from it would be computed for all rows. Look up first.
-      ids: Integers of any shape, from ``-N`` to ``N - 1``. Other ids give rows of NaN,
-        without a gradient.
+      table: ``[N, ...]``, floats. It must be a leaf of the parameters. Look up first,
+        and compute with the rows afterwards, because a computation on the table is one
+        on all its rows.
+      ids: Integers of any shape, from ``-N`` to ``N - 1``. Another id gives a row of
+        NaN, without a gradient.
 
     Returns:
       The rows, ``[*ids.shape, ...]``.
 
     Raises:
       ValueError: ``ids`` are not integers, or the table has no rows. In such a loss
-        also: the table depends on the parameters but is not one of them; the lookup is
-        inside a jit, scan, cond, while_loop, remat, custom_jvp or custom_vjp; or the
-        table has another use, which makes the gradient dense.
+        three more cases are errors: the table depends on the parameters but is not one
+        of them; the lookup is inside a jit, scan, cond, while_loop, remat, custom_jvp
+        or custom_vjp; or the table has another use, which makes the gradient dense.
 
     Example:
       >>> import numpy as np, towerjax as tj

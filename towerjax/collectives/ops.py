@@ -51,13 +51,13 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
 def sends_alone(ops: CrossTowerOps, leaf: Any, axes: TowerAxes) -> bool:
     """Whether the op sends a leaf alone in a plain all-reduce, which can be scattered.
 
-    An op of the user's has a way of its own, that of a subclass included.
+    A user's op sends in its own way, and so does a user's subclass of ours.
     """
     return type(ops) is AllReduce and ops.sends_alone(leaf, axes)
 
 
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
-    """The sum over all towers of leaves ``[k, ...]``, one row a local tower."""
+    """The sum over all towers of leaves ``[k, ...]``, one row per local tower."""
     if not ops.needs_every_tower:
         rows = jax.tree.map(add_rows, rows)
     return sum_over_towers(ops, rows, axes).tree()
@@ -67,16 +67,19 @@ def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> P
 class AllReduce:
     """One all-reduce over flat buffers: the fastest op, exact up to rounding.
 
-    Small leaves of a dtype that are near each other in the tree share a flat buffer,
-    because an all-reduce costs time per operand. Larger leaves are sent alone, because
-    copying them costs more than that.
+    Small leaves share a flat buffer if they have one dtype and are near each other in
+    the tree, because each operand of an all-reduce costs time. Larger leaves are sent
+    alone, because copying them costs more.
 
     Attributes:
       pack_below_bytes: The largest size of a leaf that shares a buffer, in bytes; 0
-        packs none. The leaves of a buffer lie within 8 times as many bytes of the tree,
-        so that the first gradients do not stay in memory until the last one.
-      num_packs: The number of equal buffers per dtype instead; see `Packed`.
-      bytes_per_pack: The bytes of a buffer instead; see `Packed`.
+        packs none. A buffer takes leaves from a stretch of the tree that has at most 8
+        times this size. So the first gradients need not stay in memory until the last
+        one is computed.
+      num_packs: The number of equal buffers per dtype, in place of
+        ``pack_below_bytes``; see `Packed`.
+      bytes_per_pack: The largest size of a buffer in bytes, in place of
+        ``pack_below_bytes``; see `Packed`.
       max_group: The largest number of leaves in a buffer.
       group_size: The number of devices of a group, in which sums are made first; see
         `Hierarchical`.
@@ -200,16 +203,16 @@ def Packed(
     bytes_per_pack: int | None = None,
     max_group: int | None = None,
 ) -> AllReduce:
-    """One all-reduce of packs whose number or size you choose: one a dtype, or more.
+    """One all-reduce of packs, whose number or size you choose.
 
     XLA may send several packs in one message, up to its own limit for combining them.
 
     Args:
-      num_packs: The number of packs. All leaves of a dtype lie end to end and are cut
-        into packs of ``total // num_packs`` elements; the last pack also has the
-        remainder. A pack without elements is not sent.
-      bytes_per_pack: The largest size of a pack, in bytes, which consecutive leaves of
-        a dtype fill; a larger leaf is sent alone. Not with ``num_packs``.
+      num_packs: The number of packs for each dtype. All leaves of the dtype are joined
+        and cut into packs of ``total // num_packs`` elements; the last pack also has
+        the remainder. A pack without elements is not sent.
+      bytes_per_pack: The largest size of a pack, in bytes. Consecutive leaves of a
+        dtype fill a pack; a larger leaf is sent alone. Not with ``num_packs``.
       max_group: The largest number of leaves in a pack. Not with ``num_packs``.
 
     Example:
@@ -301,12 +304,12 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
 def ReduceToOneDevice(device: str | None = None) -> AllReduce:
     """An op that adds sums on one device and sends them from there to all devices.
 
-    In round ``s`` the devices whose distance from that device is an odd multiple of
-    ``2**s`` send their sums to the device ``2**s`` nearer, which adds them:
-    ``ceil(log2(D))`` rounds for ``D`` devices. The additions have one fixed order. An
-    all-reduce, to which the other devices give zeros, then sends the sums to all. Use
-    it if links to one device are much better than those between others; elsewhere it is
-    slower than `AllReduce`.
+    The sums travel in ``ceil(log2(D))`` rounds for ``D`` devices. In round ``s`` a
+    device sends if its distance from the one device is an odd multiple of ``2**s``. The
+    device that is nearer by ``2**s`` receives, and adds. So the additions have one
+    fixed order. Then an all-reduce, to which the other devices give zeros, sends the
+    sums to all. Use this op if the links to one device are much better than those
+    between others. Elsewhere it is slower than `AllReduce`.
 
     Args:
       device: The name of one of the strategy's devices; None is its first.
@@ -346,13 +349,14 @@ def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
 class PinnedTree:
     """A sum in one fixed binary tree over towers: the same bits on any devices.
 
-    Tower values are added pairwise in tower order, then the pairs, and so on, so the
-    order depends only on ``T``. With ``tower_loop="scan"``, which also runs the same
-    program for each tower, a whole training run has the same bits on every ``D`` that
-    divides ``T``. Each device adds ``1/D`` of the numbers of all towers, and an
-    all-gather shares the sums. This moves as many bytes as a ring all-reduce.
+    The values of neighbouring towers are added in pairs, then the sums of the pairs,
+    and so on. So the order depends only on ``T``. ``tower_loop="scan"`` also runs the
+    same program for each tower. With both, a whole training run has the same bits on
+    every ``D`` that divides ``T``. Each device adds ``1/D`` of the elements for all
+    towers, and an all-gather shares the sums. This moves as many bytes as a ring
+    all-reduce.
 
-    If ``k = T / D`` is a power of two, the towers of a device are a subtree and are
+    If ``k = T / D`` is a power of two, the towers of a device are a subtree, and are
     added before they are sent. Otherwise each tower's values are sent, which is ``k``
     times the bytes. A device holds ``k`` gradients at once.
 

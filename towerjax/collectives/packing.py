@@ -51,7 +51,10 @@ class Packing:
         max_leaves: float = math.inf,
         lead: int = 0,
     ) -> "Packing":
-        """Pack leaves of a dtype within ``reach`` bytes; large leaves stay alone."""
+        """Pack neighbouring leaves of a dtype; large leaves stay alone.
+
+        A buffer takes leaves from a stretch of at most ``reach`` bytes of the dtype.
+        """
         latest: dict[np.dtype, int] = {}  # the buffer that takes further leaves
         passed = Counter[np.dtype]()  # bytes of leaves since that buffer began
         filled: list[list[int]] = []  # the sizes of the leaves of each buffer

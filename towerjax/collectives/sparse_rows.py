@@ -93,21 +93,22 @@ _HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 class IndexedRows:
     """Some rows of an array ``[N, ...]``, whose other rows are 0.
 
-    A row that is named twice counts twice: rows of the same index are added when they
-    are applied. So the SUM of several towers' rows is all of these rows, end to end,
-    and nothing of size ``N`` is sent.
+    A row that is named twice counts twice, because rows of the same index are added
+    when they are applied. So the SUM of several towers' rows is all of these rows,
+    joined, and nothing of size ``N`` is sent.
 
     An index below 0 or from ``N`` on names no row; JAX would drop or wrap it silently.
-    It raises a ValueError if indices are known before tracing: for NumPy's at
-    construction, for JAX's when they are applied. If they are traced, the whole result
-    becomes the fill value of ``jnp.take``: NaN, or for integers the smallest (signed)
-    or largest (unsigned). To pad to a fixed ``r``, add rows of zeros at a valid index.
+    Here it raises a ValueError if the indices are known before tracing: NumPy indices
+    at construction, JAX indices when they are applied. If the indices are traced, the
+    whole result becomes the fill value of ``jnp.take``. That is NaN for floats, the
+    smallest number for signed integers, and the largest for unsigned ones. To pad to a
+    fixed ``r``, add rows of zeros at a valid index.
 
     Attributes:
       values: ``[r, ...]``, the rows.
       indices: ``[r]`` of an integer dtype, the numbers of these rows in the array.
-      dense_shape: ``[N, ...]``, the shape of the array, which is static. Leading dims
-        that both ``values`` and ``indices`` have, such as ``[T]``, make a stack of
+      dense_shape: ``[N, ...]``, the shape of the array, which is static. ``values`` and
+        ``indices`` may both have more leading dims, such as ``[T]``: a stack of
         ``IndexedRows``.
 
     Raises:
@@ -149,7 +150,7 @@ class IndexedRows:
         return self.add_to(jnp.zeros(self.dense_shape, dtype))
 
     def add_to(self, array: jax.Array) -> jax.Array:
-        """``array``, of shape ``dense_shape``, with these rows added, in its dtype.
+        """``array`` with these rows added, in the array's dtype.
 
         16-bit floats are added in float32 and rounded once.
         """
@@ -187,9 +188,9 @@ class IndexedRows:
     def __radd__(self, array: Any) -> jax.Array:
         """``array + rows`` in the array's dtype; so ``optax.apply_updates`` adds rows.
 
-        It adds as `add_to`, but nothing of size ``N`` is read or written. So an index
-        that names no row makes only these rows NaN, at the nearest indices. Rows of a
-        wider float dtype may be added: in that dtype, rounded once, as optax adds
+        It adds like `add_to`, but reads and writes nothing of size ``N``. So an index
+        that names no row makes only the rows at the nearest indices NaN. Rows of a
+        wider float dtype are added in that dtype and rounded once, as optax adds
         updates.
         """
         array = jnp.asarray(array)

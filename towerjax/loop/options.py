@@ -140,8 +140,9 @@ class RunOptions:
         for name, value in needing.items():
             if self.evaluate is None and value is not None:
                 raise ValueError(
-                    f"{name}={value} has nothing to evaluate. Pass evaluate and"
-                    " eval_batches; to train_and_evaluate of a model pass eval_data."
+                    f"{name}={value} needs an evaluation, and there is none. Pass"
+                    " evaluate and eval_batches; to train_and_evaluate of a model pass"
+                    " eval_data."
                 )
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError(

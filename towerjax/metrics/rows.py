@@ -27,7 +27,8 @@ def ratio(total: Any, weight: Any) -> Any:
       weight: The same shape, or ``()``.
 
     Returns:
-      An array of that shape, from the same library. NaN stays NaN.
+      The quotient, in the shape of ``total`` and from the same library. A NaN makes it
+      NaN, except a total whose weight is 0.
 
     Example:
       >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
@@ -47,7 +48,7 @@ def quotient(total: Any, weight: Any) -> Any:
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values are on the host, and so known before tracing."""
+    """Whether the values are on the host, so that they are known before tracing."""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
@@ -149,9 +150,9 @@ def check_threshold(name: str, threshold: Any) -> None:
 class Pairs:
     """The labels and predictions of one metric, of equal shapes, and their weights.
 
-    A compiled program cannot raise. So an invalid value that is not known before
-    tracing gets the weight NaN, unless its weight is 0; then each sum of weights is
-    NaN.
+    A compiled program cannot raise an error. So an invalid value that is not known
+    before tracing gets the weight NaN, unless its weight is 0. Each sum of weights is
+    then NaN, and so is the metric.
     """
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:

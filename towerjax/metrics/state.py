@@ -46,7 +46,7 @@ def merge_parts(first: Any, second: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A metric of another library; numbers that decide shapes stay static."""
+    """A metric of another library; the numbers that decide shapes are static."""
 
     arrays: list[Any]  # the metric's leaves, in tree order; None for each number
     # Those that are numbers, in tree order; None for each array.
@@ -84,9 +84,9 @@ def from_clu(metric: Any) -> Any:
     """The metric state of a metric of ``clu.metrics`` or ``metrax``.
 
     A step converts a ``Metric`` by itself. A ``Collection`` becomes a dict of its
-    metrics: write ``{**from_clu(collection)}``. Values are those of the library, so
-    that ``clu.metrics.Average`` of nothing is NaN. Give the metric ``tower.weight`` as
-    ``mask`` or ``sample_weights``.
+    metrics: write ``{**from_clu(collection)}``. The library computes the value, so
+    ``clu.metrics.Average`` is NaN if no example counts. Give the metric
+    ``tower.weight`` as ``mask`` or ``sample_weights``.
 
     Args:
       metric: An object made by ``from_model_output(...)`` of its class.
@@ -286,7 +286,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
 def merge(first: Any, second: Any) -> Any:
     """The merged state of two disjoint sets of examples.
 
-    It is associative and commutative up to rounding; neither operand is changed.
+    The order of merges changes the result by rounding only. Neither operand is changed.
 
     Args:
       first: A ``Weighted``, or any metric state.
@@ -318,8 +318,9 @@ def compute(state: Any) -> Any:
     """The value of a state; the state is not changed.
 
     Args:
-      state: A ``Weighted``, a sum of several, or any metric state. NumPy computes NumPy
-        arrays, in their precision; states of other libraries get ``jax.Array``.
+      state: A ``Weighted``, a sum of several, or any metric state. If its arrays are
+        NumPy's, NumPy computes the value in their dtype. States of other classes
+        compute with ``jax.Array``.
 
     Returns:
       The result of the state's ``compute``, an array; 0 if no example counts.

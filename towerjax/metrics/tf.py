@@ -31,9 +31,9 @@ def mean(values: Values, weight: Weight = None) -> Weighted:
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
-      weight: Weights with the shape of the leading dims of ``values``, ``[b]`` or ``[b,
-        1]`` for one per example, >= 0; None counts each element once. An element of
-        weight 0 is left out even if it is NaN.
+      weight: Weights >= 0, whose shape is that of the leading dims of ``values``;
+        ``[b]`` or ``[b, 1]`` is one weight per example. None counts each element once.
+        An element of weight 0 is left out even if it is NaN.
 
     Returns:
       A ``Weighted`` of two scalars, float32 or wider.
@@ -64,7 +64,7 @@ def percentage_below(
     Args:
       values: ``[b, ...]``.
       threshold: Values below it count; a value equal to it does not.
-      weight: As for `mean`; the errors are those of `mean`, too.
+      weight: As for `mean`, which also raises the errors.
 
     Example:
       >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
@@ -113,9 +113,9 @@ def mean_absolute_error(
 def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
     """The share of predictions that equal the label; ``tf.metrics.accuracy``.
 
-    Labels and predictions are class ids or booleans, not scores. An id that would wrap
-    round on the devices is refused. Arguments, result and other errors are those of
-    `mean_absolute_error`.
+    Labels and predictions are class ids or booleans, not scores. An id that does not
+    fit into the devices' integers is refused. Arguments, result and other errors are
+    those of `mean_absolute_error`.
     """
     pairs = Pairs("accuracy", labels, predictions, weight)
     return _mean_of(pairs.are_equal(), pairs.weights)
@@ -198,7 +198,7 @@ def true_positives(
       threshold: A score above it counts as positive; a score equal to it does not.
 
     Returns:
-      A ``Sum``, float32 or wider; exact up to ``2**24`` per batch.
+      A ``Sum``, float32 or wider. It is exact up to ``2**24`` per batch.
 
     Raises:
       ValueError: The shapes differ, a value is neither 0 nor 1, scores come without a
@@ -300,9 +300,9 @@ def mean_iou(
 ) -> Tally:
     """Intersection over union, averaged over classes; ``tf.metrics.mean_iou``.
 
-    The IoU of a class is the weight of elements with this label and this prediction,
-    divided by the weight of those with either. Classes that are neither a label nor a
-    prediction do not count.
+    The IoU of a class is a quotient of weights: of the elements that have the class as
+    label and as prediction, and of those that have it as one of the two. A class that
+    is neither a label nor a prediction does not count.
 
     Args:
       labels: ``[b, ...]`` class ids from 0 to ``num_classes - 1``.
@@ -311,7 +311,8 @@ def mean_iou(
       weight: As for `mean`.
 
     Returns:
-      A confusion matrix, float32 or wider; exact up to ``2**24`` per batch.
+      A state that holds the confusion matrix, float32 or wider. It is exact up to
+      ``2**24`` per batch.
 
     Raises:
       ValueError: The shapes differ, ids are not integers or out of range, or a weight
@@ -339,17 +340,17 @@ def mean_per_class_accuracy(
 ) -> Tally:
     """The accuracy of each class, averaged over the classes that occur as labels.
 
-    By default a class without examples does not count, as in `mean_iou`.
-    ``tf.metrics.mean_per_class_accuracy`` counts it as 0, as ``absent="zero"`` does.
-    Errors are those of `mean_iou`, and an unknown ``absent``.
+    By default a class without examples does not count, as in `mean_iou`. TensorFlow
+    counts it as 0; ``absent="zero"`` does the same. Errors are those of `mean_iou`. An
+    unknown ``absent`` is an error, too.
 
     Args:
       labels: As for `mean_iou`.
       predictions: As for `mean_iou`.
       num_classes: The number of classes.
       weight: As for `mean_iou`.
-      absent: Whether a class without examples in the merged state is ``"left out"`` of
-        the mean or counts as ``"zero"``.
+      absent: ``"left out"`` leaves a class without examples in the merged state out of
+        the mean. ``"zero"`` counts it as 0.
 
     Example:
       >>> float(mean_per_class_accuracy([0, 0, 1, 1], [0, 1, 1, 1], 3).compute())

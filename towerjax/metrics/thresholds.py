@@ -118,12 +118,12 @@ def auc(
 ) -> Tally:
     """The area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
 
-    There are ``num_thresholds`` even thresholds from 0 to 1. A score is positive at the
-    thresholds below it. The ROC area is a sum of trapezoids. For PR, counts and not the
-    precision are interpolated between thresholds, as with TensorFlow's
-    ``careful_interpolation``; TensorFlow's default, trapezoids, gives too large an
-    area. Two scores between the same thresholds count as equal, so more thresholds give
-    a more exact area.
+    There are ``num_thresholds`` thresholds at equal distances from 0 to 1. A score is
+    positive at the thresholds below it. Two scores between the same thresholds count as
+    equal, so more thresholds give a more exact area. The ROC area is a sum of
+    trapezoids. For the PR area, the counts are interpolated between thresholds, and not
+    the precision, as TensorFlow's ``careful_interpolation`` does. TensorFlow's default,
+    trapezoids, gives too large an area.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
@@ -137,8 +137,8 @@ def auc(
         then not used.
 
     Returns:
-      Histograms, float32 or wider; exact up to ``2**24`` per batch. Without positives
-      the value is 0. Without negatives it is 0 for ROC and 1 for PR.
+      A state of histograms, float32 or wider. It is exact up to ``2**24`` per batch.
+      Without positives the value is 0. Without negatives it is 0 for ROC and 1 for PR.
 
     Raises:
       ValueError: The shapes differ, a value is out of range, or an option is unknown.
@@ -185,9 +185,9 @@ def sensitivity_at_specificity(
     """The sensitivity at the threshold whose specificity is nearest to a given one.
 
     It is ``tf.metrics.sensitivity_at_specificity``. The specificity is the share of
-    negatives that are not above the threshold, the sensitivity the share of positives
-    that are. If several thresholds are equally near, within 1e-6, the greatest
-    sensitivity counts. Errors are those of `auc`.
+    negatives that are not above the threshold. The sensitivity is the share of
+    positives that are above it. If several thresholds are equally near, within 1e-6,
+    the greatest sensitivity counts. Errors are those of `auc`.
 
     Args:
       labels: As for `auc`.
@@ -216,8 +216,9 @@ def specificity_at_sensitivity(
 ) -> Tally:
     """The specificity at the threshold whose sensitivity is nearest to a given one.
 
-    It is ``tf.metrics.specificity_at_sensitivity``, and `sensitivity_at_specificity`
-    with the rates exchanged. Errors are those of `auc`.
+    It is ``tf.metrics.specificity_at_sensitivity``. It works like
+    `sensitivity_at_specificity`, with the two rates exchanged. Errors are those of
+    `auc`.
 
     Args:
       labels: As for `auc`.
@@ -236,8 +237,8 @@ def precision_at_thresholds(
 ) -> Tally:
     """The precision at several thresholds; ``tf.metrics.precision_at_thresholds``.
 
-    The value is ``[n]``, 0 where no score is above the threshold. Errors are those of
-    `auc`, and thresholds that do not ascend.
+    The value is ``[n]``, and 0 where no score is above the threshold. Errors are those
+    of `auc`. Thresholds that do not ascend are an error, too.
 
     Args:
       labels: As for `auc`.

@@ -68,16 +68,16 @@ class _LossTerm:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted(_LossTerm):
-    """A numerator and a denominator that are merged together and divided at the end.
+    """A mean that is not divided yet: its numerator and its denominator.
 
-    It is the only thing that a step averages. Towers, micro-batches and batches are
-    merged by adding both fields, and ``value`` divides once. So unequal weights,
-    padding and empty towers are exact. ``merge`` makes one mean of two sets of rows;
-    ``+`` makes a sum of two means.
+    A step averages nothing else. The values of towers, micro-batches and batches are
+    merged by adding both fields, and ``value`` divides once. So the mean is exact with
+    unequal weights, padding and towers without rows. ``merge`` makes one mean of two
+    sets of rows; ``+`` makes a sum of two means.
 
     Attributes:
-      sum: The weighted total: shape ``()`` for a loss, any shape for a metric. Or a
-        pytree of arrays, such as a gradient, which are all divided by ``weight``.
+      sum: The weighted total: shape ``()`` for a loss, any shape for a metric. It may
+        be a pytree of arrays, such as a gradient; each array is divided by ``weight``.
       weight: The number to divide ``sum`` by, >= 0, broadcastable to ``sum``.
 
     Raises:
@@ -116,16 +116,16 @@ class Weighted(_LossTerm):
         """The weighted mean of ``values``, as its numerator and its denominator.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32. An
-        element of weight 0 is left out even if its value is NaN. Its gradient is not
-        left out, because NaN times 0 is NaN, which a step refuses. Replace bad inputs
+        element of weight 0 is left out even if its value is NaN. Its gradient may still
+        be NaN, because NaN times 0 is NaN, and a step refuses that. Replace bad inputs
         with ``jnp.where`` before the model sees them.
 
         Args:
-          values: Shape ``[b, ...]`` or ``()``, numbers or booleans; with ``axis=0`` a
-            pytree of arrays ``[b, ...]``.
-          weight: Weights with the shape of the leading dims of ``values``, ``[b]`` or
-            ``[b, 1]`` for one per example, >= 0; with ``axis=0`` always ``[b]``. None
-            counts every element once.
+          values: Numbers or booleans of shape ``[b, ...]`` or ``()``. With ``axis=0``
+            a pytree of arrays ``[b, ...]``.
+          weight: Weights >= 0, whose shape is that of the leading dims of ``values``;
+            ``[b]`` or ``[b, 1]`` is one weight per example. With ``axis=0`` always
+            ``[b]``. None counts every element once.
           axis: None gives the mean of all elements, a number. 0 gives the mean of the
             rows, such as a mean vector or the mean of per-example gradients.
 
@@ -134,9 +134,9 @@ class Weighted(_LossTerm):
           ``[...]``.
 
         Raises:
-          ValueError: ``weight`` is known before tracing to be negative, or does not
-            have the shape of the leading dims of ``values``; or ``values`` is a tree
-            without ``axis=0``, or one whose leaves differ in dim 0.
+          ValueError: A weight that is known before tracing is negative; ``weight``
+            does not have the shape of the leading dims of ``values``; or ``values`` is
+            a tree without ``axis=0``, or one whose leaves differ in dim 0.
 
         Example:
           >>> float(Weighted.mean(np.array([1.0, 5.0]), np.array([3.0, 1.0])).value)
@@ -192,7 +192,7 @@ class Weighted(_LossTerm):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """The mean; NumPy arrays are divided by NumPy, in their own precision."""
+        """The mean; NumPy divides NumPy arrays, in their own dtype."""
         kinds = np.ndarray | np.generic
         totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
@@ -202,7 +202,7 @@ class Weighted(_LossTerm):
 
     @property
     def value(self) -> Any:
-        """The mean, ``sum / weight``; 0 where the weight is 0, never NaN for no rows.
+        """The mean, ``sum / weight``; 0 where the weight is 0.
 
         The leaves of a tree are multiplied by one reciprocal of the weight.
         """
@@ -260,7 +260,7 @@ class Means(_LossTerm):
         return sum((term.value for term in self.terms), self.penalty)
 
     def compute(self) -> Any:
-        """The sum; NumPy terms are computed by NumPy, in their own precision."""
+        """The sum; NumPy computes the terms of NumPy arrays, in their own dtype."""
         return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
@@ -295,8 +295,8 @@ class Means(_LossTerm):
 def penalty(value: ArrayLike) -> Means:
     """A loss term that is the same on every tower and counts once.
 
-    For example a penalty on the parameters. The step proves that it is the same on
-    every tower.
+    An example is a penalty on the parameters. The step proves that the term is the same
+    on every tower.
 
     Args:
       value: A floating number, ``()``.
@@ -339,11 +339,11 @@ class Additive:
     """A base class of states whose merge adds every leaf.
 
     A subclass names its fields and defines ``compute``. It becomes a frozen dataclass
-    and a pytree by itself; do not decorate it. A tower returns sums over its rows, each
-    row multiplied by its weight; ``compute`` divides after all sums are added. A field
-    that is not an array, such as a threshold, is marked static by
-    ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
-    are merged. If sums depend on the number of towers by design, ``counts_towers:
+    and a pytree by itself; do not decorate it. The fields are sums over a tower's rows,
+    with each row multiplied by its weight. ``compute`` divides after all sums are
+    added. Mark a field that is not an array, such as a threshold, as static:
+    ``dataclasses.field(metadata={"static": True})``. It must be equal in states that
+    are merged. If the sums depend on the number of towers by design, ``counts_towers:
     ClassVar = True`` leaves them out of audits.
 
     Example:

@@ -49,11 +49,12 @@ def bench(
 ) -> "Timings":
     """Time a step of every configuration of a grid, in turns with peers.
 
-    Each configuration runs in its own process, whose JAX has as many CPU devices as its
-    ``devices``, or else its ``towers``, or has all accelerators. A configuration that
-    dies or takes too long is recorded as failed. In every round each contender has a
-    turn, in reversed order every second round. Times are medians over rounds with a 95%
-    interval; ratios are taken round by round.
+    Each configuration runs in its own process. On CPUs its JAX has as many devices as
+    the configuration's ``devices``, or else ``towers``, says. On accelerators it has
+    all of them. A configuration that dies or takes too long is recorded as failed. In
+    every round each contender has a turn, and every second round has the reversed
+    order. A time is the median over the rounds, with a 95% interval. A ratio is taken
+    in each round.
 
     Args:
       build: ``build(**config) -> (call, state, batch)``: a step of towerjax, or any
@@ -61,15 +62,17 @@ def bench(
         level of a module, or its name, ``"module:function"``. It may also return times
         that it measured itself, ``{"rounds_s": seconds of a call in each round}``.
       grid: ``{name: values}`` or a list of configurations, as for `sweep`.
-      peers: A ``build`` by name for each contender that is timed in the same rounds.
+      peers: A dict with a name and a ``build`` for each contender that is timed in the
+        same rounds.
       results: A file of results, as for `sweep`; a later call continues it.
       rounds: The number of rounds, at least 6, because fewer give no 95% interval.
-      seconds_per_round: The approximate length of a turn: 1 to 1,000 awaited calls, of
-        which the mean without the fastest and the slowest tenth counts.
-      rtol: The largest relative difference of a peer's first three losses from those of
-        the step; the configuration fails if it is exceeded. None compares nothing.
-      retry_failed: Whether to time configurations again that the file has as failed or
-        not available.
+      seconds_per_round: The approximate length of a turn. A turn is 1 to 1,000 awaited
+        calls, and its time is their mean without the fastest and the slowest tenth.
+      rtol: The largest relative difference between a peer's first three losses and
+        those of the step. If it is exceeded, the configuration fails. None compares
+        nothing.
+      retry_failed: Whether to time again the configurations that the file records as
+        failed or not available.
       timeout_s: The time limit of a configuration in seconds; a slower one fails.
       progress: None shows a bar on a terminal and in a notebook, else a plain line
         now and then; True always shows a bar, False nothing.
@@ -78,8 +81,8 @@ def bench(
       A `towerjax.tools.Timings`, in the grid's order.
 
     Raises:
-      ValueError: The grid is malformed, or the file holds another sweep: with another
-        machine, other versions, functions or rounds.
+      ValueError: The grid is malformed, or the file holds another sweep. A sweep is
+        another one if its machine, versions, functions or rounds are others.
 
     Example:
       >>> import tempfile, towerjax as tj
@@ -300,7 +303,7 @@ def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
 
 @dataclasses.dataclass(frozen=True)
 class Timings(RowTable):
-    """The times of a `bench`, in the grid's order, which print as a table.
+    """The times of a `bench`, in the grid's order; they print as a table.
 
     Attributes:
       records: A mapping for each configuration with ``config``, ``status`` (``"ok"``,

@@ -68,8 +68,8 @@ def key_text(key: Any) -> str:
 class RecordFile:
     """A file of results, which a sweep continues; None keeps them in memory alone.
 
-    A record's ``config`` identifies it, and of several the last counts. ``about`` has
-    the fields that all records of one sweep share.
+    A record's ``config`` identifies it. If several records have one ``config``, the
+    last counts. ``about`` has the fields that all records of one sweep share.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:

@@ -86,7 +86,7 @@ class Sweep(RowTable):
         return rows
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
-        """The member whose last value is best; a missing or non-finite one is worst."""
+        """The member with the best last value; a missing or non-finite one is worst."""
         check_choice("mode", mode, ("min", "max"))
         finals = [member.final for member in self.members]
         check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
@@ -98,11 +98,11 @@ class Sweep(RowTable):
     def curves(
         self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
     ) -> dict[str, np.ndarray]:
-        """Learning curves, of which those that differ in ``over`` alone are stacked.
+        """The learning curves, stacked if their members differ in ``over`` alone.
 
         Returns:
-          The other configuration values, as text -> ``[members, n]``; members without
-          the metric have no curve.
+          A dict of arrays ``[members, n]``. A key is the text of the members' other
+          configuration values. Members without the metric have no curve.
         """
         names = {name: 0 for member in self.members for name in member.metrics}
         check_choice("metric", metric, list(names))
@@ -122,11 +122,11 @@ class Sweep(RowTable):
     def plot(
         self, metric: str = "loss", *, over: str | Sequence[str] | None = None
     ) -> Any:
-        """A picture of the `curves`: each one's mean, in a band from lowest to highest.
+        """A figure of the `curves`: each mean, in a band from lowest to highest.
 
         Args:
-          metric: One with a number in each step.
-          over: As for `curves`; None is ``"seed"``, where the grid has it.
+          metric: The name of a metric that is one number in each step.
+          over: As for `curves`. None is ``"seed"`` if the grid has it.
 
         Returns:
           A ``matplotlib.figure.Figure``, which a notebook shows.
@@ -167,10 +167,10 @@ def sweep(
 ) -> Sweep:
     """Train every configuration of a grid; configurations of one program compile once.
 
-    Names of the grid whose values are all numbers are *traced*: ``build`` gets arrays
-    ``()`` for them, so one program serves all their values. All other names, and those
-    in ``static``, are passed as they are, and each combination of their values is a
-    program. Each member has the result of training alone, up to rounding. A member
+    A name of the grid is *traced* if all its values are numbers. ``build`` gets an
+    array ``()`` for it, so one program serves all its values. All other names, and
+    those in ``static``, are passed as they are. Each combination of their values needs
+    a program. Each member has the result of training alone, up to rounding. A member
     whose loss is not finite keeps the state before that step; others are not affected.
 
     Args:
@@ -179,19 +179,20 @@ def sweep(
       grid: ``{name: values}``, of which every combination is trained, or a list of
         configurations. Values are numbers, texts, bools and None.
       batches: Batches as for `run` that can be iterated again, such as a list or
-        `batches`; or a function of the names that are not traced, ``batches(**static)
-        -> iterable``.
+        `batches`. Or a function ``batches(**static) -> iterable``, which gets the names
+        that are not traced.
       steps: The number of steps of each member; None runs to the end of the data.
       static: Names of numbers that change the program, such as widths, towers or batch
         sizes.
       order: The way to train the members of a program. ``"in_turn"`` trains one after
         the other, and records each when it ends. ``"together"`` trains them with
-        ``vmap``, which takes the memory of all and is faster if steps are small.
+        ``vmap``. This takes the memory of all members, and is faster if steps are
+        small.
       evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host with
         each member's last state. If it raises, everything is recorded first.
-      results: A file of JSON lines, written as members end. Members that it has are not
-        trained again, so a killed sweep can be continued; with ``evaluate``, members
-        without an evaluation are.
+      results: A file of JSON lines, written as members end. Members in the file are not
+        trained again, so a killed sweep can be continued. With ``evaluate``, members
+        without an evaluation are trained again.
       progress: None shows a bar on a terminal and in a notebook, else a plain line
         now and then; True always shows a bar, False nothing.
 
@@ -203,8 +204,8 @@ def sweep(
         the value of a traced number, there are several processes, or `run` raises.
 
     Any exception has ``error.sweep``, the members so far. An exception of ``evaluate``
-    also has ``error.states``, a list of ``(configuration, state)`` of the members that
-    were not evaluated.
+    also has ``error.states``. It lists ``(configuration, state)`` for each member that
+    was not evaluated.
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj

@@ -11,19 +11,21 @@ from towerjax.types.refusals import listed
 
 @api_boundary
 def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..., Any]:
-    """The function of this name that a function defines, of what it closes over.
+    """A function that is defined inside another one, with the values that you give.
 
-    The outer function is not called. Decorators of the inner one, such as `jax.pmap`,
-    and defaults of its arguments are left out.
+    ``outer`` is not called. The values are those of the variables of ``outer`` that the
+    inner function reads. Decorators of the inner function, such as `jax.pmap`, and
+    defaults of its arguments are left out.
 
     Args:
-      outer: A function of Python, decorated or not.
-      name: The name of one function that is defined in it, at any depth.
-      **closed: What the inner function takes from around it, by name.
+      outer: A Python function, decorated or not.
+      name: The name of the function that is defined in it, at any depth.
+      **closed: A value for each variable that the inner function reads from around it,
+        by name.
 
     Raises:
-      ValueError: There is no such function, or several; ``closed`` has other names
-        than it takes.
+      ValueError: No function or several functions have this name; or the names in
+        ``closed`` are not those that the inner function reads.
 
     Example:
       >>> def train(rate):

@@ -12,17 +12,17 @@ from towerjax.towers.tower import Tower
 class TowerBatchNorm(linen.BatchNorm):
     """``flax.linen.BatchNorm`` over the examples of all towers.
 
-    It is Flax's layer with the moments of the whole batch: padding rows do not count,
-    and the numbers do not depend on how many towers share the batch. See
+    It is Flax's layer with the moments of the whole batch. Padding rows do not count,
+    and the result does not depend on the number of towers that share the batch. See
     `towerjax.layers.batch_norm.moments.moments_of` for the formula. In training
     ``batch_stats`` must be mutable.
 
     Attributes:
-      statistics: ``"synchronised"`` takes the moments of the rows of all towers.
-        ``"local"`` takes those of this tower's rows, and sends nothing. ``"frozen"``
-        takes the running ones, which do not change. All other attributes are those of
-        ``linen.BatchNorm``, without ``axis_name`` and ``axis_index_groups``; the
-        variance always takes two passes.
+      statistics: ``"synchronised"`` normalises with the moments of the rows of all
+        towers. ``"local"`` normalises with the moments of this tower's own rows, and
+        sends nothing. ``"frozen"`` normalises with the running moments, and does not
+        change them. All other attributes are those of ``linen.BatchNorm``, except
+        ``axis_name`` and ``axis_index_groups``. The variance always takes two passes.
 
     Raises:
       TypeError: An attribute that is not supported is set.
@@ -56,11 +56,12 @@ class TowerBatchNorm(linen.BatchNorm):
 
         Args:
           x: ``[b, ...]``, this tower's rows.
-          tower: The ``Tower``, or None if there is one tower, whose rows all count. It
+          tower: The ``Tower``, or None if there is one tower and all its rows count. It
             is required, because without it each tower would normalise its own rows.
           use_running_average: As the attribute.
-          mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
-            many dims as ``x``; multiplied by ``tower.weight``.
+          mask: Booleans or weights >= 0, which are multiplied by ``tower.weight``. The
+            shape is ``[b]``, that of more leading dims of ``x``, or as many dims as
+            ``x`` has.
 
         Returns:
           Like ``x``.

@@ -53,8 +53,8 @@ def check_call(
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
         raise ValueError(
-            f"Batch norm got x of dtype {x.dtype}; but needs real numbers. Normalise"
-            " real and imaginary parts separately."
+            f"Batch norm got x of dtype {x.dtype}, but it needs real numbers."
+            " Normalise real and imaginary parts separately."
         )
     try:
         axes = sorted(normalize_axis_tuple(layer.axis, x.ndim))
@@ -78,16 +78,18 @@ def moments_of(
 ) -> tuple[Moments, Moments]:
     """The moments to normalise with, and the running ones after them.
 
-    ``x`` and ``axes``, the dims of its features, are what `check_call` returned.
+    `check_call` returns ``x`` and ``axes``, the dims of its features.
 
-    With weights ``w`` (1 for an example, 0 for padding) the mean is ``sum w x / sum w``
-    and the variance ``sum w (x - mean)^2 / sum w``, sums over the rows of all towers:
-    two passes over ``x``, each followed by one sum over towers. The gradient needs no
-    custom rule: the transpose of a sum over towers is a sum over towers, so a tower's
-    gradient is that of *all* towers' losses by its own input, and the step's reduction
-    adds these to the gradient of the whole batch.
+    The weight ``w`` of a row is 1 for an example and 0 for padding. The mean is ``sum w
+    x / sum w``, and the variance is ``sum w (x - mean)^2 / sum w``. The sums are over
+    the rows of all towers. So there are two passes over ``x``, each followed by one sum
+    over towers.
 
-    If no row has weight, on any tower, both are the running ones.
+    The gradient needs no custom rule, because the transpose of a sum over towers is a
+    sum over towers. A tower's gradient is that of *all* towers' losses by its own
+    input. The step adds these up to the gradient of the whole batch.
+
+    If no row of any tower has weight, the moments are the running ones.
 
     Raises:
       ValueError: ``x`` has another number of rows than the tower; the mask does not

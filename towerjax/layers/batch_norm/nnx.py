@@ -13,18 +13,19 @@ from towerjax.towers.tower import Tower
 class TowerBatchNorm(nnx.BatchNorm):
     """``flax.nnx.BatchNorm`` over the examples of all towers.
 
-    It is Flax's layer with the moments of the whole batch: padding rows do not count,
-    and the numbers do not depend on how many towers share the batch. See
+    It is Flax's layer with the moments of the whole batch. Padding rows do not count,
+    and the result does not depend on the number of towers that share the batch. See
     `towerjax.layers.batch_norm.moments.moments_of` for the formula.
 
     Args:
       num_features: The number of features.
       rngs: The keys; ``params`` initialises scale and bias.
-      statistics: ``"synchronised"`` takes the moments of the rows of all towers.
-        ``"local"`` takes those of this tower's rows, and sends nothing. ``"frozen"``
-        takes the running ones, which do not change.
-      **options: Those of ``nnx.BatchNorm``, without ``axis_name`` and
-        ``axis_index_groups``; the variance always takes two passes.
+      statistics: ``"synchronised"`` normalises with the moments of the rows of all
+        towers. ``"local"`` normalises with the moments of this tower's own rows, and
+        sends nothing. ``"frozen"`` normalises with the running moments, and does not
+        change them.
+      **options: Those of ``nnx.BatchNorm``, except ``axis_name`` and
+        ``axis_index_groups``. The variance always takes two passes.
 
     Raises:
       TypeError: An argument is not supported.
@@ -57,9 +58,11 @@ class TowerBatchNorm(nnx.BatchNorm):
         *,
         mask: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """The normalised input, as by the layer of ``linen``; updates the statistics.
+        """The normalised input; the call updates the running statistics.
 
-        ``use_running_average`` overrides that of the layer; one of them must be given.
+        Arguments and errors are those of the layer of ``linen``.
+        ``use_running_average`` overrides that of the layer; one of the two must be
+        given.
         """
         moments.check_options(self)  # assigned anew, perhaps
         x, axes = moments.check_call(self, x, tower)

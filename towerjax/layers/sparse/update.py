@@ -33,36 +33,37 @@ def update_with_rows(
 ) -> tuple[PyTree, PyTree]:
     """``optimizer.update`` for gradients that hold ``IndexedRows``.
 
-    Rows of the same index are added. If not ``lazy``, the optimizer then sees a dense
-    gradient, whose other rows are 0. If ``lazy``, it sees only these rows, with the
+    Rows of the same index are added first. Without ``lazy`` the optimizer sees a dense
+    gradient, whose other rows are 0. With ``lazy`` it sees only these rows, and the
     same rows of the parameter and of each part of the state that has the parameter's
     shape. The new rows of the state are scattered back, in place if the state is
-    donated; nothing else of size ``N`` is read or written.
+    donated. Nothing else of size ``N`` is read or written.
 
-    The results of ``lazy`` are those of the dense update if a row with gradient zero
-    does not change: for ``sgd`` and ``adagrad``, also after ``clip_by_global_norm``.
-    With momentum, moments or weight decay the dense update also moves rows that were
-    not looked up; the lazy one does not, and counters count every step. A norm or mean
-    over one leaf is then over the rows looked up.
+    The lazy update gives the same as the dense update if a row with gradient zero does
+    not change. This holds for ``sgd`` and ``adagrad``, also after
+    ``clip_by_global_norm``. With momentum, moments or weight decay the dense update
+    also moves rows that were not looked up. The lazy update does not move them, while
+    counters count every step. A norm or mean over one leaf is then over the rows that
+    were looked up.
 
     Args:
-      optimizer: Any optax transformation; if ``lazy`` its state has, for each of these
-        leaves, parts of the leaf's own shape and parts that do not depend on ``N``.
-      grads: Like ``params``; leaves may be ``IndexedRows``, which may repeat an index.
-        An index out of range gives NaN, as for ``array + rows``.
+      optimizer: Any optax transformation. With ``lazy``, each part of its state has the
+        shape of such a leaf, or does not depend on ``N``.
+      grads: A tree like ``params``, whose leaves may be ``IndexedRows``. These may
+        repeat an index. An index out of range gives NaN, as for ``array + rows``.
       opt_state: The result of ``optimizer.init(params)`` or of the last update.
       params: The parameters.
       lazy: Update only the rows in ``grads``, their moments and their weight decay.
       **extra_args: For ``optimizer.update``.
 
     Returns:
-      ``(updates, opt_state)``, for ``optax.apply_updates``. If ``lazy``, updates of
-      tables are ``IndexedRows`` with each index once, except for rows of zeros.
+      ``(updates, opt_state)``, for ``optax.apply_updates``. With ``lazy``, the updates
+      of tables are ``IndexedRows``. Each index occurs once, except for rows of zeros.
 
     Raises:
-      ValueError: Rows do not fit a parameter; or ``lazy``, and the state does not fit
-        the optimizer, or has other shapes, such as the factors of ``adafactor``. The
-        error names the leaf.
+      ValueError: Rows do not fit a parameter. With ``lazy`` also: the state does not
+        fit the optimizer, or has other shapes, such as the factors of ``adafactor``.
+        The error names the leaf.
 
     Example:
       >>> params = {"table": np.ones((4, 1), np.float32)}
