@@ -19,27 +19,28 @@ def by_owner(
     strategy: tj.Mirrored | tj.OneDevice,
     stacked: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that updates stacks of matrices, each device its own part of them.
+    """An optimizer that shares the matrices of a stack among the devices.
 
-    Muon, Shampoo and SOAP need a whole matrix. Of a stack ``[n, ...]``, such as the
-    parameters of scanned layers, each device updates ``n / D`` matrices, as their
-    owner; all devices update everything else. The results are those of ``optimizer``,
-    which must compute each matrix of a stack by itself. An operation that makes one
-    number of all matrices, such as clipping by the global norm, is refused; chain it
-    before.
+    Muon, Shampoo and SOAP need a whole matrix for its update. A stack ``[n, ...]`` has
+    ``n`` of them, such as the parameters of scanned layers. Each device owns and
+    updates ``n / D`` matrices of a stack. All devices update everything else. The
+    results are those of ``optimizer``, which must compute each matrix of a stack by
+    itself. An operation that computes one number from all matrices, such as clipping by
+    the global norm, is refused. Chain it before.
 
     Args:
       optimizer: An optax transformation whose state holds arrays like the parameters.
       strategy: The strategy of the step, with any ``state=`` but without ``within=``.
-      stacked: ``(name, leaf) -> bool`` with names such as ``"layers/up"``: whether the
-        matrices of a parameter lie along its first dim, whose size ``D`` divides.
+      stacked: A function ``(name, leaf) -> bool`` that says whether a parameter is a
+        stack along its first dim. A name is like ``"layers/up"``. ``D`` must divide the
+        size of this dim.
 
     Returns:
       The transformation, with the state of ``optimizer``.
 
     Raises:
-      ValueError: An argument is of another type. At the update: ``D`` does not divide a
-        stack, or the optimizer makes one number of a whole stack.
+      ValueError: An argument has another type. At the update: ``D`` does not divide a
+        stack, or the optimizer computes one number from a whole stack.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -55,10 +56,10 @@ def by_owner(
       -0.5
 
     Source:
-      That one device computes the update of a matrix and shares it: Jordan et al.
-      (2024), "Muon: An optimizer for hidden layers in neural networks",
-      https://kellerjordan.github.io/posts/muon/; here of stacks, by the partitioning of
-      one program.
+      Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks",
+      https://kellerjordan.github.io/posts/muon/, where one device computes the update
+      of a matrix and shares it. Here the matrices are those of stacks, and one program
+      is partitioned.
     """
     if not hasattr(optimizer, "update") or not callable(stacked):
         raise ValueError(

@@ -31,7 +31,7 @@ class Fns(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Each tower trains ``every`` steps alone; then all take their mean parameters.
+    """Each tower trains ``every`` steps alone; then all take the mean parameters.
 
     Pass it to ``build_train_step(..., extend=)``. It sends ``1 / every`` of the bytes.
     It is `DiLoCo` with ``outer=optax.sgd(1.0)``.
@@ -67,22 +67,21 @@ class LocalSGD:
 class DiLoCo:
     """Each tower trains ``every`` steps alone; an outer optimizer applies their mean.
 
-    Pass it to ``build_train_step(..., extend=)``. With the outer parameters ``theta``,
-    a tower's own parameters ``theta_t`` and the weight ``w_t`` of its losses since it
-    was last sent, the outer gradient is ``sum_t w_t (theta - theta_t) / sum_t w_t``.
-    See
+    Pass it to ``build_train_step(..., extend=)``. The outer parameters are ``theta``,
+    and those of a tower are ``theta_t``. ``w_t`` is the weight of the tower's losses
+    since its parameters were last sent. The outer gradient is ``sum_t w_t (theta -
+    theta_t) / sum_t w_t``. See
     <https://github.com/towerjax/towerjax/blob/main/docs/how_to/synchronise_less.md>.
 
     Attributes:
       every: ``H``, the number of steps after which a parameter is sent again.
       outer: Any optax transformation. It has a mirrored state for each fragment.
-      fragments: ``P``, the number of parts of similar size into which the leaves are
-        split. One part is sent every ``H / P`` steps, in turn.
-      overlap: ``tau``, the number of steps between sending and taking the result of the
-        outer update. The tower trains alone in between.
-      keep: ``alpha``, the share of its own parameters that a tower keeps when it takes
-        the outer ones: ``alpha theta_t + (1 - alpha) theta``. The paper blends them if
-        steps overlap.
+      fragments: ``P``, the number of fragments of similar size into which the leaves
+        are split. One fragment is sent every ``H / P`` steps, in turn.
+      overlap: ``tau``, the number of steps from sending a fragment to taking the result
+        of its outer update. The tower trains alone in between.
+      keep: ``alpha``, the share of its own parameters that a tower keeps. It takes
+        ``alpha theta_t + (1 - alpha) theta``. The paper does this if steps overlap.
 
     Raises:
       ValueError: A number is out of its range, ``fragments`` does not divide ``every``,

@@ -31,20 +31,21 @@ def train_step(
     log: Sequence[str] = (),
     **options: Any,
 ) -> Any:
-    """`tj.build_train_step`, with an average of the parameters and more metrics.
+    """A step of `tj.build_train_step` that also averages parameters and adds metrics.
 
-    The average is a part of ``state.opt_state``. So checkpoints hold it, a refused step
-    leaves it unchanged, and it is split over devices if the optimizer's state is. It
-    starts at the parameters; after each step it is ``ema * average + (1 - ema) *
+    The average is in ``state.opt_state``. So checkpoints hold it, and a refused step
+    leaves it unchanged. It is sharded if the optimizer's state is sharded. The average
+    starts at the parameters. After each step it is ``ema * average + (1 - ema) *
     params``.
 
     Args:
       loss_fn: As for `tj.build_train_step`.
-      optimizer: Any optax transformation; to log ``"learning_rate"`` its state must
-        have it, as that of ``optax.inject_hyperparams(optax.adamw)(schedule)``.
+      optimizer: Any optax transformation. To log ``"learning_rate"``, its state must
+        hold the learning rate, as with
+        ``optax.inject_hyperparams(optax.adamw)(schedule)``.
       strategy: As for `tj.build_train_step`.
       ema: The decay of an exponential moving average of the trained parameters, in
-        (0, 1), such as 0.999; None keeps none. Evaluate it with
+        (0, 1), such as 0.999. None keeps no average. Evaluate it with
         ``tj.run(..., eval_params=tj.contrib.ema_params)``.
       log: Metrics to add: ``"learning_rate"`` is that of this step's update.
         ``"gradient_norm"`` is the Euclidean norm of the whole merged gradient, before
@@ -55,9 +56,9 @@ def train_step(
       A step, as `tj.build_train_step` returns it.
 
     Raises:
-      ValueError: An option has an unknown value. At ``init``, the optimizer's state has
-        no learning rate, or several. At the first call, the loss has a metric of that
-        name, or a gradient of rows.
+      ValueError: An option has an unknown value. At ``init``: the optimizer's state has
+        no learning rate, or several. At the first call: the loss already has a metric
+        of that name, or the gradient has ``IndexedRows``.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -91,16 +92,16 @@ def with_ema(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps an exponential moving average of the parameters.
 
-    `train_step` with ``ema=`` uses it. Use it by itself for models and for steps of
-    your own.
+    `train_step` with ``ema=`` uses it. Use it directly for replicated models and for
+    steps of your own.
 
     Args:
       optimizer: Any optax transformation.
       decay: The share of the average that is kept at each step, in (0, 1).
 
     Returns:
-      The transformation; its state is a NamedTuple of ``inner``, that of ``optimizer``,
-      and ``ema``, the average, whose floats have at least 32 bits.
+      The transformation. Its state is a NamedTuple: ``inner`` is the state of
+      ``optimizer``, and ``ema`` is the average, whose floats have at least 32 bits.
 
     Raises:
       ValueError: ``decay`` is not in (0, 1), or ``optimizer`` is not an optimizer.
@@ -155,8 +156,8 @@ def ema_params(state: tj.TrainState) -> _Tree:
       state: A state of a step with ``ema=``.
 
     Returns:
-      A tree like ``state.params`` with the same dtypes. Leaves that do not train are
-      those of ``state.params``.
+      A tree like ``state.params`` with the same dtypes. Leaves that are not trained
+      have their values in ``state.params``.
 
     Raises:
       ValueError: The state has no average.

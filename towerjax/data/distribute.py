@@ -67,13 +67,14 @@ class _Pulled(NamedTuple):
 class DistributedDataset:
     """Placed batches, one per step: the result of ``strategy.distribute_dataset``.
 
-    Each iteration starts from the beginning, as often as the source allows. Steps and
-    `run` accept its elements as batches.
+    Each iteration starts from the beginning, if the source can be iterated again. Steps
+    and `run` accept its elements as batches.
 
     Attributes:
-      prefetches: Whether its own thread places batches in advance; always True.
-      is_reproducible: Whether a restarted job gets the same batches, which is known
-        only if the source is a sequence.
+      prefetches: Always True, because a thread of the data set places batches in
+        advance.
+      is_reproducible: Whether a restarted job is known to get the same batches. It is
+        known only if the source is a sequence.
     """
 
     prefetches = True

@@ -138,14 +138,15 @@ def batches(
       data: A pytree of NumPy arrays ``[N, ...]``, ``IndexedRows`` or ``BCOO``.
       batch_size: The number of examples ``B`` of a batch, over all towers.
       epochs: How often to go through the data; with None the batches never end.
-      seed: A number shuffles each epoch, in the same way for the same ``(seed,
-        epoch)``. None keeps the order; batches are then views of the data.
+      seed: A number shuffles each epoch. The order depends on ``(seed, epoch)`` alone.
+        None keeps the order of the data; batches are then views of the data.
       drop_remainder: Leave out the smaller last batch of each epoch.
 
     Returns:
       An iterator of pytrees ``[B, ...]`` with a position. ``.at(step)`` gives the
-      batches from that step on, with the same shuffling. `run` sets the position to the
-      last batch that was used. Its ``len`` is the number of batches that are left.
+      batches from that step on, with the same shuffling. `run` leaves the position
+      after the last batch that was used. The iterator's ``len`` is the number of
+      batches that are left.
 
     Raises:
       ValueError: The data is malformed, or a number is out of range.

@@ -48,8 +48,8 @@ def evaluate(
 
     A ``Weighted`` metric becomes ``sum_b s_b / sum_b w_b`` over the batches, added in
     float64 on the host and divided once. Other metric states are merged in the same way
-    and computed once; see ``tj.metrics``. A plain array cannot be merged, so that its
-    value is that of the last batch.
+    and computed once; see ``tj.metrics``. A plain array cannot be merged, so the value
+    of the last batch is returned.
 
     Args:
       step: The result of `build_eval_step`, or another `EvaluationStep`.
@@ -58,9 +58,8 @@ def evaluate(
       prefetch: How many placed batches may wait; 0 uses no thread.
 
     Returns:
-      A dict of names and floats, with an array for a metric that has dims. If the merge
-      of a state is more than adding every leaf, its ``compute`` is called with
-      ``jax.Array``.
+      A dict of names and floats, with an array for a metric that has dims. If a state's
+      merge does more than add every leaf, its ``compute`` gets ``jax.Array``.
 
     Raises:
       ValueError: There are no batches, or ``step`` returns no metrics.

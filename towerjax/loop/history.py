@@ -33,12 +33,12 @@ class RunSummary:
       compile_seconds: The time that calls waited for compilation, in seconds.
       steps_per_second: The steps' rate, without the time of the audit, compilation and
         evaluation.
-      examples_per_second: The examples' rate, over the same time.
-      rates: More rates by name: ``tokens_per_second`` for a metric ``tokens`` that
-        ``per_second`` of `run` names; ``flops_per_second``, the model's FLOPs on all
-        devices, counted as `tj.tools.Flops` does; and ``mfu``, its share of the
-        devices' peak, if the peak is known.
-      uncounted: The code that the FLOPs leave out, with its lines; usually none.
+      examples_per_second: The examples' rate in the same time.
+      rates: More rates by name. ``tokens_per_second`` is the rate of a metric
+        ``tokens`` that ``per_second`` of `run` names. ``flops_per_second`` is the rate
+        of the model's FLOPs on all devices, counted as by `tj.tools.Flops`. ``mfu`` is
+        its share of the devices' peak, if the peak is known.
+      uncounted: The code that the FLOPs leave out, with its lines; usually empty.
 
     Example:
       >>> for part in str(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5)).split(": "):
@@ -89,8 +89,8 @@ class History:
       evaluations: The evaluations in order, each ``(step number, {name: float or
         array})``.
       skipped: The numbers of the steps that left the parameters as they were, because a
-        loss or gradient was not finite. If towers train alone between merges, the first
-        step that a tower left out, for each merge.
+        loss or gradient was not finite. If towers train alone between merges, it has
+        for each merge the first step that a tower left out.
       input_wait_s: The seconds that this process waited for each step's batch while
         dispatched calls ran, ``[n]``.
       summary: How much the run did, and how fast.

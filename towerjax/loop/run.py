@@ -68,25 +68,26 @@ def run(
         evaluate instead of the state, such as averaged parameters. Checkpoints keep the
         run's state.
       early_stopping: An `EarlyStopping`, which ends the run when evaluations stop
-        improving; or a list, of which any one ends the run.
+        improving. If it is a list, any rule in it ends the run.
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many calls may be dispatched before the run waits for one.
       checkpointer: Saves the run, and resumes it from the newest checkpoint. ``steps``
         still counts from the given state. See
         <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
-      audit: Whether the step is audited before its first call; None is the step's own
-        option. The result of the audit is kept in the checkpointer's folder, too.
+      audit: Replaces the step's option ``audit`` for the first call; None keeps the
+        step's option. The result of an audit is also saved in the checkpointer's
+        folder.
       progress: None shows a bar on a terminal and in a notebook, and otherwise a plain
         line now and then, on stderr. True always shows a bar, False nothing. A list of
-        names of metrics, ``["accuracy"]``, acts as None and shows these beside the
-        loss.
+        names of metrics, such as ``["accuracy"]``, acts like None and shows these
+        metrics beside the loss.
       per_second: Names of metrics that count things, such as ``["tokens"]`` for a
         ``tj.Sum(weight.sum())``. History and writers get their rates per second.
       peak_flops: The peak FLOP/s of one device, for the history's ``mfu``. None takes
         the bfloat16 peak from a table of known devices.
-      hooks: Functions that are called as ``hook(step number, metrics)`` with values on
-        the host, for every step in order, some calls later. A `towerjax.loop.WithState`
-        also gets the state, every so many steps.
+      hooks: Functions ``hook(step number, metrics)`` with metrics on the host. They are
+        called for every step in order, some steps later. A `towerjax.loop.WithState`
+        also gets the state, at steps that you choose.
       writers: Writers such as `JsonLines`. Each gets every step and every evaluation,
         on process 0.
 
@@ -98,17 +99,17 @@ def run(
         fewer than ``steps``; or the evaluation lacks a metric that an option names.
       SplitError: The loss or a metric depends on how the batch is split over towers.
       NonFiniteError: A loss or gradient was not finite, and the step has
-        ``on_nonfinite="raise"``. That step changed nothing; steps in flight after it
-        are done. The error names the tower and the leaf, for which the batch is run
-        once more.
+        ``on_nonfinite="raise"``. That step changed nothing. Later steps that were
+        already dispatched are done. The error names the tower and the leaf; to find
+        them, the batch is run once more.
       CheckpointError: Checkpoints cannot be written, or the newest one is damaged or
         belongs to another model. Raised before the first step where possible.
-      DesyncError: The devices' copies of the state differed at a checkpoint, which is
-        not written.
+      DesyncError: The devices' copies of the state differed at a checkpoint. The
+        checkpoint is not written.
 
-    Any exception during the run, Ctrl-C included, has ``error.state``,
-    ``error.batches`` and ``error.history``. ``run(step, error.state, error.batches,
-    ...)`` goes on as if it had not been raised. See
+    Any exception during the run, also Ctrl-C, has ``error.state``, ``error.batches``
+    and ``error.history``. ``run(step, error.state, error.batches, ...)`` continues as
+    if nothing had been raised. See
     <https://github.com/towerjax/towerjax/blob/main/docs/all_or_nothing.md>.
 
     Example:

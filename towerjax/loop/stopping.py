@@ -28,11 +28,11 @@ class EarlyStopping:
 
     An evaluation is an improvement if its value is less than the best value before it
     minus ``min_delta``; with ``"max"``, if it is more than the best plus ``min_delta``.
-    NaN is never an improvement, nor is the infinity on the wrong side. The run ends
-    after ``patience`` evaluations in a row without an improvement, or with an
-    evaluation that reaches ``goal``. A resumed run counts from 0 again, unless a
-    `Checkpointer` saved the count. Any rule of a list, ``early_stopping=[first,
-    second]``, ends the run.
+    NaN is never an improvement. Neither is infinity with ``"min"``, or minus infinity
+    with ``"max"``. The run ends after ``patience`` evaluations in a row without an
+    improvement, or with an evaluation that reaches ``goal``. A resumed run counts from
+    0 again, unless a `Checkpointer` saved the count. With several rules,
+    ``early_stopping=[first, second]``, any one of them ends the run.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.

@@ -171,12 +171,13 @@ class JsonLines:
     is killed at any time leaves complete lines. An object store cannot append, so there
     the whole file is stored every 10 s, with each evaluation and at the end.
 
-    A run that starts at step ``n`` cuts off later lines, so that no step has two lines.
-    A run that starts at step 0 refuses a file that has lines.
+    A run that starts at step ``n`` cuts off the lines of later steps, so that no step
+    has two lines. A run that starts at step 0 refuses a file that already has lines.
 
     Attributes:
       path: The file, local or like ``"gs://bucket/run.jsonl"``; its folder is created.
-      replace: Whether a run that starts at step 0 may cut off the lines of another.
+      replace: Whether a run that starts at step 0 may cut off the lines of an earlier
+        run.
 
     Example:
       >>> import tempfile
@@ -273,13 +274,13 @@ class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
     They also hold rates over the last 20 steps, such as ``rate/examples_per_second``,
-    named as in `tj.loop.RunSummary`. Values are float32. A metric that is an array has
-    a curve for each element, ``eval/confusion/1/2``. A killed process loses 10 s of
-    curves. The package ``tensorboardX`` must be installed.
+    with the names of `tj.loop.RunSummary`. Values are float32. A metric that is an
+    array has a curve for each element, such as ``eval/confusion/1/2``. A killed process
+    loses up to 10 s of curves. The package ``tensorboardX`` must be installed.
 
-    Each run writes its own file. The file begins with a mark, by which TensorBoard
-    hides later steps that a lost run wrote. A run that starts at step 0 refuses a
-    folder that has event files.
+    Each run writes its own file. The file begins with a mark, which makes TensorBoard
+    hide later steps that an earlier, killed run wrote. A run that starts at step 0
+    refuses a folder that has event files.
 
     Attributes:
       logdir: The folder, local or like ``"gs://bucket/logs"``; it is created.

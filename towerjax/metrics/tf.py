@@ -114,8 +114,8 @@ def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weig
     """The share of predictions that equal the label; ``tf.metrics.accuracy``.
 
     Labels and predictions are class ids or booleans, not scores. An id that does not
-    fit into the devices' integers is refused. Arguments, result and other errors are
-    those of `mean_absolute_error`.
+    fit into the devices' integers is refused.
+    Arguments, result and other errors are those of `mean_absolute_error`.
     """
     pairs = Pairs("accuracy", labels, predictions, weight)
     return _mean_of(pairs.are_equal(), pairs.weights)

@@ -68,11 +68,11 @@ def assert_replicates(
       towers: The numbers of towers ``T`` to compare with one tower.
       local: Tower-local variables, a pytree of ``TowerLocal`` with one tower's values.
       extra: The values that the loss reads as ``tower.extra``, as for ``step.init``.
-      rtol: The largest allowed difference, divided by the leaf's largest value (for
-        gradients at least 1% of the largest gradient, and 0.1% of the loss). A
-        difference is also allowed up to 32 times the effect of changing the parameters
-        in their last bit. None is 1e-4, and more for a loss function that computes in
-        16 bits.
+      rtol: The largest allowed difference, divided by the leaf's largest value. A
+        gradient is divided by at least 1% of the largest gradient and 0.1% of the loss.
+        A difference is also allowed up to 32 times the effect of changing the
+        parameters in their last bit. None is 1e-4, and more for a loss function that
+        computes in 16 bits.
       loss_reduction: As for `build_train_step`.
       padding: Whether towers may have padding rows. Use False for losses that are only
         trained with ``remainder="error"``; the numbers of towers must then divide

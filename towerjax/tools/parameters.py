@@ -29,8 +29,8 @@ def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.nda
 
     Args:
       params: A pytree of arrays, such as ``state.params``, ``nnx.split(model)[1]`` or
-        ``eqx.filter(model, eqx.is_array)``. Arrays that are split over processes are
-        gathered; all processes must call this function.
+        ``eqx.filter(model, eqx.is_array)``. Arrays that are sharded over processes are
+        gathered, so all processes must call this function.
       separator: The text between keys.
 
     Returns:
@@ -59,13 +59,13 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
 
     Args:
       path: The file, local or like ``"gs://bucket/model.safetensors"``. Its folder is
-        created, and an existing file is replaced. With several processes all must call
-        this function, and the first one writes.
-      params: The parameters, as for `flat_parameters`, whose names the file has.
+        created, and an existing file is replaced. If there are several processes, all
+        must call this function, and the first one writes.
+      params: The parameters, as for `flat_parameters`. The file has the same names.
 
     Raises:
-      ValueError: safetensors is not installed; the file cannot be written; or an error
-        of `flat_parameters`.
+      ValueError: safetensors is not installed; the file cannot be written; or
+        `flat_parameters` raises.
 
     Example:
       >>> import jax.numpy as jnp, tempfile
@@ -104,7 +104,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
     Raises:
       ValueError: The file cannot be read; or a name, shape or dtype differs. The error
-        names all of them.
+        names all differences.
 
     Example:
       >>> import jax.numpy as jnp, tempfile

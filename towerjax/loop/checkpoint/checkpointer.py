@@ -63,12 +63,12 @@ class Checkpointer:
         each evaluation that is better than all before it, and the best one is always
         kept.
       mode: ``"min"`` if less is better, ``"max"`` if more is. NaN is never better.
-      batches: How a resumed run finds its position in the batches. ``"cursor"`` uses
-        ``get_state`` and ``set_state`` of the batches, which those of `batches` and
-        Grain have; a list is skipped by count. ``"count"`` takes and drops as many
+      batches: How a resumed run finds its position in the batches. ``"cursor"`` calls
+        ``get_state`` and ``set_state`` of the batches, as `batches` and Grain have
+        them; in a list it skips the used batches. ``"count"`` takes and drops as many
         batches as were used, which is right if their order is the same again.
         ``"anew"`` starts with the first batch.
-      exit_code: The code of ``SystemExit`` that ends a run at SIGTERM, after saving.
+      exit_code: The exit code with which SIGTERM ends a run, after saving.
 
     Example:
       >>> import numpy as np, optax, tempfile, towerjax as tj
@@ -160,11 +160,11 @@ class Checkpointer:
 
         Raises:
           CheckpointError: There is no such checkpoint; a file is missing, truncated or
-            changed; or it belongs to another model. Names the files and leaves.
+            changed; or it belongs to another model. The error names files and leaves.
           ValueError: ``state`` is not a ``TrainState`` of this step.
 
-        Another run that is training may delete a checkpoint while it is read. If
-        ``number`` is None, the newest one is then read instead.
+        A run that is training may delete a checkpoint while it is read here. If
+        ``number`` is None, the checkpoint that is then the newest is read instead.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
         state = step.start(state)
