@@ -841,6 +841,7 @@ for cls in (Difference, Swapped):
 
 
 @pytest.mark.slow
+@jax.numpy_rank_promotion("allow")  # metrax has thresholds ``[n, 1]``
 def test_sums_of_other_classes_are_seen_in_their_merge():
     value = np.arange(3, dtype=np.float32)
     average = clu_metrics.Average.from_model_output(value)
