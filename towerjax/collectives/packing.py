@@ -172,8 +172,8 @@ class Sums:
 def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
     """Whether no leaf holds NaN or infinity.
 
-    With ``joins`` small leaves of one shape are looked at by one kernel: 50 kernels
-    more cost a small step on one CPU device a fifth of its time.
+    With ``joins`` one kernel looks at all small leaves of one shape. On one CPU device,
+    50 more kernels take a fifth of the time of a small step.
     """
     groups: dict[Any, list[jax.Array]] = {}
     for x in jax.tree.leaves(tree):

@@ -71,7 +71,7 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
 
 
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """The one value of leaves ``[T, ...]``, added in pairs; all of stacked rows."""
+    """The towers' values ``[T, ...]`` as one: added in pairs, or their rows joined."""
 
     def reduce_leaf(x: Any) -> Any:
         if is_rows(x):
@@ -86,13 +86,16 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
 
 
 def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
-    """The SUM or MEAN of the towers' ``IndexedRows``, from all of them end to end."""
+    """The SUM or MEAN of the towers' ``IndexedRows``, from all rows joined."""
     values = from_total(reduction, rows.values, num_towers, rows.values.dtype)
     return dataclasses.replace(rows, values=values)
 
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
-    """`one_of` for ``IndexedRows`` of unequal numbers of rows; arrays are all rows."""
+    """`one_of` for the towers' ``IndexedRows``, whose numbers of rows may differ.
+
+    An array ``[N, ...]`` of a tower stands for all its rows.
+    """
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
         if not (is_rows(x) or is_array):

@@ -60,8 +60,8 @@ def run(
         though a distributed data set reads its source in advance.
       steps: How many steps to do; None runs until the data ends.
       evaluate: The result of `build_eval_step`, or another `EvaluationStep`.
-      eval_batches: The data of each evaluation: an iterable that can be iterated again,
-        such as the result of `batches`, or a function that returns an iterable.
+      eval_batches: The data of each evaluation. It is an iterable that can be iterated
+        again, such as the result of `batches`, or a function that returns an iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and at
         the end. None evaluates only at the end.
       eval_params: A function ``state -> parameters or state`` that returns what to

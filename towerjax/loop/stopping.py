@@ -26,8 +26,9 @@ Direction: TypeAlias = Literal["min", "max"]
 class EarlyStopping:
     """A rule that ends a run when its evaluations stop improving, or are good enough.
 
-    An evaluation is an improvement if its value is less than the best value before it
-    minus ``min_delta``; with ``"max"``, if it is more than the best plus ``min_delta``.
+    With ``"min"`` an evaluation is an improvement if its value is less than the best
+    value before it minus ``min_delta``. With ``"max"`` it must be more than the best
+    plus ``min_delta``.
     NaN is never an improvement. Neither is infinity with ``"min"``, or minus infinity
     with ``"max"``. The run ends after ``patience`` evaluations in a row without an
     improvement, or with an evaluation that reaches ``goal``. A resumed run counts from

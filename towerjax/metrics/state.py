@@ -96,9 +96,8 @@ def from_clu(metric: Any) -> Any:
       names and states.
 
     Raises:
-      ValueError: ``metric`` is a class, or has no ``merge`` and ``compute``; or its
-        merge cannot be traced, or changes shapes, as the merge of a
-        ``CollectingMetric`` does.
+      ValueError: ``metric`` is a class, or has no ``merge`` and ``compute``. Or its
+        merge cannot be traced, or changes shapes, like that of a ``CollectingMetric``.
 
     Example:
       >>> from clu import metrics as clu_metrics

@@ -300,9 +300,10 @@ def mean_iou(
 ) -> Tally:
     """Intersection over union, averaged over classes; ``tf.metrics.mean_iou``.
 
-    The IoU of a class is a quotient of weights: of the elements that have the class as
-    label and as prediction, and of those that have it as one of the two. A class that
-    is neither a label nor a prediction does not count.
+    The IoU of a class divides two weights. The numerator is the weight of the elements
+    whose label and prediction are both the class. The denominator is the weight of
+    those with at least one of the two. A class that is neither a label nor a prediction
+    does not count.
 
     Args:
       labels: ``[b, ...]`` class ids from 0 to ``num_classes - 1``.

@@ -126,8 +126,8 @@ class Weighted(_LossTerm):
           weight: Weights >= 0, whose shape is that of the leading dims of ``values``;
             ``[b]`` or ``[b, 1]`` is one weight per example. With ``axis=0`` always
             ``[b]``. None counts every element once.
-          axis: None gives the mean of all elements, a number. 0 gives the mean of the
-            rows, such as a mean vector or the mean of per-example gradients.
+          axis: None gives the mean of all elements, which is a number. 0 gives the mean
+            of the rows: a mean vector, or the mean of per-example gradients.
 
         Returns:
           A ``Weighted`` of two scalars; with ``axis=0`` its ``sum`` is a tree of arrays

@@ -74,8 +74,8 @@ def bench(
       retry_failed: Whether to time again the configurations that the file records as
         failed or not available.
       timeout_s: The time limit of a configuration in seconds; a slower one fails.
-      progress: None shows a bar on a terminal and in a notebook, else a plain line
-        now and then; True always shows a bar, False nothing.
+      progress: None shows a bar on a terminal and in a notebook, and otherwise a plain
+        line now and then. True always shows a bar, False nothing.
 
     Returns:
       A `towerjax.tools.Timings`, in the grid's order.

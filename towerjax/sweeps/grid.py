@@ -112,7 +112,7 @@ class RecordFile:
 def counted(
     progress: bool | None, what: str, done: int, total: int
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
-    """``show(done, text)``, of what is begun and the time left, and ``note(text)``."""
+    """Two functions: ``show(done, text)`` shows the progress, ``note(text)`` a line."""
     check_choice("progress", progress, (None, True, False))
     before = done
     start_s = time.monotonic()
@@ -133,7 +133,7 @@ def counted(
 
 
 class RowTable(Shown):
-    """Base of the results of a sweep: a table with a row for each."""
+    """A base class of a sweep's results: a table with a row for each result."""
 
     title = "results"
     _rows: Callable[[], list[Line]]  # a method

@@ -193,15 +193,15 @@ def sweep(
       results: A file of JSON lines, written as members end. Members in the file are not
         trained again, so a killed sweep can be continued. With ``evaluate``, members
         without an evaluation are trained again.
-      progress: None shows a bar on a terminal and in a notebook, else a plain line
-        now and then; True always shows a bar, False nothing.
+      progress: None shows a bar on a terminal and in a notebook, and otherwise a plain
+        line now and then. True always shows a bar, False nothing.
 
     Returns:
       A `towerjax.tools.Sweep`, in the grid's order.
 
     Raises:
-      ValueError: The grid is malformed, the file holds another sweep, ``build`` needs
-        the value of a traced number, there are several processes, or `run` raises.
+      ValueError: The grid is malformed; the file holds another sweep; ``build`` needs
+        the value of a traced number; there are several processes; or `run` raises.
 
     Any exception has ``error.sweep``, the members so far. An exception of ``evaluate``
     also has ``error.states``. It lists ``(configuration, state)`` for each member that

@@ -33,8 +33,8 @@ def interval_of_median(values: ArrayLike) -> Interval:
     """The median, with a 95% interval that holds for any distribution.
 
     ``low`` and ``high`` are the ``r``-th smallest and the ``r``-th largest of ``n``
-    values, ``r`` the largest for which ``1 - 2 P(Binomial(n, 1/2) < r) >= 0.95``: David
-    and Nagaraja, Order Statistics, 3rd edition (2003), section 7.1.
+    values. ``r`` is the largest number for which ``1 - 2 P(Binomial(n, 1/2) < r) >=
+    0.95``. See David and Nagaraja, Order Statistics, 3rd edition (2003), section 7.1.
     """
     ordered = np.sort(np.asarray(values, float))
     n = len(ordered)

@@ -104,8 +104,8 @@ class MultiStepContext:
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Set an output that is not an array, while the steps are traced.
 
-        From a tower function it arrives as a list with one entry, because all towers
-        have one trace.
+        A tower function is traced once for all towers. So an output that it sets
+        becomes a list with one entry.
         """
         if has_tracers(output):
             raise ValueError(

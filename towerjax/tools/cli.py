@@ -196,10 +196,10 @@ def check(
 ) -> int:
     """Check a JAX program on several numbers of devices.
 
-    First it is proved, without a run, that outputs which shard_map or pmap declare
-    replicated are the same on all devices, and that each result is the same as on one
+    First the program is proved, without a run. Outputs that shard_map or pmap declare
+    replicated must be the same on all devices. Each result must be the same as on one
     device. If a result is not proved, the program is run on each number of devices.
-    Then its results are compared, and what it changes in place.
+    Then its results are compared, and the values that it changes in place.
 
     Example:
       towerjax check train:make --devices 1 2 4

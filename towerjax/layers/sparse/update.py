@@ -34,10 +34,10 @@ def update_with_rows(
     """``optimizer.update`` for gradients that hold ``IndexedRows``.
 
     Rows of the same index are added first. Without ``lazy`` the optimizer sees a dense
-    gradient, whose other rows are 0. With ``lazy`` it sees only these rows, and the
-    same rows of the parameter and of each part of the state that has the parameter's
-    shape. The new rows of the state are scattered back, in place if the state is
-    donated. Nothing else of size ``N`` is read or written.
+    gradient, whose other rows are 0. With ``lazy`` it sees only these rows. It also
+    sees the same rows of the parameter, and of each part of the state that has the
+    parameter's shape. The new rows of the state are scattered back, in place if the
+    state is donated. Nothing else of size ``N`` is read or written.
 
     The lazy update gives the same as the dense update if a row with gradient zero does
     not change. This holds for ``sgd`` and ``adagrad``, also after

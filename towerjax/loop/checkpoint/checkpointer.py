@@ -322,8 +322,8 @@ class Saving:
     def compare_programs(self) -> str:
         """How the step's programs differ from those that saved the checkpoint, as text.
 
-        It is "" from the second call on, and if something else differs on which
-        programs depend.
+        The text is "" from the second call on. It is also "" if something else differs
+        on which programs depend.
         """
         saved = self._from
         self._from = None

@@ -290,7 +290,7 @@ def encode_cursor(cursor: Any) -> Any:
 
 
 def decode_cursor(encoded: Any) -> Any:
-    """The cursor of which `encode_cursor` made JSON's types."""
+    """The cursor that `encode_cursor` converted to JSON's types."""
 
     def from_text(x: dict[str, Any]) -> Any:
         return base64.b64decode(x["base64"]) if x.keys() == {"base64"} else x
