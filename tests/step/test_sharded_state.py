@@ -97,6 +97,39 @@ def test_a_device_holds_its_part_alone(state):
     assert memory.alias_size_in_bytes >= moments + parts * 4 - 16
 
 
+@pytest.mark.parametrize("state", SHARDED)
+@pytest.mark.parametrize("guard", ["gradients", "loss"])
+def test_a_device_is_sent_its_part_of_a_sum_alone(state, guard):
+    """A guard that looked at whole sums would need an all-reduce of them."""
+    alone = tj.AllReduce(pack_below_bytes=0)
+
+    def build(state):
+        strategy = mirrored(state, cross_tower_ops=alone)
+        return tj.build_train_step(
+            loss_fn, OPTIMIZERS["each its own"], strategy, guard=guard, remainder="pad"
+        )
+
+    step = build(state)
+    batch = rows(46)  # of eight towers one has fewer
+    report = step.report(step.init(start()), batch)
+    sent = {"reduce-scatter": 0, "all-reduce": 0}
+    for found in report.collectives:
+        sent[found.opcode] = sent.get(found.opcode, 0) + found.bytes
+    assert sent["reduce-scatter"] == 4 * EVEN
+    assert sent["all-reduce"] < 4 * 6 * 16  # less than w1
+    found, plain = step.init(start()), build("mirrored")
+    expected = plain.init(start())
+    for _ in range(3):
+        found, _ = step(found, batch)
+        expected, _ = plain(expected, batch)
+    assert_same(found, expected)
+    if guard == "gradients":
+        bad = dict(batch, x=np.where(np.arange(46)[:, None] == 45, np.inf, batch["x"]))
+        with pytest.raises(tj.NonFiniteError):
+            step(found, bad)
+            step.settle()
+
+
 @pytest.mark.slow
 def test_a_state_of_another_layout_is_refused_and_placed():
     mirrored_step = build()

@@ -72,9 +72,11 @@ def on_device(
     merged result that stays per tower is a `PerTowerValue`.
     """
 
-    def run(*args: PyTree) -> tuple[PyTree, PyTree]:
-        own, (tree, flagged) = DeviceTowers(pass_, axes, programs, *args).run()
-        sums = Added.of(pass_.strategy.cross_tower_ops, own, args[0].params, axes)
+    def run(held: PyTree, *given: PyTree) -> tuple[PyTree, PyTree]:
+        state = pass_.used(held)
+        towers = DeviceTowers(pass_, axes, programs, state, *given)
+        own, (tree, flagged) = towers.run()
+        sums = Added.of(pass_.strategy.cross_tower_ops, own, held.params, axes)
         added, shown = sums.tree()
         tree = put_sums(tree, (added, shown))
         parts = parts_of(Returned, tree)
@@ -83,7 +85,7 @@ def on_device(
         if pass_.looks_at is not None:
             pairs = zip(parts, merged, strict=True)
             rows = [x for part, x in pairs if part.how is JOINED]
-            seen = pass_.looks_at.at_all(flagged, args[0].params, (sums, rows), axes)
+            seen = pass_.looks_at.at_all(flagged, state.params, (sums, rows), axes)
         return put_parts(Returned, tree, merged), seen
 
     return run

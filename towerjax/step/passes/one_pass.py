@@ -10,7 +10,7 @@ import jax
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.lowering.sharded_values import Shards, shards_of
+from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.passes.added import Added
@@ -131,33 +131,55 @@ class Pass:
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
         """Which arguments and results devices hold in shards; None if they hold none.
 
-        These are the parameters, and sums of their shapes.
+        These are the parameters, and sums of their shapes. If only the optimizer's
+        state is sharded, parameters are whole, and only tell which sums are scattered.
         """
         place = self.strategy.placement
-        if self.strategy.state != "sharded" or place.num_devices == 1:
+        if self.strategy.state == "mirrored" or place.num_devices == 1:
             return None
-        whole = Layout.MIRRORED
+        mirrored = Layout.MIRRORED
         split = Layout.SHARDED
-        state, *rest = jax.tree.map(lambda x: whole, args)
+        state, *rest = jax.tree.map(lambda x: mirrored, args)
         ours = jax.tree.map(lambda x: split, state.params)
+        in_shards = dataclasses.replace(state, params=ours)
+        holds_params = self.strategy.state == "sharded"
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
         if exact := self.strategy.exact:
             shapes = set()  # the sums are replicated
         # The result of an earlier pass has the layout in which that pass returned it.
         *rest, merged = rest
-        of_merged = lambda x: split if x.shape in shapes else whole  # noqa: E731
+        of_merged = lambda x: split if x.shape in shapes else mirrored  # noqa: E731
         merged = jax.tree.map(of_merged, args[-1])
-        given = dataclasses.replace(state, params=ours), *rest, merged
+        given = in_shards if holds_params else state, *rest, merged
+        taken = state if holds_params else in_shards, *rest, mirrored
 
         def of_result(x: Any) -> Layout:
-            return whole if is_per_tower_value(x) or x.shape not in shapes else split
+            is_split = not is_per_tower_value(x) and x.shape in shapes
+            return split if is_split else mirrored
 
         wanted = jax.tree.map(of_result, out[0], is_leaf=is_per_tower_value)
-        wanted = wanted, jax.tree.map(lambda x: whole, out[1])
+        wanted = wanted, jax.tree.map(lambda x: mirrored, out[1])
         params = args[0].params
         return shards_of(
-            place, (args, given), (out, wanted), params=params, exact=exact
+            place,
+            (args, given),
+            (out, wanted),
+            params=params,
+            taken=taken,
+            exact=exact,
         )
+
+    def used(self, held: PyTree) -> PyTree:
+        """The state that towers compute with, from the one that a device was given.
+
+        If only the optimizer's state is sharded, a `Shard` of a parameter tells how its
+        gradient's sum is scattered, and towers have the whole parameter without a
+        gather.
+        """
+        if self.strategy.state != "sharded_optimizer":
+            return held
+        params = jax.tree.map(whole, held.params, is_leaf=is_shard)
+        return dataclasses.replace(held, params=params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
