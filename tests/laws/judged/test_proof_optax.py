@@ -156,7 +156,7 @@ def test_every_transformation_of_optax_is_let_pass(name):
 
 # What no step has, and what the refusal says to write.
 REFUSED = {
-    "lbfgs": "value_fn.*step of your own",
+    "lbfgs": "value_fn.*update of your own step",
     "scale_by_backtracking_linesearch": "value_fn.*around step.fn",
     "scale_by_zoom_linesearch": "value_fn.*around step.fn",
     "sophia": "obj_fn must be provided",
