@@ -146,7 +146,7 @@ class Placement:
         """The device of this process that its host reads: the first CPU."""
         return host_device()
 
-    def tower_on(self, device: str | jax.Device) -> int:
+    def tower_on(self, device: str | Device) -> int:
         """The tower that runs on a device."""
         device = canonical_device_name(device)
         k = self.num_towers // self.num_devices

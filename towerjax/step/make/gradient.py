@@ -144,12 +144,14 @@ def as_one_mean(loss: Any) -> Any:
 def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
     """The sum of a ``Weighted``, or the scalar loss."""
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
-    return jnp.asarray(addend_of(loss, reduction).sum)
+    addend: Any = addend_of(loss, reduction)
+    return jnp.asarray(addend.sum)
 
 
 def sums_of_terms(loss: Means) -> LossSums:
     """The sum and the weight of each mean of a loss, and the term that towers share."""
-    return LossSums.of_terms(addend_of(loss))
+    addend: Any = addend_of(loss)
+    return LossSums.of_terms(addend)
 
 
 def pull_back(

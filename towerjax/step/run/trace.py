@@ -142,7 +142,7 @@ class Traced:
 
 def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
-    args = shapes_of(tuple(args))
+    shapes_of_args = shapes_of(tuple(args))
     passes = list[TracedPass]()
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
@@ -161,10 +161,10 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
             merged, proof = whole_steps(donated, kept, merged)
         return plan.next(donated, kept, merged, looked_at), Static(proof)
 
-    given = plan.passes.run(call, args)
+    given = plan.passes.run(call, shapes_of_args)
     closed, out = jax.make_jaxpr(finish, return_shape=True)(*given)
     shapes, proof = out
-    return Traced(plan, args, tuple(passes), closed, shapes, proof.value)
+    return Traced(plan, shapes_of_args, tuple(passes), closed, shapes, proof.value)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

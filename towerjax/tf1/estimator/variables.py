@@ -65,7 +65,7 @@ class VariablePlacement(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-def variable_devices(placement: Any, policy: VariablePlacement) -> list[jax.Device]:
+def variable_devices(placement: Any, policy: VariablePlacement) -> list[Any]:
     """The devices that keep the variables of a strategy's placement, in turn."""
     devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
@@ -74,7 +74,7 @@ def variable_devices(placement: Any, policy: VariablePlacement) -> list[jax.Devi
     return gpus if len(gpus) == 1 else [placement.host]
 
 
-def _own_devices(placement: Any) -> list[jax.Device]:
+def _own_devices(placement: Any) -> list[Any]:
     here = jax.process_index()
     return [d for d in placement.jax_devices if d.process_index == here]
 
