@@ -88,7 +88,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[3]"),
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
        "step.passes.on_device:on_device", _GIVEN,
-       "rows = num_rows(args[1])\n        own[0][:] = [type(x)("
+       "rows = num_rows(given[0])\n        own[0][:] = [type(x)("
        f"x.sum, jnp.full_like(x.weight, rows)) for x in own[0]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[8]"),
     _m("B10", "gradients of micro-batches averaged, not weighted",
