@@ -74,6 +74,12 @@ SAME: dict[tuple[str, str], str] = {
         "bytes of freed memory that stay with a process",
     ("towerjax.sweeps.bench:worker_environ", "constant: 64 -> 65"):
         "bytes that a process takes at once",
+    ("towerjax.check.programs.processes:_printed",
+     "dropped: subprocess.Popen( command, env=environment, stdin=subprocess.DEVNULL, "
+     "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
+     "errors=\"replace\", ) -> subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, "
+     "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors='replace')"):
+        "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):
         "an option of JAX 0.11, which neither end of the suite has",
     ("towerjax.data.distribute:DistributedDataset.__init__", "constant: 0 -> 1"):

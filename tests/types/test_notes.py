@@ -229,6 +229,8 @@ WRITE = [
     (leaked, "stored a value in a list, a global or an attribute"),
     (lambda: tj.evaluate(evaluation(), donated(), [BATCH]),
         "The state was donated to step 1. Go on with"),
+    (lambda: evaluation().check(donated(), BATCH),
+        "The state was donated to step 1. Go on with"),
     (lambda: tj.check_mirrored(donated()), "A call of a step donated this array"),
     (lambda: tj.apply_gradients(SGD, donated(), W), "(jnp.copy(x)), or build the step"),
     (lambda: tj.towers.restored_values("x", W, W),
