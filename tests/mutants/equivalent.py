@@ -77,7 +77,8 @@ SAME: dict[tuple[str, str], str] = {
     ("towerjax.check.programs.processes:_printed",
      "dropped: subprocess.Popen( command, env=environment, stdin=subprocess.DEVNULL, "
      "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
-     "errors=\"replace\", ) -> subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, "
+     "errors=\"replace\", ) -> subprocess.Popen(command, env=environment, "
+     "stdin=subprocess.DEVNULL, "
      "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors='replace')"):
         "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):
