@@ -1,5 +1,6 @@
 """What is proved equal to one tower is: nothing wrong, and almost all that is right."""
 
+import functools
 import pathlib
 from fractions import Fraction
 
@@ -248,6 +249,19 @@ def test_dims_that_differ_are_those_of_rows_or_towers():
         sizes.axes(shape((7,), "f"), shape((3,), "f"))
     with pytest.raises(ProgramsDifferError, match="several dims of rows"):
         sizes.axes(shape((8, 8), "f"), shape((4, 4), "f"))
+
+
+def test_the_rows_of_all_towers_are_known_by_a_symbol():
+    (n,) = jax.export.symbolic_shape("n")
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="f")
+    of_all = shape((n,)), shape((2 * n,))
+    sizes = Sizes((1, 2), (n, n))
+    assert sizes.axes(*of_all) == (None, None)
+    assert sizes.axes(shape((3 * n,)), shape((3 * n,))) == (0, None)
+    with pytest.raises(ProgramsDifferError, match="no number of rows"):
+        sizes.axes(shape((n,)), shape((3 * n,)))
+    with pytest.raises(ProgramsDifferError, match="no number of rows"):
+        Sizes((1, 2), (n, n), padded=True).axes(*of_all)
 
 
 def test_each_rule_says_why_it_holds():
