@@ -83,8 +83,6 @@ SAME: dict[tuple[str, str], str] = {
         "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):
         "an option of JAX 0.11, which neither end of the suite has",
-    ("towerjax.data.distribute:DistributedDataset.__init__", "constant: 0 -> 1"):
-        "passes are told apart by their numbers, whatever the first is",
     ("towerjax.step.passes.on_device:DeviceTowers._weights",
      "dropped: dataclasses.replace(self.pass_, differentiates=False, looks_at=None) -> "
      "dataclasses.replace(self.pass_, differentiates=False)"):
