@@ -181,7 +181,8 @@ def _differences(
     """The leaves that differ, each at its first difference, and advice."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
-    saved, restored = stopped.between, resumed.between
+    saved = stopped.between
+    restored = resumed.between
     found = dict[str, Refuted]()
     advice = list[str]()
     for name, told in _unlike(restored, saved, "restored", "saved", rtol):
@@ -214,7 +215,8 @@ def _unlike(
             missing = got_is if name not in got else want_is
             yield name, f"there is none {missing}"
             continue
-        x, y = got[name], want[name]
+        x = got[name]
+        y = want[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             kinds = [f"{a.dtype}{list(a.shape)}" for a in (x, y)]
             yield name, f"{kinds[0]} {got_is}, and {kinds[1]} {want_is}"
