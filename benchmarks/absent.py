@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 import towerjax as tj
 from benchmarks.harness import begin, options_of, parser_of
+from benchmarks.steps import keep_if_not_finite
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.tools import StepReport
@@ -230,9 +231,7 @@ def hand_written(program: Program, placement: Placement, guarded: bool = False) 
         old = params, opt_state
         new = optax.apply_updates(params, updates), new_opt_state
         if guarded:
-            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
-            is_good = jnp.stack(finite).all()
-            new = jax.tree.map(lambda x, y: jnp.where(is_good, x, y), new, old)
+            new = keep_if_not_finite((loss, grads), new, old)
         return *new, loss
 
     whole = PartitionSpec()

@@ -33,6 +33,7 @@ STYLE: Any = {
             "#d0a04c",
             "#8f8f8f",
             "#c44e7a",
+            "#1f9aa8",
         ]
     ),
     "font.sans-serif": ["DejaVu Sans", "sans-serif"],
@@ -89,10 +90,11 @@ def scaling(rows: Rows) -> Figure:
                 panel.plot(*zip(*pairs, strict=True), "o-", ms=3, lw=width, label=way)
             else:  # each way has one color in all panels
                 panel.plot([], [], label=way)
-        panel.set(title=model, xlabel="devices", yscale="log", yticks=(0.5, 1, 2, 4))
+        panel.set(title=model, yscale="log", yticks=(0.5, 1, 2, 4))
         panel.set_yticklabels(["0.5", "1", "2", "4"])
         panel.minorticks_off()
     panels[0].set_ylabel("step time / hand-written")
+    figure.supxlabel("devices", fontsize="medium")
     outside: Any = "outside right"  # which matplotlib's types do not have
     figure.legend(*panels[0].get_legend_handles_labels(), loc=outside, fontsize=9)
     return figure

@@ -59,6 +59,7 @@ class Work:
     optimizer: optax.GradientTransformation = dataclasses.field(
         default_factory=lambda: optax.sgd(LEARNING_RATE, MOMENTUM)
     )
+    is_guarded: bool = False  # whether `train` keeps the state if one is not finite
 
     def train(
         self, state: Any, batch: PyTree, mean: Callable[[PyTree], PyTree]
@@ -82,19 +83,32 @@ class Work:
             found = jax.tree.map(lambda x: x / self.micro_batches, total)
         loss, grads = mean(found)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+        new = optax.apply_updates(params, updates), opt_state
+        if self.is_guarded:
+            new = keep_if_not_finite((loss, grads), new, state)
+        return new, loss
 
     def init(self) -> Any:
         """The first state of `train`."""
         return self.params, self.optimizer.init(self.params)
 
 
+def keep_if_not_finite(looked_at: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """``new``, or ``old`` if a value of ``looked_at`` is not finite."""
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(looked_at)]
+    is_good = jnp.stack(finite).all()
+    return jax.tree.map(lambda x, y: jnp.where(is_good, x, y), new, old)
+
+
 def by_hand(work: Work, placement: Placement, way: str = "shard_map") -> Contender:
     """``jit(shard_map(...))`` with ``pmean(gradients)``, as users write it.
 
-    Other ways are plain ``"jit"`` of the global step with sharded inputs, and
-    ``"pmap"``, with a copy of the state on each device.
+    Other ways are plain ``"jit"`` of the global step with sharded inputs; ``"pmap"``,
+    with a copy of the state on each device; and ``"guarded"``, a ``shard_map`` that
+    changes nothing where the loss or a gradient is not finite, as towerjax does.
     """
+    if way == "guarded":
+        return by_hand(dataclasses.replace(work, is_guarded=True), placement)
     num_devices = placement.num_devices
 
     def mean(value: PyTree) -> PyTree:
@@ -129,14 +143,18 @@ def _compiled(fn: Any, state: Any, batch: Any) -> Contender:
     return Contender(call, state, batch, time.perf_counter() - start)
 
 
-def by_towerjax(work: Work, strategy: Strategy) -> Contender:
-    """The step, built by towerjax."""
+def by_towerjax(work: Work, strategy: Strategy, **options: Any) -> Contender:
+    """The step, built by towerjax with these options of `build_train_step`."""
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(work.model.losses(params, batch), tower.weight)
 
     step = build_train_step(
-        loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches
+        loss_fn,
+        work.optimizer,
+        strategy,
+        micro_batches=work.micro_batches,
+        **options,
     )
     state = step.init(work.params)
     batch = step.place_batch(work.batch)

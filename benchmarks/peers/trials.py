@@ -32,11 +32,12 @@ class Trial:
 
     model: str
     batch: int  # B
-    by: str = "towerjax"  # or "jit", "pmap", "keras", "tensorflow", "torch"
+    by: str = "towerjax"  # or "jit", "pmap", "guarded", or of LIBRARIES
     strategy: str = "mirrored"  # or "mirrored_scan", "mirrored_pmap", "one_device"
     towers: int = 1  # T
     devices: int = 1  # D
     cross_tower_ops: str = "AllReduce"
+    guard: str = "gradients"  # of towerjax
     dtype: str = "float32"
     micro_batches: int = 1  # A
 
@@ -51,7 +52,7 @@ def build(**config: Any) -> Any:
     strategy = strategy_of(trial)
     work = work_of(trial)
     if trial.by == "towerjax":
-        found = by_towerjax(work, strategy)
+        found = by_towerjax(work, strategy, guard=trial.guard)
     else:
         found = by_hand(work, strategy.placement, trial.by)
     return found.call, found.state, found.batch
