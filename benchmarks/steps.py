@@ -25,6 +25,7 @@ from towerjax.types.trees import shapes_of
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
+WAYS = ("shard_map", "jit", "pmap", "guarded")
 _OUT = (Layout.MIRRORED, Layout.MIRRORED)
 
 
@@ -107,6 +108,8 @@ def by_hand(work: Work, placement: Placement, way: str = "shard_map") -> Contend
     with a copy of the state on each device; and ``"guarded"``, a ``shard_map`` that
     changes nothing where the loss or a gradient is not finite, as towerjax does.
     """
+    if way not in WAYS:
+        raise ValueError(f"A step by hand is one of {', '.join(WAYS)}, not {way!r}.")
     if way == "guarded":
         return by_hand(dataclasses.replace(work, is_guarded=True), placement)
     num_devices = placement.num_devices

@@ -32,12 +32,12 @@ class Trial:
 
     model: str
     batch: int  # B
-    by: str = "towerjax"  # or "jit", "pmap", "guarded", or of LIBRARIES
+    by: str = "towerjax"  # or one of WAYS or of LIBRARIES
     strategy: str = "mirrored"  # or "mirrored_scan", "mirrored_pmap", "one_device"
     towers: int = 1  # T
     devices: int = 1  # D
     cross_tower_ops: str = "AllReduce"
-    guard: str = "gradients"  # of towerjax
+    guard: str = "gradients"  # what a step by towerjax looks at
     dtype: str = "float32"
     micro_batches: int = 1  # A
 
