@@ -46,6 +46,8 @@ def build(**config: Any) -> Any:
     """A step and its state and batch, by whom ``by`` says; see `Trial`."""
     config.setdefault("devices", config.get("towers", 1))
     trial = Trial(**config)
+    if trial.by != "towerjax":
+        _refuse_options_of_towerjax(trial)
     if trial.by in LIBRARIES:
         module = importlib.import_module(f"benchmarks.peers.{LIBRARIES[trial.by]}")
         return module.run(trial)
@@ -56,6 +58,17 @@ def build(**config: Any) -> Any:
     else:
         found = by_hand(work, strategy.placement, trial.by)
     return found.call, found.state, found.batch
+
+
+def _refuse_options_of_towerjax(trial: Trial) -> None:
+    """Raise if a step that is not by towerjax is given an option that it lacks."""
+    for name in ("strategy", "cross_tower_ops", "guard"):
+        value = getattr(trial, name)
+        if value != (default := getattr(Trial, name)):
+            raise ValueError(
+                f"{name}={value!r} is an option of towerjax, and the step is by"
+                f" {trial.by!r}. Write {name}={default!r}."
+            )
 
 
 def build_by_hand(**config: Any) -> Any:

@@ -1,13 +1,20 @@
 """The harness of the benchmarks: who goes when, which figures count, what it prints."""
 
 import argparse
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
+from checkout import ROOT
 
-from benchmarks import harness
+from benchmarks import catalogue, harness, same_bits, steps
+from benchmarks.models import MODELS
+from benchmarks.peers import trials
+from towerjax.towers.strategies import Mirrored
+
+DOCS = ROOT / "docs"
 
 
 def test_contenders_take_turns_and_warm_rounds_do_not_count():
@@ -77,3 +84,55 @@ def test_a_row_has_a_value_for_each_column():
     table = harness.begin("", {"a": ""}, argparse.Namespace(json=True))
     with pytest.raises(ValueError, match="zip"):
         table.row(1, 2)
+
+
+def test_the_pages_count_the_trainings_of_the_table():
+    models, optimizers = len(catalogue.MODELS), len(catalogue.OPTIMIZERS)
+    number = len(same_bits.cases())
+    options = number - models - optimizers
+    counts = f"{models} models, {optimizers} optimizers, {options} options\n"
+    assert counts in (DOCS / "same_bits.md").read_text()
+    assert f" {number} of {number} models, " in (DOCS / "guarantees.md").read_text()
+
+
+def first_steps(way, batch_of=lambda batch: batch, devices=2):
+    """The state before and after a step by hand on a batch, as host arrays."""
+    model = MODELS["mlp"](jax.numpy.float32)
+    params = jax.tree.map(np.asarray, model.init(0))
+    work = steps.Work(model, params, batch_of(model.make_batch(1, 8)))
+    names = tuple(f"cpu:{number}" for number in range(devices))
+    step = steps.by_hand(work, Mirrored(names).placement, way)
+    before = jax.tree.map(np.array, step.state)
+    return before, jax.tree.map(np.array, step.run()[0])
+
+
+def with_nan(batch):
+    return {**batch, "x": batch["x"] * np.where(np.arange(8) == 7, np.nan, 1)[:, None]}
+
+
+def test_a_guarded_step_by_hand_keeps_its_state_where_a_row_is_nan():
+    before, after = first_steps("guarded", with_nan)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    _, plain = first_steps("shard_map", with_nan)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(plain))
+
+
+def test_a_guarded_step_by_hand_is_the_plain_one_where_all_is_finite():
+    before, guarded = first_steps("guarded")
+    _, plain = first_steps("shard_map")
+    equal = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(equal, guarded, plain)
+    moved = jax.tree.map(lambda x, y: (x != y).any(), guarded, before)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_a_trial_is_what_it_says_or_raises():
+    trial = {"model": "mlp", "batch": 8}
+    with pytest.raises(ValueError, match=r"shard_map, jit, .*, not 'jitt'"):
+        trials.build(**trial, by="jitt")
+    for name, value in (("guard", "loss"), ("strategy", "mirrored_scan")):
+        with pytest.raises(ValueError, match=f"Write {name}='"):
+            trials.build(**trial, by="guarded", **{name: value})
+    # A peer is given the options of the step by towerjax that it is compared with.
+    call, *args = trials.build_by_hand(**trial, guard="loss")
+    assert np.isfinite(call(*args)[1])
