@@ -5,7 +5,9 @@ write it; both steps train the same model from the same batch, in turns: one pla
 before (``step.place_batch``), one of arrays that lie on the devices, and one of NumPy
 arrays, which both copy to the devices at each step. A step's time is that of a loop
 that waits for the loss of 8 steps before; ``awaited`` and ``call`` are of steps that
-are each waited for. ``bound`` is the ratio of step times that is promised.
+are each waited for, ``call`` in microseconds more until it returns. ``guarded`` is a
+hand-written step that changes nothing where the loss or a gradient is not finite, as
+towerjax does. ``bound`` is the ratio of step times that is promised.
 
 Run: ``python -m benchmarks.overhead [--small]``
 """
@@ -13,7 +15,7 @@ Run: ``python -m benchmarks.overhead [--small]``
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +36,7 @@ from towerjax.towers.strategies import Mirrored
 
 HAND = 0  # contenders, in this order
 OURS = 1
+GUARDED = 2
 AHEAD = 8  # steps that run ahead of the loss that is read
 COLUMNS = {
     "model": "",
@@ -41,11 +44,12 @@ COLUMNS = {
     "hand-written ms": ".3f",
     "towerjax ms": ".3f",
     "step": ".2f",
+    "guarded": ".2f",
     "bound": ".2f",
     "device arrays": ".2f",
     "NumPy arrays": ".2f",
     "awaited": ".2f",
-    "call": ".2f",
+    "call": "+.0f",
     "compile": ".2f",
 }
 
@@ -85,22 +89,27 @@ MODELS = (
 def compare(
     model: Model, num_devices: int, *, rounds: int, steps: int
 ) -> tuple[float, ...]:
-    """Both steps in turns, in this process: the numbers of a row."""
-    compiled, pair = compiled_in_turns(model, Mirrored(devices_of(num_devices)))
+    """The steps in turns, in this process: the numbers of a row."""
+    strategy = Mirrored(devices_of(num_devices))
+    compiled, pair = compiled_in_turns(model, strategy)
     hand, ours = pair
+    guarded = by_hand(model.work(), strategy.placement, "guarded")
     runs = [hand.run, ours.run]
     awaited, returned = awaited_calls(runs, rounds=rounds, calls=steps)
-    batches = (hand.batch, ours.batch), (hand.batch,) * 2, (model.work().batch,) * 2
-    placed, arrays, of_numpy = (
-        in_a_loop(pair, batch, rounds=rounds, calls=steps) for batch in batches
-    )
+    how = {"rounds": rounds, "calls": steps}
+    all_placed = (hand.batch, ours.batch, guarded.batch)
+    placed = in_a_loop((*pair, guarded), all_placed, **how)
+    arrays = in_a_loop(pair, (hand.batch,) * 2, **how)
+    of_numpy = in_a_loop(pair, (model.work().batch,) * 2, **how)
     bound = model.bound if num_devices > 1 else 1.03
-    ratios = [x.ratio(OURS, HAND) for x in (arrays, of_numpy, awaited, returned)]
+    longer = returned.seconds[:, OURS] - returned.seconds[:, HAND]
     return (
-        *(1e3 * seconds for seconds in placed.medians()),
+        *(1e3 * seconds for seconds in placed.medians()[:GUARDED]),
         placed.ratio(OURS, HAND),
+        placed.ratio(GUARDED, HAND),
         bound,
-        *ratios,
+        *(x.ratio(OURS, HAND) for x in (arrays, of_numpy, awaited)),
+        1e6 * float(np.median(longer)),
         compiled.ratio(OURS, HAND),
     )
 
@@ -129,14 +138,15 @@ def compiled_in_turns(
 
 
 def in_a_loop(
-    pair: tuple[Contender, Contender], batches: tuple, *, rounds: int, calls: int
+    contenders: Sequence[Contender], batches: Sequence, *, rounds: int, calls: int
 ) -> Rounds:
     """Seconds of a step of each in a loop, from batches of their own.
 
     The loop is that of a user who lets `AHEAD` steps run ahead of the loss that is
     read; a last wait for the parameters counts too.
     """
-    pair[HAND].batch, pair[OURS].batch = batches
+    for contender, batch in zip(contenders, batches, strict=True):
+        contender.batch = batch
 
     def turn(contender: Contender) -> float:
         losses: collections.deque[jax.Array] = collections.deque()
@@ -149,7 +159,7 @@ def in_a_loop(
         jax.block_until_ready(params)
         return (time.perf_counter() - start) / calls
 
-    return Rounds(turns(pair, turn, rounds=rounds))
+    return Rounds(turns(contenders, turn, rounds=rounds))
 
 
 def main() -> None:

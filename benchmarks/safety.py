@@ -47,6 +47,7 @@ def _batch(rows: int, width: int) -> dict[str, Any]:
 
 
 SAVED = (None, 100, 25)  # each so many steps
+SAVES_PER_ROUND = 10
 COLUMNS = {
     "devices": "",
     **{f"every={every}, ms": ".2f" for every in SAVED},
@@ -89,9 +90,10 @@ def main() -> None:
         strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
         step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
         of_run = functools.partial(run_seconds, step, epochs=options.epochs)
-        how = {"rounds": options.rounds, "warm": 0}  # the first compiles
-        runs = turns(SAVED, of_run, **how)
-        saves = turns([step], save_seconds, **how)[:, 0]
+        runs = turns(SAVED, of_run, rounds=options.rounds, warm=0)  # the first compiles
+        # A save is short, and its time varies more.
+        rounds = SAVES_PER_ROUND * options.rounds
+        saves = turns([step], save_seconds, rounds=rounds, warm=0)[:, 0]
         least = [*runs.min(axis=0), *saves.min(axis=0)]
         table.row(devices, *(1e3 * float(seconds) for seconds in least))
 
