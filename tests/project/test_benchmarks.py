@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from checkout import ROOT
 
+import towerjax as tj
 from benchmarks import catalogue, harness, same_bits, steps
 from benchmarks.models import MODELS
 from benchmarks.peers import trials
-from towerjax.towers.strategies import Mirrored
 
 DOCS = ROOT / "docs"
 
@@ -101,7 +101,7 @@ def first_steps(way, batch_of=lambda batch: batch, devices=2):
     params = jax.tree.map(np.asarray, model.init(0))
     work = steps.Work(model, params, batch_of(model.make_batch(1, 8)))
     names = tuple(f"cpu:{number}" for number in range(devices))
-    step = steps.by_hand(work, Mirrored(names).placement, way)
+    step = steps.by_hand(work, tj.Mirrored(names).placement, way)
     before = jax.tree.map(np.array, step.state)
     return before, jax.tree.map(np.array, step.run()[0])
 
