@@ -625,6 +625,7 @@ def test_a_function_that_asserts_its_number_of_rows_is_told(runs):
     assert not runs
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("audit", [None, True])
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError, AssertionError])
 def test_what_no_audit_expects_is_raised_and_names_the_audit(monkeypatch, kind, audit):
@@ -781,6 +782,7 @@ def test_a_gradient_is_open_where_a_term_of_its_loss_is():
     assert of_metric.is_open("metrics['hits']") and not of_metric.is_open("gradient")
 
 
+@pytest.mark.slow
 def test_a_report_says_what_is_not_proved():
     proved = step_of(RIGHT["plain_mean"])
     unknown = step_of()

@@ -37,6 +37,7 @@ def all_say(found):
 NAMES = ["masked_tokens", "dropout", "penalised", "advantage_less_the_mean_of_all"]
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_a_right_loss_is_proved_with_its_metrics(name, remainder):
@@ -60,6 +61,7 @@ def test_a_metric_that_depends_on_the_split_is_said_by_name():
     assert "worst" in odd.leaf and "a maximum over the tower's rows" in odd.why
 
 
+@pytest.mark.slow
 def test_a_rule_of_a_derivative_is_walked():
     name = "gradient_by_the_number_of_rows"
     found = says_of(train(audited_losses.WRONG[name]))
@@ -73,6 +75,7 @@ def test_gradients_are_left_out_where_they_follow():
     assert [*found] == ["loss"]
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", audited_losses.WRONG_STEPS)
 def test_a_wrong_step_of_ones_own_is_not_proved(name):
     def tower_fn(state, batch, tower):
@@ -86,6 +89,7 @@ def test_a_wrong_step_of_ones_own_is_not_proved(name):
     assert "proved" not in {x.says for leaf, x in found if "'k'" not in leaf}
 
 
+@pytest.mark.slow
 def test_towers_that_meet_in_micro_batches_are_unknown():
     def loss_fn(params, batch, tower):
         centred = scores(params, batch) - tower.mean(batch["y"], tower.weight)
@@ -114,6 +118,7 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_what_depends_on_micro_batches_is_not_proved(name):
     """It is the same for any number of towers, which have one each."""
@@ -122,6 +127,7 @@ def test_what_depends_on_micro_batches_is_not_proved(name):
     assert "proved" not in all_say(found), found
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 @pytest.mark.parametrize("towers", [1, 2])
 def test_what_is_added_up_is_proved_in_micro_batches(towers, remainder):
@@ -137,6 +143,7 @@ def test_what_is_added_up_is_proved_in_micro_batches(towers, remainder):
     assert all_say(says_of(step)) == {"proved"}
 
 
+@pytest.mark.slow
 def test_variables_that_micro_batches_change_are_unknown():
     def loss_fn(params, batch, tower):
         own = tower.local["mean"]
@@ -165,6 +172,7 @@ def of_two_passes(first):
     return of_step([first, second])
 
 
+@pytest.mark.slow
 def test_a_later_pass_is_proved_where_those_before_it_are():
     right = lambda state, batch, tower: {"centre": mean(batch["y"], tower)}  # noqa: E731
     assert all_say(of_two_passes(right)) == {"proved"}
@@ -182,6 +190,7 @@ def of_step(tower_fn, **options):
     return says_of(tj.build_step(tower_fn, update, TWO, **options))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("wrap", [tj.PerTower, lambda x: tj.PerTower(tj.Sum(x))])
 def test_what_each_tower_has_of_its_own_is_unknown_in_a_later_pass(wrap):
     def first(state, batch, tower):
@@ -201,6 +210,7 @@ def test_what_each_tower_has_of_its_own_is_unknown_in_a_later_pass(wrap):
     assert all_say(of_step([first, second("all")])) == {"proved"}
 
 
+@pytest.mark.slow
 def test_a_mean_is_proved_with_its_sum_where_that_may_be_read():
     """Each tower weighs its mean by 1: towers add up to another sum and weight."""
 
@@ -242,6 +252,7 @@ def table_rows(values, indices):
     return fn
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 @pytest.mark.parametrize("order", ["joined", "mixed"])
 def test_rows_of_a_table_are_pairs(order, remainder):
@@ -293,6 +304,7 @@ def test_variables_that_stay_the_same_on_all_towers_are_replicated():
     assert of_variable(lambda own, batch, tower: own + 1.0).says == "proved"
 
 
+@pytest.mark.slow
 def test_variables_of_a_tower_are_unknown_where_they_are_read():
     count = lambda own, batch, tower: own + 1.0  # noqa: E731
     other = tj.PerTower(np.float32([0, 1]))
@@ -344,6 +356,7 @@ def test_what_cannot_be_traced_for_other_rows_is_unknown():
     assert "number of rows, raises AssertionError" in found["step"].why
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_the_number_of_the_steps_own_towers_is_compared_too(remainder):
     def loss_fn(params, batch, tower):
@@ -374,6 +387,7 @@ def test_a_step_of_thousands_of_towers_is_proved(symbolic):
     assert [x.says for x in found] == ["proved"]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("extend", [tj.contrib.LocalSGD(2), tj.contrib.DiLoCo(2)])
 def test_of_towers_that_train_alone_nothing_is_proved(extend):
     loss_fn = lambda p, b, t: mean(errors(p, b), t)  # noqa: E731
@@ -439,6 +453,7 @@ OF_FEATURES = P(None, "model"), P("model")
 OF_ROWS = P("data"), P()
 
 
+@pytest.mark.slow
 def test_what_a_towers_devices_make_of_their_features_is_proved():
     def product(x, w, tower):
         total = lax.psum(x @ w, "model")
@@ -472,6 +487,7 @@ MET = {
 }  # fmt: skip
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", MET)
 def test_what_a_towers_devices_make_of_its_rows_is_not_proved(name):
     fn, *in_specs, out_specs = MET[name]
@@ -525,6 +541,7 @@ def model_fn(variables, features, labels, mode, tower, params):
     return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_passes_of_a_model_function_are_proved(is_right):
     def of_own(values, tower):

@@ -104,6 +104,7 @@ def test_a_run_goes_on_from_gs(light, light_bits, cloud, monkeypatch):
         assert manager.restore(8)["params"] == np.asarray(light_bits.params)
 
 
+@pytest.mark.slow
 def test_the_best_stays_in_gs(light, cloud):
     saving = tj.Checkpointer("gs://bucket/run", keep=1, best="loss")
     train(light, saving, 4, **metrics_of([3, 1, 2, 4]))

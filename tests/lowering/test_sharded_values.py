@@ -301,6 +301,7 @@ def derivatives(drawn):
     return jax.device_get(of_all(parts, w, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_derivative_communicates_where_it_must(name, drawn, derivatives):
     loss = LOSSES[name]
@@ -330,6 +331,7 @@ OWN = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", OWN)
 def test_an_own_gradient_is_scattered_where_it_must(name):
     """A gradient that a tower takes itself, and of which a step needs the sum."""
@@ -356,6 +358,7 @@ def test_an_own_gradient_is_scattered_where_it_must(name):
     np.testing.assert_allclose(np.concatenate(found, dim), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_what_is_cast_are_added_in_the_bits_of_the_parameter():
     loss = Loss(lambda w, x: (half(w[0]) * half(x)).sum().astype(jnp.float32), "")
     w = jnp.zeros((D, 4, 2, 4))

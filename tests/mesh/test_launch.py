@@ -386,6 +386,7 @@ def test_what_an_end_leads_to(end, left, code):
         assert RestartPlan(2).code(end) == end.code
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("first, code, lost", [
     ("os.kill(os.getpid(), 9)", 137, 1),
     ("os.abort()", 134, 1),

@@ -117,6 +117,7 @@ def test_a_guarded_step_by_hand_keeps_its_state_where_a_row_is_nan():
     assert all(np.isnan(x).all() for x in jax.tree.leaves(plain))
 
 
+@pytest.mark.slow
 def test_a_guarded_step_by_hand_is_the_plain_one_where_all_is_finite():
     before, guarded = first_steps("guarded")
     _, plain = first_steps("shard_map")

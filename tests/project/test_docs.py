@@ -414,6 +414,7 @@ def as_tensorflow_1(name, lr, w, slots, g, step):
     return np.where(np.abs(b) > 0.1, above, 0.0), (a, b)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", "Momentum Adagrad Adadelta RMSProp Adam Ftrl".split())
 def test_optimizers_of_tensorflow_1(name):
     page = (DOCS / "from_tensorflow1.md").read_text()
@@ -620,6 +621,7 @@ def of_own_mean(params, batch, tower):
     return tj.TowerOutput(loss, local={"mean": 0.9 * mean + batch["x"].mean()})
 
 
+@pytest.mark.slow
 def test_each_reason_of_the_table_is_one_that_a_step_gives():
     [section] = re.findall(
         "^## When a right loss stays unproved.*?^## ", TEXTS["proof.md"], re.S | re.M

@@ -187,6 +187,7 @@ def test_the_catalogue_has_the_registry_and_more():
     }
 
 
+@pytest.mark.slow
 def test_each_mutant_of_the_catalogue_can_be_made():
     for mutant in MUTANTS:
         with pytest.MonkeyPatch.context() as patch:

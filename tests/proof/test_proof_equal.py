@@ -37,11 +37,13 @@ def answer_for_loss(fn, **options):
     return answer_for(fn, PARAMS, BATCH, **options)
 
 
+@pytest.mark.few_fast(55)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_function_that_depends_on_the_split_is_not_proved(name):
     assert answer_for_loss(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"
 
 
+@pytest.mark.few_fast(50)
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_function_that_does_not_is_proved(name, padded):
@@ -70,6 +72,7 @@ def test_a_number_of_rows_may_be_a_symbol():
     assert odd == {"views_and_back", "rows_repeated"} | by_number
 
 
+@pytest.mark.few_fast(55)
 @pytest.mark.parametrize(
     "name", sorted(SPLIT.keys() - {"groups_of_rows", "largest_of_groups"})
 )

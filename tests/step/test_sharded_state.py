@@ -97,6 +97,7 @@ def test_a_device_holds_its_part_alone(state):
     assert memory.alias_size_in_bytes >= moments + parts * 4 - 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", SHARDED)
 @pytest.mark.parametrize("guard", ["gradients", "loss"])
 def test_a_device_is_sent_its_part_of_a_sum_alone(state, guard):

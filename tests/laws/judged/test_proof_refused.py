@@ -250,6 +250,7 @@ def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     assert mean in (text := " ".join(advice)) and "with tower.shared_rng" in text
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("loss_fn", "options"), [
     (by_what_all_share, {"audit": False}),  # it depends on their number
     (by_own_parameters, {}),

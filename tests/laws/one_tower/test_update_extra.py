@@ -141,6 +141,7 @@ def test_what_it_is_given_and_returns_is_told_of():
         assert re.search(text, "\n".join(told)), told
 
 
+@pytest.mark.slow
 def test_what_an_update_of_ones_own_is_given_is_told_of():
     params = {"w": jnp.bfloat16(W), "scale": jnp.float32(2.0), "fixed": jnp.int32(3)}
     trainable = {"w": True, "scale": True, "fixed": False}

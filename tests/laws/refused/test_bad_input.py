@@ -1084,6 +1084,7 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     assert float(evaluate(params, batch)["step"].value) == 0
 
 
+@pytest.mark.slow
 def test_checking_without_devices_looks_at_the_batch_too():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params * batch["x"], tower.weight)
