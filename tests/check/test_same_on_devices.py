@@ -258,6 +258,9 @@ def untraced(devices):
 
 def forgot(devices):
     return {"fn": 1}
+
+def sliced(number):
+    return good(jax.devices()[:number])
 """
 
 
@@ -306,6 +309,31 @@ def test_the_command_has_all_notes_in_its_json(shell):
         assert code == 0 and all(note in out for note in notes)
         for note, text in zip(notes, texts, strict=True):
             assert text in note
+
+
+USED_AS_A_NUMBER = {
+    "slice": lambda n: Mesh(jax.devices()[:n], "i"),
+    "shape": lambda n: np.array(jax.devices()).reshape(n, -1),
+    "quotient": lambda n: (lambda x: x.sum() / n, [X]),
+    "product": lambda n: (lambda x: x.sum(), [X[: n * 2.0]]),
+}
+
+
+@pytest.mark.parametrize("make", USED_AS_A_NUMBER.values(), ids=[*USED_AS_A_NUMBER])
+def test_a_list_that_is_used_as_a_number_is_noted(make):
+    with pytest.raises(TypeError) as caught:
+        tj.testing.same_on_devices(make, devices=(1, 2))
+    assert "len(devices) for the number" in caught.value.__notes__[0]
+    with pytest.raises(TypeError) as caught:
+        tj.testing.same_on_devices(lambda devices: "x" + 1, devices=(1, 2))
+    assert not any("len(devices)" in x for x in getattr(caught.value, "__notes__", ()))
+
+
+def test_the_command_notes_a_list_that_is_used_as_a_number(shell):
+    with pytest.raises(TypeError, match="slice indices") as caught:
+        shell("check", "of_user:sliced")
+    [note] = [x for x in caught.value.__notes__ if "len(devices)" in x]
+    assert note.startswith("make(devices) is given a list of devices, ")
 
 
 def test_what_make_must_return_is_one_sentence(shell):

@@ -9,6 +9,7 @@ from towerjax.check.programs.child import FORM
 from towerjax.check.programs.compare import check_rtol
 from towerjax.check.programs.devices import (
     check_numbers,
+    explained_list,
     lists_of_devices,
     use_what_is_given,
 )
@@ -69,7 +70,8 @@ def check_program(
         return looked
     lists = lists_of_devices(devices)
     check_takes(form, maker, lists[max(devices)])
-    programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
+    with explained_list():
+        programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
     is_proved = _prove(lambda: proved_on(programs), looked)
     if is_proved and not always_run and use_what_is_given(programs, lists):
         looked.told.append("proved without a run; --run runs it, too")

@@ -1,6 +1,8 @@
 """The devices that a program is given, and those that it uses."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -14,6 +16,12 @@ FORM_OF_MAKE = "make(devices)"
 _OF_A_LIST = (
     "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
+)
+# What Python, NumPy and JAX say of a list, or of a device in it, instead of a number.
+_USED_AS_A_NUMBER = (
+    r"slice indices must be integers|multiply sequence by non-int"
+    r"|'(list|[\w.]*Device)' (object cannot be interpreted|and '\w+')"
+    r"|'\w+' and '(list|[\w.]*Device)'"
 )
 
 
@@ -37,6 +45,21 @@ def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
     """The list of devices to give to ``make``, for each number of devices."""
     given = check_numbers(numbers, len(jax.devices()))
     return {number: jax.devices()[:number] for number in given}
+
+
+@contextlib.contextmanager
+def explained_list() -> Iterator[None]:
+    """Note on an error of a program that uses its list of devices as a number."""
+    try:
+        yield
+    except TypeError as error:
+        if re.search(_USED_AS_A_NUMBER, str(error)):
+            error.add_note(
+                f"{FORM_OF_MAKE} is given a list of devices, not their number. Write"
+                " jax.sharding.Mesh(devices, 'i') for a mesh, and len(devices) for the"
+                " number."
+            )
+        raise
 
 
 def refuse_others(

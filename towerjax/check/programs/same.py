@@ -23,6 +23,7 @@ from towerjax.check.programs.compare import (
 from towerjax.check.programs.devices import (
     FORM_OF_MAKE,
     check_numbers,
+    explained_list,
     lists_of_devices,
     refuse_others,
 )
@@ -101,13 +102,14 @@ def same_on_devices(
         return compare_ran(named, run_in_processes(named, numbers), rtol)
     check_function("make", make, FORM_OF_MAKE)
     lists = lists_of_devices(devices)
-    return _compare_made(
-        DEVICES,
-        lists,
-        lambda number: UserProgram(FORM_OF_MAKE, make(lists[number])),
-        rtol,
-        lambda number, used: refuse_others(lists[number], used),
-    )
+    with explained_list():
+        return _compare_made(
+            DEVICES,
+            lists,
+            lambda number: UserProgram(FORM_OF_MAKE, make(lists[number])),
+            rtol,
+            lambda number, used: refuse_others(lists[number], used),
+        )
 
 
 @api_boundary
