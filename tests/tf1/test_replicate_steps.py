@@ -280,29 +280,32 @@ def test_variables_lie_where_they_are_told():
     devices = 2
     each = total_bytes(start().params)
     everywhere = [0, 1]
+    expected = None
     for placement in PLACEMENTS:
         model = shared(4, devices, placement)
         variables = model.init(start())
         step = model.train_step()
+        is_mirrored = placement is tj.estimator.VariablePlacement.MIRRORED
         for one in BATCHES:
             held = where(dataclasses.replace(variables, local=None))
-            if placement is tj.estimator.VariablePlacement.MIRRORED:
+            if is_mirrored:
                 assert held == [everywhere] * len(held)
-                assert total_bytes(variables.params) == devices * each
-                break  # the others are to have its numbers
-            if placement is tj.estimator.VariablePlacement.ON_ONE_DEVICE:
+            elif placement is tj.estimator.VariablePlacement.ON_ONE_DEVICE:
                 assert held == [[0]] * len(held)
             else:
                 assert held == [[i % devices] for i in range(len(held))]
-            assert total_bytes(variables.params) == each
+            copies = devices if is_mirrored else 1
+            assert total_bytes(variables.params) == copies * each
             assert where(variables.local) == [everywhere]  # with their towers
             assert variables.local["count"].value.shape == (4,)
-            if placement is PLACEMENTS[2]:
+            if placement is PLACEMENTS[2]:  # calls and steps are other programs
                 variables = model(variables, one["features"], one["labels"]).train_op
+                expected = called(4, devices)[0]
             else:
                 variables, _ = step(variables, one)
-        else:
-            same(numbers(variables), called(4, devices)[0])
+        if is_mirrored:
+            expected = numbers(variables)
+        same(numbers(variables), expected)
 
 
 @pytest.mark.slow
