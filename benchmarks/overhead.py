@@ -5,9 +5,10 @@ write it; both steps train the same model from the same batch, in turns: one pla
 before (``step.place_batch``), one of arrays that lie on the devices, and one of NumPy
 arrays, which both copy to the devices at each step. A step's time is that of a loop
 that waits for the loss of 8 steps before; ``awaited`` and ``call`` are of steps that
-are each waited for, ``call`` in microseconds more until it returns. ``guarded`` is a
-hand-written step that changes nothing where the loss or a gradient is not finite, as
-towerjax does. ``bound`` is the ratio of step times that is promised.
+are each waited for. ``call`` is how many microseconds later a call of towerjax returns.
+``guarded`` is the ratio of another hand-written step, which changes nothing if the loss
+or a gradient is not finite, as towerjax does. ``bound`` is the ratio of step times that
+is promised.
 
 Run: ``python -m benchmarks.overhead [--small]``
 """

@@ -1,8 +1,9 @@
 """Measure what checkpoints cost: a step of a run, as often as it is saved.
 
-Shown are the least times of the rounds: of a step, of a run that saves not at all, and
-each 100 or 25 steps; how long the first save of a run, and one after it, hold the run
-up; and how long that one takes then.
+The table has the least times of the rounds. The first columns are the time of a step,
+in a run without saves and in runs that save each 100 or 25 steps. "First pause" and
+"pause" are how long a run's first save and its second one hold the run up. "Then" is
+how long the second save takes after that.
 
 Run: ``python -m benchmarks.safety [--rounds 6]``
 """
@@ -69,9 +70,10 @@ def run_seconds(step: Step, every: int | None, epochs: int) -> float:
 
 
 def save_seconds(step: Step) -> tuple[float, ...]:
-    """How long the first save of a run and the second hold it up, and the second takes.
+    """Seconds for which a run's first save and its second one pause the run.
 
-    The first hashes the step's programs, which the record of a checkpoint has.
+    The third value is the seconds until the second save is complete. The first save
+    hashes the step's programs for the checkpoint's record.
     """
     point = Point(jax.block_until_ready(step.init(_params(8, 256))))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -61,7 +61,7 @@ def build(**config: Any) -> Any:
 
 
 def _refuse_options_of_towerjax(trial: Trial) -> None:
-    """Raise if a step that is not by towerjax is given an option that it lacks."""
+    """Raise if a trial of another way has an option that only towerjax has."""
     for name in ("strategy", "cross_tower_ops", "guard"):
         value = getattr(trial, name)
         if value != (default := getattr(Trial, name)):

@@ -62,7 +62,6 @@ def loss_by(write):
 ALL = pytest.param([*WRITES], marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [["set"], ALL], ids=len)
 def test_each_element_is_that_of_one_device(names):
     """Each way has a table of its own, so that one program holds them all.

@@ -87,7 +87,8 @@ def test_a_row_has_a_value_for_each_column():
 
 
 def test_the_pages_count_the_trainings_of_the_table():
-    models, optimizers = len(catalogue.MODELS), len(catalogue.OPTIMIZERS)
+    models = len(catalogue.MODELS)
+    optimizers = len(catalogue.OPTIMIZERS)
     number = len(same_bits.cases())
     options = number - models - optimizers
     counts = f"{models} models, {optimizers} optimizers, {options} options\n"

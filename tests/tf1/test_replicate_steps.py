@@ -280,7 +280,7 @@ def test_variables_lie_where_they_are_told():
     devices = 2
     each = total_bytes(start().params)
     everywhere = [0, 1]
-    expected = None
+    stepped = None
     for placement in PLACEMENTS:
         model = shared(4, devices, placement)
         variables = model.init(start())
@@ -298,14 +298,15 @@ def test_variables_lie_where_they_are_told():
             assert total_bytes(variables.params) == copies * each
             assert where(variables.local) == [everywhere]  # with their towers
             assert variables.local["count"].value.shape == (4,)
-            if placement is PLACEMENTS[2]:  # calls and steps are other programs
+            if placement is PLACEMENTS[2]:
                 variables = model(variables, one["features"], one["labels"]).train_op
-                expected = called(4, devices)[0]
             else:
                 variables, _ = step(variables, one)
         if is_mirrored:
-            expected = numbers(variables)
-        same(numbers(variables), expected)
+            stepped = numbers(variables)
+        # A call and a step are different programs, whose last bits may differ.
+        is_called = placement is PLACEMENTS[2]
+        same(numbers(variables), called(4, devices)[0] if is_called else stepped)
 
 
 @pytest.mark.slow

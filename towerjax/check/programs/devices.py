@@ -17,7 +17,7 @@ _OF_A_LIST = (
     "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
 )
-# What Python, NumPy and JAX say of a list, or of a device in it, instead of a number.
+# What Python, NumPy and JAX say if a list, or a device of it, stands for a number.
 _USED_AS_A_NUMBER = (
     r"slice indices must be integers|multiply sequence by non-int"
     r"|'(list|[\w.]*Device)' (object cannot be interpreted|and '\w+')"
@@ -49,7 +49,7 @@ def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
 
 @contextlib.contextmanager
 def explained_list() -> Iterator[None]:
-    """Note on an error of a program that uses its list of devices as a number."""
+    """A context that adds a note if a program uses its list of devices as a number."""
     try:
         yield
     except TypeError as error:

@@ -42,7 +42,9 @@ def comparison(pair: EquationPair) -> Known | None:
     name = pair.name
     against = pair.constant(1)
     if x.kind is Kind.ZERO or counted_flag(y) is not None:
-        x, y, name, against = y, x, _SWAPPED.get(name, name), pair.constant(0)
+        x, y = y, x
+        name = _SWAPPED.get(name, name)
+        against = pair.constant(0)
     flag = counted_flag(x)
     if flag is not None:
         if against == 1 and name in ("ge", "lt"):
