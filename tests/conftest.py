@@ -35,20 +35,12 @@ OPTIMIZED = "absent bench compiled going_on processes report same_bits"
 OPTIMIZED = {f"test_{name}" for name in OPTIMIZED.split()}
 
 
-# Files that build steps as users do, who are audited by default. The others build
-# thousands for another purpose, many of them wrong: they audit where they say so.
-AUDITED = "audit audited docs grid harness known_wrong parallel_cases parallel_examples"
-AUDITED = {f"test_{name}" for name in AUDITED.split()}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Programs are compiled as a user's are where bits are told, or they are read.
 
     Before the test's fixtures, of which those of a module come first.
     """
-    name = item.module.__name__.rpartition(".")[2]
-    suite.audits(unasked=name in AUDITED)
     is_optimized = re.search("bits|hash|in_place", item.name) is not None
     is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
     quickly.compiled(not is_optimized)

@@ -435,7 +435,8 @@ def test_of_a_bare_loss_is_told_what_its_reduction_makes_of_it(how):
     """The proof does not know what a median of a tower's own rows is of all rows."""
     step = train_step(median_of_own, loss_reduction=how)
     wanted = "a sum" if how is SUM else "a mean"
-    text = f"sorts a tower's own rows .*\n.*tj.{how} .* return {wanted} over .*\n.*"
+    reduction = f"loss_reduction={how.name}"
+    text = f"sorts a tower's own rows .*\n.*{reduction} .* return {wanted} over .*\n.*"
     refused(step, step.init(MODEL), ROWS, text=text)
 
 

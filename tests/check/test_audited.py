@@ -286,12 +286,13 @@ def test_steps_of_each_layout_are_proved_or_audited_unasked(runs, name):
 
 
 @pytest.mark.slow
-def test_towers_that_train_alone_say_that_nothing_is_merged(runs):
+def test_of_towers_that_train_alone_nothing_is_said(runs):
     step = step_of(extend=tj.contrib.DiLoCo(2))
-    text = r"its towers merge nothing, .*\)\. Not audited: nothing is merged that could"
-    with pytest.warns(UserWarning, match=text):
-        train(step)
+    train(step)  # a warning would be an error
     assert not runs and not step.is_audited
+    assert "merge nothing" in step.unproved["step"]
+    with pytest.raises(tj.testing.NotProved, match="its towers merge nothing"):
+        train(step_of(extend=tj.contrib.DiLoCo(2), audit=True))
     with pytest.raises(NotAudited, match="these leaves are per tower: gradient; loss"):
         step.audit(step.init(PARAMS), BATCH)
 

@@ -106,9 +106,10 @@ def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
         return {"x": kind(x[0], 10 * x[0])}
 
     x = np.float32([1, 2, 3, 4])
-    found = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1"), towers=4))(
-        np.float32(0), x
-    )["x"]
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4)
+    # What it merges to depends on the number of parts.
+    evaluate = tj.build_eval_step(metric_fn, strategy, audit=False)
+    found = evaluate(np.float32(0), x)["x"]
     state = kind(x[0], 10 * x[0])
     for y in x[1:]:
         state = state.merge(kind(y, 10 * y))
@@ -175,8 +176,12 @@ def test_counts_that_are_python_numbers_are_added():
         return {"x": metric}
 
     x = np.float32([1, 2, 3, 6])
-    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
-    assert tj.evaluate(evaluate, np.float32(0), [x, x]) == {"x": 3.0}
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"))
+    full = tj.build_eval_step(metric_fn, strategy, remainder="error")
+    assert tj.evaluate(full, np.float32(0), [x, x]) == {"x": 3.0}
+    padded = tj.build_eval_step(metric_fn, strategy)
+    with pytest.raises(tj.testing.SplitError, match="Padded rows count"):
+        padded(np.float32(0), x)
 
 
 def test_a_static_field_that_merging_changes_is_refused():

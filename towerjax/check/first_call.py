@@ -21,7 +21,12 @@ from towerjax.check.audit.kept import (
     told_not_audited,
 )
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
-from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
+from towerjax.check.equality.told import (
+    LEAVE_OUT,
+    NotProved,
+    StepEquality,
+    told_of,
+)
 from towerjax.check.equality.traced_passes import StepToProve
 from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch
@@ -32,9 +37,6 @@ from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
-
-CHECKS_UNASKED = True
-"""Whether a step built with ``audit=None`` is proved and audited; tests change it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,8 @@ def before_first(
 ) -> None:
     """Prove a step equal to one tower before its first call, if its options say so.
 
-    A refuted leaf is refused. An unproved leaf is audited, and one line says so.
+    A refuted leaf is refused. An unproved leaf is audited, and one line says so. Where
+    towers merge nothing, there is nothing to prove.
     """
     wanted = _wanted(step, asked)
     if wanted is False:
@@ -160,8 +163,7 @@ def equality_of_step(
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:
     """Whether to prove a step; None if an audit of unproved leaves is enough."""
     wanted = step.options.audit if asked.audit is None else asked.audit
-    is_unasked = wanted is None and not CHECKS_UNASKED
-    return False if step.checked.is_done or is_unasked else wanted
+    return False if step.checked.is_done else wanted
 
 
 def _found(step: Step[Any], **fields: Any) -> None:
@@ -182,13 +184,15 @@ def _prove(
 
     Raises:
       SplitError: A leaf is proved to depend on the split, or differs in the sample.
-      NotProved: A leaf is not proved, and a proof is asked for.
+      NotProved: A leaf is not proved, or none is merged, and a proof is asked for.
     """
     equality = equality_of_step(step, state, args, traced)
     equality.refuse()
     _found(step, seconds=step.checked.seconds + equality.seconds)
     notes = [f"{equality}, in {equality.seconds:.1f} s"]
-    if equality.unproved:
+    if not equality.leaves and is_asked:
+        raise NotProved(equality.unproved)
+    if equality.leaves and equality.unproved:
         _found(step, note="")
         sampled = sample(equality)
         if is_asked:

@@ -159,6 +159,36 @@ class SparseRows:
         return jax.tree.unflatten(self.treedef, items)
 
 
+def join_entries(batch: PyTree, size: int, parts: int) -> PyTree:
+    """Join the parts of sparse leaves, which `SparseRows.put_back` made, on the host.
+
+    Args:
+      batch: The fitted batch, NumPy arrays; each sparse leaf has the entries of
+        ``parts`` parts one after another, with rows counted from each part's first.
+      size: The number of rows of a part.
+      parts: The number of parts.
+
+    Returns:
+      The batch; a sparse leaf has the entries of all ``size * parts`` rows.
+    """
+
+    def join(leaf: Any) -> Any:
+        if not is_sparse(leaf):
+            return leaf
+        shape = size * parts, *dense_shape(leaf)[1:]
+        if getattr(leaf, "n_batch", 0):
+            return rebuild(leaf, leaf.data, leaf.indices, shape)
+        is_table = is_rows(leaf)
+        values = np.asarray(leaf.values if is_table else leaf.data)
+        indices = np.array(leaf.indices)
+        row = indices if is_table else indices[:, 0]
+        is_entry = row < size
+        row += np.repeat(np.arange(parts) * size, len(values) // parts)
+        return rebuild(leaf, values[is_entry], indices[is_entry], shape)
+
+    return jax.tree.map(join, batch, is_leaf=is_sparse)
+
+
 def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
     """The first earlier capacity that is large enough, or new ones, powers of 2."""
     for capacity in capacities:

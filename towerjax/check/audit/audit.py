@@ -8,9 +8,9 @@ import numpy as np
 from towerjax.check.audit.advice import advise
 from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.audit.two_towers import Audit, StepToAudit
-from towerjax.collectives.sparse_rows import splits_entries
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
+from towerjax.data.sparse_rows import SparseRows, join_entries
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.plan import Plan
 from towerjax.step.run.programs import refuse_padding
@@ -100,13 +100,11 @@ def _on_host(batch: PyTree) -> PyTree:
     if not isinstance(batch, PlacedBatch):
         return batch
     arrays, _, held = jax.tree.map(copy_to_host, batch.args)
-    if splits_entries(arrays):
-        raise NotAudited(
-            "A placed batch with sparse leaves cannot be audited, because its entries"
-            " are already split. Pass the batch as it was before, step.audit(state,"
-            " batch)."
-        )
+    parts = batch.micro_batches * batch.placement.num_towers
+    size = batch.rows // batch.micro_batches
     is_example = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
-    arrays = jax.tree.map(lambda x: x[is_example], arrays)
+    sparse, dense = SparseRows.put_aside(join_entries(arrays, size, parts))
+    dense = jax.tree.map(lambda x: x[is_example], dense)
+    arrays = sparse.take(np.flatnonzero(is_example), dense)
     values = iter(held)
     return map_parts(Whole, lambda _: Whole(next(values)), arrays)

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import jax
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
@@ -20,6 +21,7 @@ from towerjax.check.equality.traced_passes import (
     traced_passes,
 )
 from towerjax.collectives.ops import AllReduce, PinnedTree
+from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.jaxprs.equation import all_eqns, all_sites, named_axes, user_line
 from towerjax.proof.equal.one_tower import (
     Equality,
@@ -48,9 +50,10 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       step: The step.
 
     Returns:
-      An answer for each leaf; or one for the whole step, if the step cannot be traced
-      for other numbers of rows. A proof with a symbol for a tower's rows holds for any
-      number of rows. Otherwise it holds for numbers that the step may have.
+      An answer for each leaf; none if each tower keeps what it returns; or one for the
+      whole step, if it cannot be traced for other numbers of rows. A proof with a
+      symbol for a tower's rows holds for any number of rows. Otherwise it holds for
+      numbers that the step may have.
     """
     if why := _why_not_traced(step):
         return _of_whole_step(why)
@@ -69,10 +72,7 @@ def equalities_of(step: StepToProve) -> list[Equality]:
         )
         return found or _of_whole_step(why.splitlines()[0])
     proved = {x.leaf: x for x in found if x.says == "proved"}
-    merged = [proved.get(x.leaf, x) for x in of_numbers]
-    return merged or _of_whole_step(
-        "its towers merge nothing, because each keeps what it returns"
-    )
+    return [proved.get(x.leaf, x) for x in of_numbers]
 
 
 def _of_whole_step(why: str) -> list[Equality]:
@@ -84,6 +84,8 @@ def _why_not_traced(step: StepToProve) -> str:
     """The reason why a step is not traced; "" if it is."""
     if not step.plan.passes.each:
         return "each call of it runs several steps"
+    if any(map(is_sparse, jax.tree.leaves(step.batch, is_leaf=is_sparse))):
+        return "its batch has sparse leaves, whose entries no rule counts by row"
     ops = step.strategy.cross_tower_ops
     if not isinstance(ops, AllReduce | PinnedTree):
         return f"its sums over towers are made by {type(ops).__name__}"
@@ -127,7 +129,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
             equalities = _with_sums(equalities, each, step, read)
             equalities = [_with_reduction(x, each) for x in equalities]
         prefix = f"pass {number}: " if len(traced) > 1 else ""
-        found += [dataclasses.replace(x, leaf=prefix + x.leaf) for x in equalities]
+        found += [x.named_in(prefix) for x in equalities]
         if number < len(traced) and any(x.says != "proved" for x in equalities):
             rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
             why = f"the results of pass {number} are not proved"
@@ -147,13 +149,13 @@ _BARE = {
     Reduction.MEAN: "averages the towers' losses, so return a mean over a tower's rows",
 }
 _OR_A_MEAN = (
-    ", or tj.Weighted.mean(losses, tower.weight), which needs no loss_reduction."
+    ", or tj.Weighted.mean(losses, tower.weight), which says what it is divided by."
 )
 
 
 def advice_on_bare_loss(how: Reduction) -> str:
     """What a bare loss has to be, of which ``loss_reduction=how`` was said."""
-    return f"loss_reduction=tj.{how} {_BARE[how]}{_OR_A_MEAN}"
+    return f"loss_reduction={how.name} {_BARE[how]}{_OR_A_MEAN}"
 
 
 def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
@@ -172,8 +174,11 @@ _READ_IN_PARTS = (
 
 
 def _read_in_parts(plan: Plan) -> str | None:
-    """The start of the names of means whose sum may be read alone; None for none."""
-    if not plan.accepts:
+    """The start of the names of means whose sum may be read alone; None for none.
+
+    An update that towers trace is given the values of means, and not their sums.
+    """
+    if not plan.accepts or plan.passes.hold_update:
         return None
     return "extra" if plan.keeps_local else ""  # update_extra is given that
 

@@ -19,7 +19,7 @@ class StepEquality:
     """The results of the proof for the leaves that a step merges.
 
     Attributes:
-      leaves: The result for each leaf.
+      leaves: The result for each leaf; none if each tower keeps what it returns.
       seconds: How long the proof took, in seconds.
     """
 
@@ -29,6 +29,8 @@ class StepEquality:
     @functools.cached_property
     def unproved(self) -> dict[str, str]:
         """The reason for each leaf that is not proved equal to one tower, by name."""
+        if not self.leaves:
+            return {WHOLE_STEP: "its towers merge nothing, so each keeps its result"}
         return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
 
     def not_of_own_devices(self, line: str) -> "StepEquality":
@@ -58,9 +60,10 @@ class StepEquality:
         """Whether a leaf, by the name that the audit has for it, is not proved.
 
         A loss of several terms has a leaf for each term. If one of them is not proved,
-        the gradient is not proved either.
+        the gradient is not proved either. An audit compares the values that a metric
+        state computes, and the proof its fields.
         """
-        unproved = [*self.unproved]
+        unproved = [x.state or x.leaf for x in self.leaves if x.says != "proved"]
         if any(x.startswith("loss") for x in unproved):
             unproved.append(GRADIENT)
         return WHOLE_STEP in unproved or any(
@@ -68,6 +71,8 @@ class StepEquality:
         )
 
     def __str__(self) -> str:
+        if not self.leaves:
+            return "nothing is merged over towers"
         if not self.unproved:
             return "proved equal to one tower"
         proved = len(self.leaves) - len(self.unproved)

@@ -213,7 +213,9 @@ def _trace_passes(
         inputs += [Given.MICRO_BATCH] if in_micro_batches else []
         outputs = _leaves_of_tower(tree, variables)
         if pass_.merges_sums:
-            outputs = _gradients_as_means(outputs, pass_.loss)
+            outputs = _gradients_as_means(outputs, pass_.loss, tree.get(pass_.loss))
+        if pass_.loss_reduction is Reduction.SUM:
+            outputs = _losses_as_sums(outputs, pass_.loss)
         yield program, inputs, outputs, axes, pass_.loss_reduction
         merged.append(_as_given_later(tree, split))
         kinds.append(_kinds_given_later(tree))
@@ -334,23 +336,39 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
     return leaves
 
 
-def _gradients_as_means(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
-    """The leaves, with sums of gradients divided by the weight of their loss."""
-    # The gradients of several losses have the order of the losses.
-    weights = {
-        x.name.replace(loss, GRADIENT, 1): x.weight
+def _gradients_as_means(
+    leaves: list[MergedLeaf], loss: str, losses: PyTree
+) -> list[MergedLeaf]:
+    """Return the leaves with sums of gradients divided by the weight of their loss.
+
+    The gradient of a sum of several means is already divided. The gradients of a list
+    of losses have the order of the losses.
+    """
+    suffixes = [f"[{i}]" for i in range(len(losses))] if type(losses) is list else [""]
+    merged = [*leaves]
+    for suffix in suffixes:
+        weights = [
+            x.weight
+            for x in leaves
+            if x.name.startswith(loss + suffix) and x.merge is Merge.MEAN
+        ]
+        for i, leaf in enumerate(leaves):
+            is_sum = leaf.merge is Merge.SUM
+            if is_sum and len(weights) == 1 and leaf.name.startswith(GRADIENT + suffix):
+                how = {"merge": Merge.MEAN, "weight": weights[0]}
+                merged[i] = dataclasses.replace(leaf, **how)
+    return merged
+
+
+def _losses_as_sums(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
+    """Return the leaves with losses and gradients that are added and not divided."""
+    roots = "loss", loss, GRADIENT
+    return [
+        dataclasses.replace(x, merge=Merge.SUM, weight=None)
+        if x.name.startswith(roots) and x.merge is Merge.MEAN
+        else x
         for x in leaves
-        if x.name.startswith(loss) and x.merge is Merge.MEAN
-    }
-
-    def as_mean(leaf: MergedLeaf) -> MergedLeaf:
-        is_sum = leaf.name.startswith(GRADIENT) and leaf.merge is Merge.SUM
-        known = [w for name, w in weights.items() if leaf.name.startswith(name)]
-        if not (is_sum and len(known) == 1):
-            return dataclasses.replace(leaf, merge=Merge.OTHER) if is_sum else leaf
-        return dataclasses.replace(leaf, merge=Merge.MEAN, weight=known[0])
-
-    return list(map(as_mean, leaves))
+    ]
 
 
 def _leaves_of_returned(
@@ -365,8 +383,10 @@ def _leaves_of_returned(
         value = value.value
     if merge is Merge.OTHER and (merges := _merges_of_state(value)):
         flat = jax.tree_util.tree_leaves_with_path(value)
-        names = [name + jax.tree_util.keystr(path) for path, _ in flat]
-        return list(map(MergedLeaf, names, merges))
+        return [
+            MergedLeaf(name + jax.tree_util.keystr(path), how, state=name)
+            for (path, _), how in zip(flat, merges, strict=True)
+        ]
     pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
         within = name + jax.tree_util.keystr(path)

@@ -98,6 +98,7 @@ class MergedLeaf:
       becomes: For a PER_TOWER, the number of the input that it becomes in the next
         step, if all towers have the same value in the first step.
       indices: For TABLE_ROWS, the number of the result that holds their indices.
+      state: The name of the metric state that it is a field of; "" for others.
     """
 
     name: str
@@ -105,6 +106,7 @@ class MergedLeaf:
     weight: int | None = None
     becomes: int | None = None
     indices: int | None = None
+    state: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +118,19 @@ class Equality:
       says: "proved", "refuted" or "unknown".
       why: The reason, with a line of the program, if the leaf is refuted or unknown.
       advice: What to write instead, if the leaf is refuted.
+      state: The name of the metric state that it is a field of; "" for others.
     """
 
     leaf: str
     says: str
     why: str = ""
     advice: str = ""
+    state: str = ""
+
+    def named_in(self, prefix: str) -> "Equality":
+        """Return the same result with a prefix before its names."""
+        state = prefix + self.state if self.state else ""
+        return dataclasses.replace(self, leaf=prefix + self.leaf, state=state)
 
     def __str__(self) -> str:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
@@ -255,7 +264,7 @@ def _answers(
         if says == "refuted" and ", since a factor at " not in why:
             line = _line_of_result(program, number)
             why += f", made at {line}" if line else ""
-        found.append(Equality(leaf.name, says, why, advice))
+        found.append(Equality(leaf.name, says, why, advice, leaf.state))
     return found
 
 

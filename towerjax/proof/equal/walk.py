@@ -185,6 +185,10 @@ class Walk:
 
     def constant(self, first: Any, second: Any) -> Known:
         """The kind of a literal, or of an array that a program closes over."""
+        if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+            # A value of the program around a step, which has no number yet.
+            why = "the program closes over other values for another number of towers"
+            return copy() if first is second else Known(Kind.UNKNOWN, why=why)
         if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
             first = jax.random.key_data(first)
             second = jax.random.key_data(second)

@@ -41,9 +41,9 @@ class LossReduction(enum.Enum):
 _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.MEAN}
 
 
-def is_of_scalars(reduction: LossReduction) -> bool:
-    """Whether losses are scalars, so that their divisor is not known."""
-    return reduction in _OF_SCALARS
+def reduction_of_scalars(reduction: LossReduction) -> Reduction | None:
+    """Return how the towers' scalar losses become one; None if losses have weights."""
+    return _OF_SCALARS.get(reduction)
 
 
 def check_loss_reduction(reduction: Any) -> None:
@@ -147,8 +147,12 @@ class TowersOfStep:
     @property
     def takes_scalars(self) -> bool:
         """Whether a loss needs no denominator."""
-        is_scalar = self.compat == "tf1" or self.reduction in _OF_SCALARS
-        return is_scalar or self.is_alone
+        return self._is_of_scalars or self.is_alone
+
+    @property
+    def _is_of_scalars(self) -> bool:
+        """Whether several towers return scalars; one tower then runs their program."""
+        return self.compat == "tf1" or self.reduction in _OF_SCALARS
 
     @property
     def differentiates(self) -> bool:
@@ -181,7 +185,7 @@ class TowersOfStep:
         scalar = _OF_SCALARS.get(self.reduction)
         is_weighted = has_denominator(loss)
         if self.is_alone:
-            scalar = None if is_weighted else Reduction.MEAN
+            scalar = None if is_weighted else scalar or Reduction.MEAN
         elif self.compat == "tf1":
             loss = loss.value if is_weighted else loss
             scalar = scalar or Reduction.MEAN
@@ -204,7 +208,7 @@ class TowersOfStep:
             addend = loss.value
         else:
             addend: Any = self.addend(jnp.float32(0) if loss is None else loss)
-        if is_split and self.takes_scalars:  # towers without examples do not count
+        if self._is_of_scalars:  # towers without examples do not count
             counts = jnp.asarray(addend.weight) > 0
             grads = map_gradients(lambda g: jnp.where(counts, g, 0), grads)
         total, grads = self._sum_towers(addend, grads)

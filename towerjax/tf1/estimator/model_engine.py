@@ -30,8 +30,8 @@ from towerjax.step.step import Step, TrainStep
 from towerjax.tf1.estimator.losses import (
     LossReduction,
     TowersOfStep,
-    is_of_scalars,
     one_loss,
+    reduction_of_scalars,
 )
 from towerjax.tf1.estimator.model_fn import (
     Mode,
@@ -215,17 +215,8 @@ def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
 
 
 def _compared(options: ModelOptions, merged: list[PyTree]) -> list[PyTree]:
-    """The merged results to compare: reduced losses, and gradients as means."""
-    return [_with_means(x, options.loss_reduction) for x in merged[1:]]
-
-
-def _why_not_proved(options: ModelOptions, mode: Mode) -> str:
-    """Why the results are not proved to be those of one tower; "" if they can be."""
-    if options.compat is not None:
-        return _AS_IN_TF1
-    if mode is not Mode.PREDICT and is_of_scalars(options.loss_reduction):
-        return f"loss_reduction={options.loss_reduction} reduces scalars"
-    return ""
+    """Return what to compare: reduced losses, and gradients divided like their loss."""
+    return [_reduced(x, options.loss_reduction) for x in merged[1:]]
 
 
 _AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
@@ -236,15 +227,26 @@ def model_passes(
 ) -> Passes:
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
-    how = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
-    how |= {"loss": LOSSES, "merges_sums": True}
-    each = training_pass(tower_fn, strategy, options, **how)
+    each = training_pass(
+        tower_fn,
+        strategy,
+        options,
+        reads_local=reads_local,
+        of_state=True,
+        advice=WRAP,
+        loss=LOSSES,
+        merges_sums=True,
+        loss_reduction=reduction_of_scalars(tower_fn.options.loss_reduction),
+    )
+    # A prediction is divided by nothing.
+    divides = tower_fn.options.compat is not None and tower_fn.mode is not Mode.PREDICT
+    why_not_compared = _AS_IN_TF1 if divides else ""
     return Passes(
         (each,),
         found=_passes_of,
         compared=functools.partial(_compared, tower_fn.options),
-        why_not_proved=_why_not_proved(tower_fn.options, tower_fn.mode),
-        why_not_audited="" if tower_fn.options.compat is None else _AS_IN_TF1,
+        why_not_proved=why_not_compared,
+        why_not_audited=why_not_compared,
         hold_update=True,
     )
 
@@ -284,20 +286,31 @@ def _minimized(merged: list[PyTree]) -> list[Weighted]:
     return losses if len(losses) > 1 else []
 
 
-def _with_means(
-    merged: dict[str, PyTree], reduction: LossReduction
-) -> dict[str, PyTree]:
-    """The merged results with one loss, and with gradients as means over it."""
-    # Towers return a pair even for a sum that has no weight.
-    if isinstance(merged.get("loss"), Weighted):
-        loss = one_loss(reduction, merged["loss"], is_split=True)
-        merged = {**merged, "loss": loss}
-    loss = merged[LOSSES]
+def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, PyTree]:
+    """Return merged results with reduced losses, and gradients as means over them."""
+
+    def one(loss: Any) -> Any:
+        # Towers return a pair even for a sum that has no weight.
+        is_pair = isinstance(loss, Weighted)
+        return one_loss(reduction, loss, is_split=True) if is_pair else loss
+
+    def as_mean(grads: PyTree, loss: Any) -> PyTree:
+        if not isinstance(loss, Weighted):
+            return grads
+        return Weighted(map_parts(Sum, lambda x: x.value, grads), loss.weight)
+
+    losses = merged[LOSSES]
     grads = merged["grads"]
-    if not isinstance(loss, Weighted):
-        return merged
-    sums = map_parts(Sum, lambda x: x.value, grads)
-    return {**merged, "grads": Weighted(sums, loss.weight)}
+    if isinstance(losses, list):  # of several optimizers
+        losses = [*map(one, losses)]
+        grads = [*map(as_mean, grads, losses)]
+    else:
+        losses = one(losses)
+        grads = as_mean(grads, losses)
+    reduced = {**merged, LOSSES: losses, "grads": grads}
+    if "loss" in merged:
+        reduced["loss"] = one(merged["loss"])
+    return reduced
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
