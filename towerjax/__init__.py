@@ -27,7 +27,8 @@ from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, Reduction, Rows, Sum, TowerOutput, Whole
-from towerjax.types.notes import later_in_module as _later_in_module
+from towerjax.types.namespaces import furnish as _furnish
+from towerjax.types.namespaces import later_in_module as _later_in_module
 from towerjax.types.version import __version__
 
 __all__ = [
@@ -97,6 +98,9 @@ else:  # a fifth of the time of the import, for what few programs use
         tf1="towerjax.tf1",
         tools="towerjax.tools",
     )
+
+for _space in (cluster, collectives, layers, loop, metrics, sparse, towers):
+    _furnish(_space)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from towerjax.collectives.ops import AllReduce, CrossTowerOps, Hierarchical
 from towerjax.mesh.devices import canonical_device_names, platform_devices
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_list
 
 
@@ -22,6 +23,7 @@ class OpsChoice:
     reason: str
 
 
+@api_boundary
 def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
     """Choose the cross-tower op that suits the devices, and say why.
 

@@ -24,6 +24,7 @@ from towerjax.loop.files import (
 )
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import call_on_first_process
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
     check_flag,
     check_list,
@@ -269,6 +270,7 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
     return array.astype(np.float64)
 
 
+@api_boundaries
 @dataclasses.dataclass(frozen=True)
 class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.

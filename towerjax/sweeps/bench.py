@@ -25,6 +25,7 @@ from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median
 from towerjax.types import PyTree
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_number, check_whole
 
 Builder: TypeAlias = Callable[..., Any] | str
@@ -34,6 +35,7 @@ _NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
+@api_boundary
 def bench(
     build: Builder,
     grid: Grid,

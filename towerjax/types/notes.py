@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import inspect
 import linecache
-import pkgutil
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
+from towerjax.types.moved import KEYWORDS
 from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)
@@ -125,6 +125,9 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
     parameters = [*inspect.signature(fn).parameters.values()]
     by_name = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
     if wrong := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
+        owner = called.removesuffix(".__init__").rpartition(".")[2]
+        if moved := KEYWORDS.get(f"{owner}.{wrong[1]}"):
+            return moved
         near = difflib.get_close_matches(wrong[1], [x.name for x in parameters])
         return _NAMES.get(wrong[1], f"Write {near[0]}=..." if near else "")
     if rest.startswith("missing ") and (example := _example_of(fn)):
@@ -198,17 +201,9 @@ def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str
     return get
 
 
-def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that imports names from places ``module:name``."""
-
-    def get(name: str) -> Any:
-        if name in places:
-            return pkgutil.resolve_name(places[name])
-        with noted(_NAMES.get(name)):
-            text = f"module {module!r} has no attribute {name!r}"
-            raise AttributeError(text, name=name)
-
-    return get
+def advice_on_name(name: str) -> str:
+    """Say what to write here for a name of another library; "" if it is not known."""
+    return _NAMES.get(name, "")
 
 
 _MORE = (

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from towerjax.mesh.cluster import spec
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_list, check_number, check_whole
 
 NOT_FOUND = 127
@@ -53,6 +54,7 @@ class RestartPlan:
         return AGAIN if end.lost and self.restarts is not None else end.code
 
 
+@api_boundary
 def launch(
     command: Sequence[str],
     *,

@@ -12,6 +12,7 @@ import jax
 from towerjax.mesh.cluster import heartbeat, spec
 from towerjax.mesh.private_jax import detects_cluster
 from towerjax.mesh.processes import calls_after, print_line
+from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_whole
 
 _SILENCE_S = 5
@@ -21,6 +22,7 @@ _SILENCE_S = 5
 _process = types.SimpleNamespace(cluster=None, excepthook=None)
 
 
+@api_boundary
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,

@@ -85,15 +85,15 @@ def build_step(
       ...     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
       >>> def tower_fn(state, batch, tower):
       ...     loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-      ...     return {"loss": loss, "grads": grads, "square": tj.Sum(grads.sum**2)}
+      ...     return {"loss": loss, "grads": grads, "own": tj.PerTower(grads.sum)}
       >>> def update_fn(state, merged):
       ...     params = state.params - 0.5 * merged["grads"].value
-      ...     metrics = {"loss": merged["loss"], "square": merged["square"]}
+      ...     metrics = {"loss": merged["loss"], "own": merged["own"]}
       ...     return dataclasses.replace(state, params=params), metrics
       >>> step = build_step(tower_fn, update_fn, tj.Mirrored(towers=2))
       >>> state, metrics = step(step.init(0.0), np.array([1, 5], np.float32))
-      >>> float(state.params), float(metrics["loss"]), float(metrics["square"])
-      (3.0, 13.0, 104.0)
+      >>> float(state.params), float(metrics["loss"]), metrics["own"].tolist()
+      (3.0, 13.0, [-2.0, -10.0])
     """
     tower_fns = tuple(tower_fn) if isinstance(tower_fn, Sequence) else (tower_fn,)
     first = next(iter(tower_fns), None)

@@ -1,8 +1,5 @@
 """Train, evaluate and predict with one model function on all devices."""
 
-from typing import TYPE_CHECKING, NoReturn
-
-import towerjax.types.boundary as _boundary
 from towerjax.tf1.estimator.losses import LossReduction as LossReduction
 from towerjax.tf1.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.tf1.estimator.model_fn import ClassificationOutput as ClassificationOutput
@@ -17,10 +14,3 @@ from towerjax.tf1.estimator.train import evaluate as evaluate
 from towerjax.tf1.estimator.train import predict as predict
 from towerjax.tf1.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.tf1.estimator.variables import VariablePlacement as VariablePlacement
-
-if not TYPE_CHECKING:
-
-    @_boundary.api_boundary  # which adds what to write instead
-    def __getattr__(name: str) -> NoReturn:
-        text = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(text, name=name)

@@ -1,0 +1,87 @@
+"""Public namespaces: the names they show, and where a name that they lack is now."""
+
+import difflib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from towerjax.types import moved
+from towerjax.types.notes import advice_on_name
+
+_SPACES = """
+cluster collectives contrib estimator layers loop metrics sparse testing tf1 tools
+towers
+""".split()
+_MODULES = {"layers": ["batch_norm", "sparse"], "tf1": ["estimator"]}
+_MODULES["tools"] = ["testing"]
+
+
+def furnish(space: ModuleType) -> ModuleType:
+    """Give a public module a ``__dir__`` and a ``__getattr__`` with advice.
+
+    `later_in_module` does it for the modules that it imports. A module that a command
+    imports in another way does it for itself.
+    """
+    name = space.__name__
+    modules = _MODULES.get(name.rpartition(".")[2], [])
+
+    def names() -> list[str]:
+        return sorted(
+            {x for x, y in vars(space).items() if _is_public(x, y)} | {*modules}
+        )
+
+    setattr(space, "__dir__", names)  # noqa: B010
+    setattr(space, "__getattr__", later_in_module(name))  # noqa: B010
+    return space
+
+
+def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__``, which imports names when they are first read.
+
+    Args:
+      module: The module's ``__name__``.
+      **places: For each name its place, ``module`` or ``module:name``.
+    """
+
+    def get(name: str) -> Any:
+        if name in places:
+            found = pkgutil.resolve_name(places[name])
+            return furnish(found) if isinstance(found, ModuleType) else found
+        error = AttributeError(f"module {module!r} has no attribute {name!r}")
+        error.name = name
+        if name[0] != "_" and (note := _note_on(name)):
+            error.add_note(note)
+        raise error
+
+    return get
+
+
+def _is_public(name: str, value: Any) -> bool:
+    """Whether a module's value is one of its public names."""
+    if name[0] == "_" or isinstance(value, ModuleType):
+        return False
+    return str(getattr(value, "__module__", "")).startswith("towerjax")
+
+
+def _note_on(name: str) -> str:
+    """Say what to write in place of a name that a namespace lacks."""
+    if known := moved.RENAMED.get(name) or advice_on_name(name):
+        return known
+    if place := next(_places_of(name), None):
+        return f"Write {place}."
+    if name in moved.OF_TENSORFLOW:
+        return moved.OF_TENSORFLOW[name]
+    near = difflib.get_close_matches(name, dir(sys.modules["towerjax"]), n=1)
+    return f"Did you mean tj.{near[0]}?" if near else ""
+
+
+def _places_of(name: str) -> Iterator[str]:
+    """The public names, such as ``tj.tools.bench``, that end in a name."""
+    root = sys.modules["towerjax"]
+    if name in dir(root):
+        yield f"tj.{name}"
+    for space in _SPACES:
+        if name in dir(getattr(root, space)):
+            yield f"tj.{space}.{name}"
