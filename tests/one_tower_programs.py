@@ -172,8 +172,8 @@ def answers_of_step(step, state, batch, rows=None):
     """
     plan, state = step.to_audit(state)
     rows = rows or len(jax.tree.leaves(batch)[0]) // step.num_calls
-    given = plan, step.strategy, state, batch, rows, step.placer.may_pad
-    return equalities_of(StepToProve(*given))
+    given = plan, step.strategy, state, batch, rows
+    return equalities_of(StepToProve(*given, padded=step.placer.may_pad))
 
 
 def has_own_rules(program):

@@ -1,5 +1,6 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
+import sys as _sys
 from typing import TYPE_CHECKING
 
 from towerjax import collectives, layers, loop, metrics, towers
@@ -27,8 +28,7 @@ from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, Reduction, Rows, Sum, TowerOutput, Whole
-from towerjax.types.namespaces import furnish as _furnish
-from towerjax.types.namespaces import later_in_module as _later_in_module
+from towerjax.types import namespaces as _namespaces
 from towerjax.types.version import __version__
 
 __all__ = [
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from towerjax.sweeps.train import sweep
     from towerjax.tf1 import estimator
 else:  # a fifth of the time of the import, for what few programs use
-    __getattr__ = _later_in_module(
+    __getattr__ = _namespaces.later_in_module(
         __name__,
         contrib="towerjax.contrib",
         estimator="towerjax.tf1.estimator",
@@ -99,8 +99,9 @@ else:  # a fifth of the time of the import, for what few programs use
         tools="towerjax.tools",
     )
 
+_sys.modules[__name__].__class__ = _namespaces.Package
 for _space in (cluster, collectives, layers, loop, metrics, sparse, towers):
-    _furnish(_space)
+    _namespaces.furnish(_space)
 
 
 def __dir__() -> list[str]:

@@ -285,10 +285,12 @@ def test_one_module_imports_what_jax_keeps_private():
 
 
 def test_a_module_is_short_and_says_what_it_does():
+    rule = r"A module has at most (\d+) lines"
+    [most] = re.findall(rule, (ROOT.parent / "CONTRIBUTING.md").read_text())
     for name in MODULES:
         module = importlib.import_module(name)
         lines = pathlib.Path(module.__file__).read_text().splitlines()
-        assert len(lines) <= 480, name
+        assert len(lines) <= int(most), name
         first = module.__doc__.splitlines()[0]
         assert len(first) <= 88 and "?" not in first, name
 

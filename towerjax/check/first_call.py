@@ -38,6 +38,8 @@ from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
+_MOST_EXAMPLES = 8  # of which batches that may be padded are proved
+
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
@@ -84,12 +86,16 @@ def before_first(
     towers merge nothing, there is nothing to prove.
     """
     wanted = _wanted(step, asked)
-    if wanted is False:
+    if wanted is False or _is_one_of_many(step, batch):
         return
     is_split = step.num_calls > 1 or crosses_rows(traced, batch.rows)
     if is_split or asked.audit:
         sample = functools.partial(_sample, step, state, batch, traced, asked)
-        _prove(step, state, batch.args, traced, sample, is_asked=bool(wanted))
+        examples = batch.num_examples if batch.may_pad else None
+        to_prove = functools.partial(
+            equality_of_step, step, state, batch.args, traced, examples
+        )
+        _prove(step, to_prove, sample, is_asked=bool(wanted))
 
 
 def prove_alone(
@@ -98,12 +104,16 @@ def prove_alone(
     state: TrainState,
     args: tuple[PyTree, ...],
     why: str,
+    examples: int | None = None,
 ) -> None:
     """Prove a step equal to one tower, if its options say so, where nothing can run."""
     wanted = _wanted(step, Asked())
     if wanted is not False and step.num_calls > 1:
         sample = lambda _: f"Not audited: {why}"  # noqa: E731
-        _prove(step, state, args, traced, sample, is_asked=bool(wanted))
+        to_prove = functools.partial(
+            equality_of_step, step, state, args, traced, examples
+        )
+        _prove(step, to_prove, sample, is_asked=bool(wanted))
 
 
 def audit_step(
@@ -137,11 +147,13 @@ def equality_of_step(
     state: TrainState,
     args: tuple[PyTree, ...],
     traced: Traced,
+    examples: int | None,
 ) -> StepEquality:
-    """The results of the proof for the leaves that a step merges.
+    """Prove the leaves that a step merges, for a batch of this shape.
 
     The state and batch may be shapes. If padding counts in a sum, a padded batch is
-    refused anyway, so only full batches are proved.
+    refused anyway, so only full batches are proved. ``examples`` is the number of
+    examples in the batch, if it may be padded; None is a full batch.
     """
     rows, _, replicated = args
     with jax.transfer_guard("allow"):  # of constants, which are read
@@ -152,11 +164,14 @@ def equality_of_step(
             state,
             with_replicated(rows, [Whole(x) for x in replicated]),
             jax.tree.leaves(rows)[0].shape[0] // step.num_calls,
+            examples,
             padded=step.placer.may_pad,
+            programs=[] if plan is not step.plan else traced.tower_programs,
         )
         equality = equality_of(to_prove)
         if to_prove.padded and equality.unproved and traced.proof.unmasked():
-            equality = equality_of(dataclasses.replace(to_prove, padded=False))
+            full = {"padded": False, "examples": None}
+            equality = equality_of(dataclasses.replace(to_prove, **full))
     return equality.not_of_own_devices(line_of_own_devices(traced))
 
 
@@ -171,36 +186,57 @@ def _found(step: Step[Any], **fields: Any) -> None:
     step.checked = dataclasses.replace(step.checked, **fields)
 
 
+def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
+    """Whether too many other numbers of examples were proved; say so once."""
+    examples = step.checked.examples
+    if len(examples) < _MOST_EXAMPLES or batch.num_examples in examples:
+        return False
+    if len(examples) == _MOST_EXAMPLES:
+        numbers = ", ".join(str(x) for x in sorted(examples))
+        warn(
+            f"The step was proved for batches of {numbers} examples; batches of"
+            f" {batch.num_examples} and of other numbers are not looked at. Give"
+            f" batches fewer different sizes. {LEAVE_OUT}"
+        )
+        _found(step, examples=(*examples, batch.num_examples))
+    return True
+
+
 def _prove(
     step: Step[Any],
-    state: TrainState,
-    args: tuple[PyTree, ...],
-    traced: Traced,
+    to_prove: Callable[[], StepEquality],
     sample: Callable[[StepEquality], str],
     *,
     is_asked: bool,
 ) -> None:
     """Prove a step equal to one tower; warn of unproved leaves, with a sample.
 
+    A leaf that was not proved for an earlier program is not audited again.
+
     Raises:
       SplitError: A leaf is proved to depend on the split, or differs in the sample.
       NotProved: A leaf is not proved, or none is merged, and a proof is asked for.
     """
-    equality = equality_of_step(step, state, args, traced)
+    equality = to_prove()
     equality.refuse()
     _found(step, seconds=step.checked.seconds + equality.seconds)
-    notes = [f"{equality}, in {equality.seconds:.1f} s"]
     if not equality.leaves and is_asked:
         raise NotProved(equality.unproved)
-    if equality.leaves and equality.unproved:
+    notes = [f"{equality}, in {equality.seconds:.1f} s"]
+    before = step.checked.unproved or {}
+    new = {x: why for x, why in equality.unproved.items() if x not in before}
+    if equality.leaves and (new or is_asked and equality.unproved):
         _found(step, note="")
         sampled = sample(equality)
         if is_asked:
             raise NotProved(equality.unproved, sampled)
-        warn(told_of(equality.unproved, f"{sampled}. {LEAVE_OUT}"))
+        warn(told_of(new, f"{sampled}. {LEAVE_OUT}"))
         notes += [step.checked.note] if step.checked.note else []
-    found = {"note": "; ".join(notes), "unproved": equality.unproved}
-    _found(step, **found, is_done=True)
+    examples = step.checked.examples
+    if equality.examples is not None and equality.examples not in examples:
+        examples = *examples, equality.examples
+    unproved = {**before, **new}
+    _found(step, note="; ".join(notes), unproved=unproved, examples=examples)
 
 
 def _sample(

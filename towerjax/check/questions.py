@@ -10,6 +10,7 @@ import numpy as np
 from towerjax.check.equality.told import NO_ROWS
 from towerjax.check.first_call import equality_of_step, prove_alone
 from towerjax.check.report.report import StepReport, report_on, time_program
+from towerjax.data.batch_rows import count_examples, without_replicated
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import place
 from towerjax.step.run.compile import Program, compile_step
@@ -36,17 +37,27 @@ def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
     for traced_pass in traced.passes:
         traced_pass.towers.rehearse()
     proof = traced.proof
-    equality = equality_of_step(step, state, args, traced)
+    examples = _examples_of(step, batch)
+    equality = equality_of_step(step, state, args, traced, examples)
     if step.num_calls > 1 and step.options.audit is not False:
         equality.refuse()
     return dataclasses.replace(proof, unproved=equality.unproved)
+
+
+def _examples_of(step: Step[Any], batch: PyTree) -> int | None:
+    """The number of examples in a batch that may be padded; None for others."""
+    if not step.placer.may_pad:
+        return None
+    rows, _ = without_replicated(batch)
+    return count_examples(rows, shapes=True)
 
 
 def prove_traced(
     step: Step[Any], traced: Traced, state: TrainState, batch: PlacedBatch
 ) -> None:
     """Prove a step that is traced into another program, where there are no rows."""
-    prove_alone(step, traced, state, batch.args, NO_ROWS)
+    examples = batch.num_examples if batch.may_pad else None
+    prove_alone(step, traced, state, batch.args, NO_ROWS, examples)
 
 
 def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
@@ -69,8 +80,14 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
     full_rows = None
     if step.programs.leaves_out_weights and not step.placer.may_pad:
         full_rows = jax.tree.leaves(args[0])[0].shape[0] // placement.num_towers
-    why = "its devices are absent"
-    hook = functools.partial(prove_alone, step, state=state, args=args, why=why)
+    hook = functools.partial(
+        prove_alone,
+        step,
+        state=state,
+        args=args,
+        why="its devices are absent",
+        examples=_examples_of(step, batch),
+    )
     first = split_state(state)
     return compile_step(
         step.plan, placement, (*first, *args), full_rows=full_rows, before_first=hook

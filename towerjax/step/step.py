@@ -192,9 +192,13 @@ class Step(Generic[_Result]):
         hook = None
         state = self.start(state) if taken is None else taken
         kind = policy.kind(state)
-        if programs.known(batch, kind) is None or not is_usable(state):
+        known = programs.known(batch, kind)
+        if known is None or not is_usable(state):
             state = self.start(state)
             hook = functools.partial(self.before_first, state=state, batch=batch)
+        elif batch.num_examples not in known.checked_for:
+            self.before_first(known.traced, state, batch)
+            known.checked_for.add(batch.num_examples)
         first = split_state(state)
         program = programs.program(first, batch, kind, hook)
         try:
@@ -449,7 +453,10 @@ class Step(Generic[_Result]):
     def before_first(
         self, traced: Traced, state: TrainState, batch: PlacedBatch
     ) -> None:
-        """Prove or audit the step before its first call with such a batch."""
+        """Prove or audit the step before its first call with such a batch.
+
+        It is called for each program, and for each number of examples in a padded one.
+        """
         if self.options.audit is False:  # nothing of check/ is imported
             return
         from towerjax.check.first_call import before_first

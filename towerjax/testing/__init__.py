@@ -1,7 +1,5 @@
 """Functions for users' tests: audit a loss function, compare steps with one tower."""
 
-import sys as _sys
-
 from towerjax.check.audit.comparison import AuditReport as AuditReport
 from towerjax.check.audit.comparison import Finding as Finding
 from towerjax.check.audit.comparison import Refuted as Refuted
@@ -21,6 +19,3 @@ from towerjax.testing.resumed import same_resumed as same_resumed
 from towerjax.testing.steps import assert_replicates as assert_replicates
 from towerjax.testing.steps import assert_same as assert_same
 from towerjax.testing.steps import one_tower as one_tower
-from towerjax.types.namespaces import furnish as _furnish
-
-_furnish(_sys.modules[__name__])

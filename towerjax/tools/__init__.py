@@ -1,7 +1,5 @@
 """Tools around training: reports, benchmarks, audits, sweeps and the commands."""
 
-import sys as _sys
-
 from towerjax import testing as testing
 from towerjax.check.report.report import StepReport as StepReport
 from towerjax.check.report.report import report_of as report_of
@@ -15,6 +13,3 @@ from towerjax.tools.parameters import flat_parameters as flat_parameters
 from towerjax.tools.parameters import load_parameters as load_parameters
 from towerjax.tools.parameters import parameter_table as parameter_table
 from towerjax.tools.parameters import save_parameters as save_parameters
-from towerjax.types.namespaces import furnish as _furnish
-
-_furnish(_sys.modules[__name__])

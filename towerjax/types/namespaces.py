@@ -14,18 +14,16 @@ _SPACES = """
 cluster collectives contrib estimator layers loop metrics sparse testing tf1 tools
 towers
 """.split()
-_MODULES = {"layers": ["batch_norm", "sparse"], "tf1": ["estimator"]}
-_MODULES["tools"] = ["testing"]
+_MODULES = {"layers": ["sparse"], "tf1": ["estimator"], "tools": ["testing"]}
 
 
 def furnish(space: ModuleType) -> ModuleType:
-    """Give a public module a ``__dir__`` and a ``__getattr__`` with advice.
-
-    `later_in_module` does it for the modules that it imports. A module that a command
-    imports in another way does it for itself.
-    """
+    """Give a public module, and those in it, a ``__dir__`` and advice on names."""
     name = space.__name__
     modules = _MODULES.get(name.rpartition(".")[2], [])
+    for each in modules:
+        if isinstance(inner := vars(space).get(each), ModuleType):
+            furnish(inner)
 
     def names() -> list[str]:
         return sorted(
@@ -35,6 +33,17 @@ def furnish(space: ModuleType) -> ModuleType:
     setattr(space, "__dir__", names)  # noqa: B010
     setattr(space, "__getattr__", later_in_module(name))  # noqa: B010
     return space
+
+
+class Package(ModuleType):
+    """The module of a package, which furnishes each namespace that is imported.
+
+    Python sets a submodule as an attribute of its package, whoever imports it.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_space = name in _SPACES and isinstance(value, ModuleType)
+        super().__setattr__(name, furnish(value) if is_space else value)
 
 
 def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
@@ -47,8 +56,7 @@ def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name in places:
-            found = pkgutil.resolve_name(places[name])
-            return furnish(found) if isinstance(found, ModuleType) else found
+            return pkgutil.resolve_name(places[name])
         error = AttributeError(f"module {module!r} has no attribute {name!r}")
         error.name = name
         if name[0] != "_" and (note := _note_on(name)):

@@ -40,8 +40,8 @@ def run_audit(
     over a tower's own axes shows as a difference.
 
     The rows are the batch's first ones. They are few, or, if the function does not
-    accept so few, as many as a tower function gets in one of ``calls``; at least
-    two.
+    accept so few, as many as a tower function gets in one of ``calls``; one only if it
+    gets one.
 
     If batches may be padded, one more comparison gives the second tower half as many
     rows and the one tower more padding, so that a value which counts padding differs.
@@ -79,14 +79,17 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
     """The audit, traced for the smallest number of rows that the function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
-    called_with = min(-(-total // calls), total // 2)
+    each = -(-total // calls)
+    called_with = min(each, total // 2)
     called_with -= 0 if pads else called_with % split  # dropped rows are not padded
     if not called_with:
         raise NotAudited(
             f"The audit needs rows for two towers, but the batch has {total}. Give at"
             f" least {2 * split} rows."
         )
-    *few, most = dict.fromkeys([max(min(called_with, _ROWS), 2), called_with])
+    # A tower of one row may run another program than a tower of several.
+    least = 1 if each == 1 else 2
+    *few, most = dict.fromkeys([max(min(called_with, _ROWS), least), called_with])
     for size in few:
         try:
             return Audit(step, size + -size % split, pads=pads)

@@ -1,8 +1,8 @@
 """Prove a step's passes equal to those of one tower: trace them, and ask the proof.
 
-Nothing is compiled or run. Each pass is traced for several numbers of towers on one
-batch. A loss is traced without its gradient, unless a rule of the user says what a
-derivative is.
+Nothing is compiled or run. The step's own program is compared with the one that one
+tower would run on the same batch. A loss is traced without its gradient, unless a rule
+of the user says what a derivative is.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.check.equality.told import WHOLE_STEP, StepEquality
 from towerjax.check.equality.traced_passes import (
-    NOT_OF_A_SYMBOL,
     PassToProve,
     StepToProve,
     traced_passes,
@@ -40,39 +39,30 @@ def equality_of(step: StepToProve) -> StepEquality:
     """The results of the proof for all merged leaves of a step, and its duration."""
     start = time.perf_counter()
     leaves = tuple(equalities_of(step))
-    return StepEquality(leaves, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return StepEquality(leaves, seconds, step.examples if step.padded else None)
 
 
 def equalities_of(step: StepToProve) -> list[Equality]:
-    """The result of the proof for each leaf that a step's passes merge.
+    """Return the result of the proof for each leaf that a step's passes merge.
 
     Args:
       step: The step.
 
     Returns:
       An answer for each leaf; none if each tower keeps what it returns; or one for the
-      whole step, if it cannot be traced for other numbers of rows. A proof with a
-      symbol for a tower's rows holds for any number of rows. Otherwise it holds for
-      numbers that the step may have.
+      whole step, if it cannot be traced for one tower.
     """
     if why := _why_not_traced(step):
         return _of_whole_step(why)
     try:
-        found = _equalities(step, of_symbol=True)
-    except NOT_OF_A_SYMBOL:
-        found = []
-    if found and all(x.says == "proved" for x in found):
-        return found
-    try:
-        of_numbers = _equalities(step, of_symbol=False)
+        return _equalities(step)
     except RAISED_ON_OTHER_ROWS as error:
         why = (
             "its function, traced with another number of rows, raises"
             f" {type(error).__name__}: {error}"
         )
-        return found or _of_whole_step(why.splitlines()[0])
-    proved = {x.leaf: x for x in found if x.says == "proved"}
-    return [proved.get(x.leaf, x) for x in of_numbers]
+        return _of_whole_step(why.splitlines()[0])
 
 
 def _of_whole_step(why: str) -> list[Equality]:
@@ -92,17 +82,17 @@ def _why_not_traced(step: StepToProve) -> str:
     return step.plan.passes.why_not_proved
 
 
-def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
+def _equalities(step: StepToProve) -> list[Equality]:
     whole = step.plan.passes
     found = list[Equality]()
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
-        traced = traced_passes(step, alone, of_symbol=of_symbol)
+        traced = traced_passes(step, alone)
         found = _of_passes(traced, step)
         programs = [x for each in traced for x in each.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return found
-    traced = traced_passes(step, whole, of_symbol=of_symbol)
+    traced = traced_passes(step, whole)
     return worst_of(found + _of_passes(traced, step))
 
 

@@ -21,10 +21,12 @@ class StepEquality:
     Attributes:
       leaves: The result for each leaf; none if each tower keeps what it returns.
       seconds: How long the proof took, in seconds.
+      examples: The number of examples of the batch, if it may be padded.
     """
 
     leaves: tuple[Equality, ...]
     seconds: float
+    examples: int | None = None
 
     @functools.cached_property
     def unproved(self) -> dict[str, str]:
@@ -73,10 +75,10 @@ class StepEquality:
     def __str__(self) -> str:
         if not self.leaves:
             return "nothing is merged over towers"
-        if not self.unproved:
-            return "proved equal to one tower"
         proved = len(self.leaves) - len(self.unproved)
-        return f"{proved} of {len(self.leaves)} leaves proved equal to one tower"
+        some = f"{proved} of {len(self.leaves)} leaves " if self.unproved else ""
+        batch = "" if self.examples is None else f" for batches of {self.examples}"
+        return f"{some}proved equal to one tower{batch}"
 
 
 class NotProved(Portable, ValueError):

@@ -1,8 +1,8 @@
-"""One tower's programs for a step's passes, traced for several numbers of towers.
+"""The programs that a proof compares: the step's own, and one tower's on its batch.
 
-The number of a tower's rows is a symbol if the function can be traced so, and otherwise
-a number. A micro-batch counts as a tower, because a step runs the same program for
-each.
+The step's own program is the one that runs: a tower's, with that tower's rows. The
+other is traced once more, for one tower that has all examples of the batch. A
+micro-batch counts as a tower, because a step runs the same program for each.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, InconclusiveDimensionOperation, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
+from towerjax.check.audit.comparison import GRADIENT
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.batch_rows import without_replicated
+from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
@@ -45,18 +46,6 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.trees import key_data, map_parts, parts_of, shapes_of
 
-NUMBERS_OF_TOWERS = (1, 2, 4)
-"""The numbers that are compared, in addition to that of the step's own towers."""
-
-NOT_OF_A_SYMBOL = (
-    *RAISED_ON_OTHER_ROWS,
-    AttributeError,
-    InconclusiveDimensionOperation,
-)
-"""The errors that a function may raise if it asks for the number of its rows."""
-
-_PADDED_ROWS = {1: 5, 2: 3, 4: 1}
-
 
 @dataclasses.dataclass(frozen=True)
 class StepToProve:
@@ -68,7 +57,10 @@ class StepToProve:
       state: A state, or shapes.
       batch: A batch, or shapes.
       rows: The number of rows of a tower in one call.
+      examples: The number of examples in the batch; None if it has no padding.
       padded: Whether batches may be padded.
+      programs: For each pass the programs of the step's towers that were traced
+        already, which are not traced again.
     """
 
     plan: Plan
@@ -76,7 +68,9 @@ class StepToProve:
     state: TrainState
     batch: PyTree
     rows: int
+    examples: int | None = None
     padded: bool = False
+    programs: Sequence[TowerPrograms] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +86,11 @@ class PassToProve:
     loss_reduction: Reduction | None = None  # what a bare loss means
 
 
-class _Split(NamedTuple):
-    """A split of a batch over towers, and of a tower's rows into micro-batches."""
+class RowSplit(NamedTuple):
+    """A split of rows over towers, and of a tower's rows into micro-batches."""
 
     towers: int
+    rows: int  # of each tower, or of each micro-batch
     micro_batches: int = 1
 
     @property
@@ -104,38 +99,72 @@ class _Split(NamedTuple):
         return self.towers * self.micro_batches
 
 
-def traced_passes(
-    step: StepToProve, passes: Passes, *, of_symbol: bool
-) -> list[PassToProve]:
-    """Each pass, traced for each number of towers.
+def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
+    """Return the splits whose programs are compared, each with the one before.
 
-    The first three traces are for `NUMBERS_OF_TOWERS`, a fourth for the step's own
-    number.
+    One is the step's own, and one is a single tower with all examples of the batch. If
+    batches may be padded, the step's own is also compared with one tower of a number of
+    rows that is no power of the number of towers, so that a count of rows is never
+    taken for one. A step of one tower without micro-batches is
+    compared with two towers of as many rows.
+    """
+    own = RowSplit(step.strategy.num_towers, step.rows, micro_batches)
+    if own.number == 1:
+        own = RowSplit(2, step.rows)
+    each = step.strategy.placement.row_shards
+    total = own.number * own.rows
+    examples = total if step.examples is None else step.examples
+    one_tower = RowSplit(1, examples + -examples % each)
+    if not step.padded:
+        return [one_tower, own]
+    # Multiples of a tower's rows, which functions that view rows in groups accept.
+    counts = [
+        count * own.rows
+        for count in range(2, own.number + 6)
+        if not _is_power(count, own.number)
+    ]
+    padded, *more = [RowSplit(1, x) for x in counts if x != one_tower.rows]
+    if one_tower.rows != own.rows:
+        return [padded, own, one_tower]
+    # Rows would have the size of other dims. Towers of more rows stand between.
+    larger = dataclasses.replace(own, rows=2 * own.rows)
+    if larger.rows == padded.rows:
+        padded = more[0]
+    return [own, padded, larger, one_tower]
+
+
+def _is_power(count: int, towers: int) -> bool:
+    """Whether a number is a power of the number of towers that a proof tries."""
+    power = 2 * math.log(count, towers)
+    return abs(power - round(power)) < 1e-9
+
+
+def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
+    """Trace each pass for the splits that are compared.
 
     Args:
       step: The step.
       passes: The passes to trace.
-      of_symbol: Whether the number of a tower's rows is a symbol.
 
     Returns:
       A `PassToProve` for each pass that merges anything.
 
     Raises:
-      Exception: One of ``NOT_OF_A_SYMBOL``; a tower function raised it.
+      TracedError: A tower function raised an error for one tower's rows.
     """
     several = max(x.micro_batches for x in passes.each)
     takes_gradient = any(x.differentiates and x.trained for x in passes.each)
-    own = _Split(step.strategy.num_towers, 1 if takes_gradient else several)
-    splits = [*map(_Split, NUMBERS_OF_TOWERS)]
-    splits += [] if own in splits else [own]
     in_micro_batches = several > 1 and not takes_gradient
     columns = []
+    splits = splits_of(step, several if in_micro_batches else 1)
     for split in splits:
         plan = dataclasses.replace(step.plan, passes=passes)
         of_split = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
         of_split = of_split.changed(micro_batches=split.micro_batches)
-        rows = _symbol_for(step) if of_symbol else _rows_for(step, split, splits)
-        columns.append([*_trace_passes(of_split, step, split, rows, in_micro_batches)])
+        is_own = split.rows == step.rows and split.number > 1
+        known = step.programs if is_own else ()
+        traced = _trace_passes(of_split, step, split, in_micro_batches, known)
+        columns.append([*traced])
     found = []
     for each in zip(*columns, strict=True):
         programs, inputs, outputs, axes, bare = zip(*each, strict=True)
@@ -147,28 +176,12 @@ def traced_passes(
     return found
 
 
-def _symbol_for(step: StepToProve) -> Any:
-    """The number of a tower's rows as a symbol."""
-    [rows] = jax.export.symbolic_shape("n")
-    return rows * step.strategy.placement.row_shards
-
-
-def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int:
-    """The number of rows of one tower, for one split of several.
-
-    With padding, the numbers of rows are not proportional to the numbers of towers, so
-    that a count of rows is never taken for a power of the number of towers.
-    """
-    number = split.number
-    each = max(step.rows, 2)
-    each += -each % step.strategy.placement.row_shards
-    if step.padded:
-        return each * _PADDED_ROWS.get(number, 11 if number % 7 == 0 else 7)
-    return each * math.lcm(*[x.number for x in splits]) // number
-
-
 def _trace_passes(
-    passes: Passes, step: StepToProve, split: _Split, rows: Any, in_micro_batches: bool
+    passes: Passes,
+    step: StepToProve,
+    split: RowSplit,
+    in_micro_batches: bool,
+    known: Sequence[TowerPrograms],
 ) -> Iterator[tuple[Any, ...]]:
     """The parts of a `PassToProve` for one split, pass after pass.
 
@@ -176,6 +189,7 @@ def _trace_passes(
     of a bare loss.
     """
     number = split.towers
+    rows = split.rows
 
     def of_all(x: Any) -> jax.ShapeDtypeStruct:
         shape = (rows * number, *np.shape(x)[1:])
@@ -199,11 +213,14 @@ def _trace_passes(
     given = state, jax.tree.map(of_all, own), counts, replicated
     merged = list[PyTree]()
     kinds = list[PyTree]()
-    for pass_ in passes.in_turn(merged):
+    for at, pass_ in enumerate(passes.in_turn(merged)):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []
         closed, tree = _trace_tower(
-            pass_, (*given, shapes_of(before)), in_micro_batches
+            pass_,
+            (*given, shapes_of(before)),
+            in_micro_batches,
+            known[at] if known else {},
         )
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
@@ -222,7 +239,10 @@ def _trace_passes(
 
 
 def _trace_tower(
-    pass_: Pass, args: tuple[PyTree, ...], in_micro_batches: bool
+    pass_: Pass,
+    args: tuple[PyTree, ...],
+    in_micro_batches: bool,
+    programs: TowerPrograms,
 ) -> tuple[ClosedJaxpr, PyTree]:
     """The program of one tower, and the `Returned` values that it gives, as shapes.
 
@@ -237,7 +257,7 @@ def _trace_tower(
 
     def on_device(*args: PyTree) -> PyTree:
         *given, index = args
-        towers = DeviceTowers(pass_, axes, {}, *given)
+        towers = DeviceTowers(pass_, axes, programs, *given)
         if in_micro_batches:
             sums, tree = towers.run_micro_batch(index)
             return put_sums(first(tree), sums)
@@ -428,7 +448,7 @@ def _merges_of_state(state: PyTree) -> list[Merge]:
 _BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 
 
-def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
+def _as_given_later(tree: PyTree, split: RowSplit) -> PyTree:
     """The shapes of the merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:

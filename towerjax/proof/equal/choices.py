@@ -63,7 +63,7 @@ def _comparison(pair: EquationPair) -> Known:
             return rows()._replace(zeros=frozenset([PADDING]), number=weight)
         if y.note == ROWS_OF_TOWER and is_each:
             return copy(note=True)
-    if pair.name == "ge" and y.note == ROWS_OF_TOWER:
+    if pair.name == "ge" and _is_size_of_tower(pair, 1):
         if x.kind is Kind.VALID:
             return Known(Kind.IS_FULL)
         if x.note == ROWS_OF_TOWER:
@@ -76,6 +76,16 @@ def _comparison(pair: EquationPair) -> Known:
     if found.kind is Kind.ZERO:
         return copy()
     return guards.as_flag(pair, found.times_tower(0))
+
+
+def _is_size_of_tower(pair: EquationPair, operand: int) -> bool:
+    """Whether an operand is the number of a tower's rows, padding included.
+
+    One tower has as many rows in one micro-batch as in several.
+    """
+    number = pair.constant(operand)
+    is_known = pair.ins[operand].note == ROWS_OF_TOWER
+    return is_known or pair.sizes.are_of_tower(number, number)
 
 
 @rule("or", knows_constants=True, knows_identity=True, by_element=True)

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -162,9 +163,8 @@ def equal_to_one_tower(
     """The proof's answers: is each merged leaf the same for all numbers of towers?
 
     Args:
-      programs: The programs for two or more numbers of towers on one global batch. The
-        second is compared with the first, the third with the second, and any other with
-        the first.
+      programs: The programs for two or more numbers of towers on one global batch.
+        Each is compared with the one before.
       inputs: The kind of each input of the programs.
       outputs: The results of the programs, and how each is merged.
       axes: The names of the axis of all towers.
@@ -204,8 +204,7 @@ def _results_of_pairs(
     steps if a step keeps it so: given that it and the other such variables are
     replicated before a step, it is replicated after the step.
     """
-    pairs = [*zip(programs, programs[1:3], strict=False)]
-    pairs += [(programs[0], x) for x in programs[3:]]
+    pairs = [*itertools.pairwise(programs)]
     stays = {x.becomes for x in outputs} - {None}
     while True:
         given = [Given.REPLICATED if i in stays else x for i, x in enumerate(inputs)]

@@ -36,6 +36,8 @@ class Program:
     traced: Traced
     seconds: float
     is_full: bool  # whether it takes all rows for examples
+    # The numbers of examples of the batches that it was checked for.
+    checked_for: set[int] = dataclasses.field(default_factory=set, init=False)
 
     @property
     def plan(self) -> Plan:

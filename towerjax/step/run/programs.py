@@ -136,6 +136,8 @@ class Programs:
         )
         if signature not in seen:
             seen.append(signature)
+        if before_first is not None:
+            self.made[key].checked_for.add(batch.num_examples)
         return self.made[key]
 
     def trace(

@@ -73,6 +73,8 @@ class Checked:
     """The results of proof and audit for a step so far."""
 
     unproved: Mapping[str, str] | None = None  # leaf -> why it is not proved
+    # Numbers of examples, of batches that may be padded, for which it was proved.
+    examples: tuple[int, ...] = ()
     report: Any = None  # an `AuditReport`, of it or of the same program
     note: str = ""  # what nobody has been told yet
     seconds: float = 0.0  # of proofs of equality and audits

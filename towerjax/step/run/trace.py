@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.jaxprs.flops import Flops, count_flops
 from towerjax.lowering.sharded_values import shards_of
 from towerjax.lowering.shards import on_shards
+from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.plan import Plan
@@ -53,6 +54,11 @@ class Traced:
         proof = prove(self.passes, self.finish, update_on_devices=on_devices)
         steps = self.of_whole_steps
         return proof if steps is None else join_proofs([proof, steps])
+
+    @property
+    def tower_programs(self) -> list[TowerPrograms]:
+        """The programs of the towers of each pass, which a proof need not trace."""
+        return [x.towers.programs for x in self.passes]
 
     @property
     def out(self) -> PyTree:
