@@ -175,7 +175,7 @@ def train(
     """Train; return the variables of the best evaluation, and the history."""
     steps_per_epoch = -(-SPLITS["train"] // BATCH_SIZE)  # the last batch has 90 rows
     with tempfile.TemporaryDirectory() as folder:
-        saving = tj.Checkpointer(folder, keep=1, best="accuracy", mode="max")
+        saving = tj.Checkpointer(folder, keep=1, best="accuracy")
         _, history = tj.estimator.train_and_evaluate(
             model,
             tj.batches(splits["train"], BATCH_SIZE, epochs=epochs, seed=0),

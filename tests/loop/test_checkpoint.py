@@ -1123,7 +1123,16 @@ def test_the_best_is_one_real_number(light, tmp_path):
     metrics = {"tree": tj.Weighted({"a": one}, one), "loss": one}
     options = {**metrics_of([]), "evaluate": model.Evaluation(lambda state: metrics)}
     with pytest.raises(ValueError, match="best='tree' must name a .* is a dict"):
-        train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
+        train(light, tj.Checkpointer(tmp_path, best="tree", mode="min"), 1, **options)
+
+
+def test_the_best_accuracy_is_the_greatest_without_a_mode(light, tmp_path):
+    saving = tj.Checkpointer(tmp_path, keep=1, best="accuracy")
+    values = iter(np.float32([0.5, 0.875, 0.859]))
+    of_state = model.Evaluation(lambda state: {"accuracy": next(values)})
+    options = {"evaluate": of_state, "eval_batches": [0], "eval_every": 1}
+    train(light, saving, 3, **options)
+    assert saving.best_step == 2 and saving.steps == (2, 3)
 
 
 def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
@@ -1165,6 +1174,16 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
     assert saving.record(2).evaluation == {"loss": 1}
 
 
+def test_a_checkpoint_that_orbax_did_not_merge_is_not_sealed(
+    light, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folder, "check_directory", lambda name, directory: None)
+    saving = tj.Checkpointer(tmp_path / "layers=[64,64]")
+    with pytest.raises(tj.CheckpointError, match="no default/manifest.ocdbt, so noth"):
+        train(light, saving, 2)
+    assert saving.steps == ()
+
+
 # Options
 
 
@@ -1173,6 +1192,9 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
     ({"directory": "ftp://bucket/run"}, "directory='ftp://.* address that etils.epath"),
     ({"directory": pathlib.Path("s3://bucket")}, "as text, because pathlib.Path"),
     ({"directory": "s3://bucket/run"}, "Orbax writes to no other"),
+    ({"directory": "runs/layers=[64,64]"}, r"whose absolute path has no '\['\. Orbax"),
+    ({"directory": "gs://bucket/a[1]"}, r"has no '\['\. .* as in run_layers=64,64"),
+    ({"directory": "a\\b"}, "path has no .* pattern, so nothing could be restored"),
     ({"directory": "a\0b"}, "must be the path of a folder: on this machine"),
     ({"every": 0}, "every=0"),
     ({"keep": 0}, "keep=0"),
@@ -1214,7 +1236,9 @@ def test_options_that_do_not_fit_together(light, tmp_path):
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
         train(light, str(tmp_path))
     with pytest.raises(ValueError, match="not a metric of .*which has \\['loss'\\]"):
-        train(light, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
+        train(
+            light, tj.Checkpointer(tmp_path, best="hits", mode="max"), **metrics_of([1])
+        )
     with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
         tj.Checkpointer(tmp_path / "empty").restore(light, model.init(light))
     with pytest.raises(tj.CheckpointError, match="no checkpoint of step 7"):

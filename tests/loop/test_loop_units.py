@@ -79,16 +79,16 @@ EVALUATED = [(1000, 0.8, 0.5), (2000, 0.7, 0.6), (3000, 0.4, 0.7), (3500, 0.41, 
 
 
 HOOKS = [
-    (dict(metric="accuracy", mode="max", goal=0.8), None),
-    (dict(metric="accuracy", mode="max", goal=0.6, min_steps=4000), None),
-    (dict(metric="accuracy", mode="max", goal=0.6), 2000),
-    (dict(metric="accuracy", mode="max", goal=0.7, min_steps=3000), 3000),
+    (dict(metric="accuracy", goal=0.8), None),
+    (dict(metric="accuracy", goal=0.6, min_steps=4000), None),
+    (dict(metric="accuracy", goal=0.6), 2000),
+    (dict(metric="accuracy", goal=0.7, min_steps=3000), 3000),
     (dict(metric="loss", goal=0.3), None),
     (dict(metric="loss", goal=0.5, min_steps=4000), None),
     (dict(metric="loss", goal=0.5), 3000),
-    (dict(metric="accuracy", mode="max", patience=2), None),
-    (dict(metric="accuracy", mode="max", patience=1, min_steps=4000), None),
-    (dict(metric="accuracy", mode="max", patience=1), 3500),
+    (dict(metric="accuracy", patience=2), None),
+    (dict(metric="accuracy", patience=1, min_steps=4000), None),
+    (dict(metric="accuracy", patience=1), 3500),
     (dict(metric="loss", patience=2), None),
     (dict(metric="loss", patience=1, min_steps=4000), None),
     (dict(metric="loss", patience=1, min_steps=3500), None),  # the first that counts
@@ -102,7 +102,7 @@ HOOKS = [
 ]
 
 
-ACCURATE = dict(metric="accuracy", mode="max", goal=0.7)
+ACCURATE = dict(metric="accuracy", goal=0.7)
 
 
 SEVERAL = [  # any one ends the run
@@ -133,12 +133,35 @@ def test_a_goal_and_steps_that_do_not_count(rules, last):
     assert ended == ([] if last is None else [last])
 
 
+def stopped(rule, values):
+    watch = Watch([rule])
+    for number, value in values.items():
+        watch.add(number, {rule.metric: value})
+    return watch.stopped
+
+
+@pytest.mark.parametrize("metric", ["loss", "eval/Loss", "valRMSE", "cross_entropy"])
+def test_less_of_a_loss_or_an_error_is_better_without_a_mode(metric):
+    rule = tj.EarlyStopping(metric, patience=2)
+    assert stopped(rule, {1: 3.0, 2: 2.0, 3: 1.0}) is None
+    assert "best 1.000 after 1" in stopped(rule, {1: 1.0, 2: 2.0, 3: 3.0})
+
+
+@pytest.mark.parametrize(
+    "metric", ["accuracy", "top5_acc", "acc1", "val/AUC", "meanIoU", "f1", "PSNR"]
+)
+def test_more_of_an_accuracy_is_better_without_a_mode(metric):
+    rule = tj.EarlyStopping(metric, patience=2)
+    assert stopped(rule, {1: 0.1, 2: 0.2, 3: 0.3}) is None
+    assert "best 0.3000 after 1" in stopped(rule, {1: 0.3, 2: 0.2, 3: 0.1})
+
+
 def test_counts_of_another_rule_are_not_gone_on_from():
-    saved = Watch([tj.EarlyStopping("x", 1)])
+    saved = Watch([tj.EarlyStopping("x", 1, "min")])
     for number in (1, 2):
         saved.add(number, {"x": float(number)})
     assert saved.stopped is not None
-    for rule in (tj.EarlyStopping("y", 1), tj.EarlyStopping("x", 1, "max")):
+    for rule in (tj.EarlyStopping("y", 1, "min"), tj.EarlyStopping("x", 1, "max")):
         watch = Watch([rule])
         watch.go_on(saved.values)
         assert watch.stopped is None

@@ -81,7 +81,10 @@ def test_several_rules_of_several_metrics_end_a_run(steps):
     def metrics(state):
         return {name: np.float32(next(x)) for name, x in values.items()}
 
-    early = [tj.EarlyStopping("told", 2), tj.EarlyStopping("other", goal=4, mode="max")]
+    early = [
+        tj.EarlyStopping("told", 2, "min"),
+        tj.EarlyStopping("other", goal=4, mode="max"),
+    ]
     data = [np.full(8, 1.0, np.float32)] * 9
     evaluate = Evaluation(metrics)
     how = dict(evaluate=evaluate, eval_batches=[0], eval_every=1, progress=False)
@@ -91,7 +94,7 @@ def test_several_rules_of_several_metrics_end_a_run(steps):
 
 
 def test_what_stopped_a_run_is_said(steps, capsys):
-    early = tj.EarlyStopping("told", patience=2)
+    early = tj.EarlyStopping("told", 2, "min")
     _, history = train(
         steps, [3, 1, 2, 2], 9, steps=9, progress=None, early_stopping=early
     )
@@ -117,7 +120,7 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
 
     def stopped(data, **more):
         options = {"evaluate": evaluate, "eval_every": 1, "progress": False, **more}
-        options["early_stopping"] = tj.EarlyStopping("told", 1)
+        options["early_stopping"] = tj.EarlyStopping("told", 1, "min")
         run(step, init(step), data, eval_batches=told([1, 1]), **options)
 
     for prefetch in (0, 2):
@@ -130,14 +133,14 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
 
 
 @pytest.mark.parametrize("make, text", [
-    (lambda: tj.EarlyStopping("x", 0), "patience=0 must be a whole number >= 1"),
-    (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
+    (lambda: tj.EarlyStopping("loss", 0), "patience=0 must be a whole number >= 1"),
+    (lambda: tj.EarlyStopping("loss", 2.0), "patience=2.0 must be a whole"),
     (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least' must be one"),
     (lambda: tj.EarlyStopping("", 1), "metric='' must be the name of a metric"),
-    (lambda: tj.EarlyStopping("x"), "patience=None and goal=None would never stop"),
-    (lambda: tj.EarlyStopping("x", goal=INF), "goal=inf must be a finite number"),
-    (lambda: tj.EarlyStopping("x", goal=True), "goal=True must be a finite number"),
-    (lambda: tj.EarlyStopping("x", 1, min_steps=-1), "min_steps=-1 must be a whole"),
+    (lambda: tj.EarlyStopping("loss"), "patience=None and goal=None would never stop"),
+    (lambda: tj.EarlyStopping("loss", goal=INF), "goal=inf must be a finite number"),
+    (lambda: tj.EarlyStopping("loss", goal=True), "goal=True must be a finite number"),
+    (lambda: tj.EarlyStopping("loss", 1, min_steps=-1), "min_steps=-1 must be a whole"),
     (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
     (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
 ])  # fmt: skip
@@ -146,11 +149,22 @@ def test_bad_options_are_refused(make, text):
         make()
 
 
+@pytest.mark.parametrize("metric", ["reward", "told", "iou_loss", "map"])
+@pytest.mark.parametrize("option", [
+    lambda metric, **mode: tj.EarlyStopping(metric, patience=1, **mode),
+    lambda metric, **mode: tj.Checkpointer("folder", best=metric, **mode),
+])  # fmt: skip
+def test_a_name_that_does_not_tell_asks_for_a_mode(option, metric):
+    with pytest.raises(ValueError, match=f"{metric!r} does not tell .* Write mode="):
+        option(metric)
+    assert option(metric, mode="max").mode == "max"
+
+
 def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     step, evaluate = steps
     state = init(step)
     evaluated = {"evaluate": evaluate, "eval_batches": [np.ones(8, np.float32)]}
-    early = tj.EarlyStopping("told", 1)
+    early = tj.EarlyStopping("told", 1, "min")
     table = [
         ({"early_stopping": early}, "early_stopping=EarlyStopping(metric='told', pat"),
         ({"early_stopping": early, **evaluated}, "would never stop the run"),
@@ -173,7 +187,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
 def test_a_metric_that_is_not_there_is_told_at_the_first_evaluation(
     steps, metric, text
 ):
-    early = tj.EarlyStopping(metric, 9)
+    early = tj.EarlyStopping(metric, 9, "min")
     with pytest.raises(ValueError, match=text) as caught:
         train(steps, [1, 2], 4, eval_every=2, early_stopping=early)
     assert int(caught.value.state.step) == 2

@@ -440,7 +440,7 @@ STATE = (
        "loop.checkpoint.checkpointer:Saving.save",
        'nonfinite_leaves("params", state.params)', "[]", "all_or_nothing"
        "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
-    _m("S05", "early stopping takes more for better", "loop.stopping:sign_of",
+    _m("S05", "early stopping takes more for better", "loop.direction:sign_of",
        'mode == "min"', 'mode != "min"',
        "loop_units::patience_of_any_values_is_as_counted_by_hand"),
     _m("S06", "early stopping does not start anew after an improvement",

@@ -428,8 +428,15 @@ def test_members_may_have_different_metrics():
     assert table.head == ("model", "seed", "loss", "v", "norm", "order", "seconds")
     assert [row[3:5] for row in table.rows] == [("5", ""), ("", "4")]
     assert found.best("v", mode="max").config["model"] == "a"
-    assert found.best("norm").config["model"] == "b"
+    assert found.best("norm", mode="min").config["model"] == "b"
     assert list(found.curves("norm")) == ["model=b"]
+    with pytest.raises(ValueError, match="'v' does not tell .* Write mode='min' or"):
+        found.best("v")
+
+
+def test_the_best_accuracy_is_the_greatest_without_a_mode():
+    members = [Member({}, {}, {"accuracy": x}, "alone", 0.5) for x in (0.078, 0.907)]
+    assert Sweep((*members,)).best("accuracy") is members[1]
 
 
 @pytest.mark.slow

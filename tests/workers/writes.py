@@ -56,7 +56,7 @@ def kept(step, evaluate, init, folder):
         tj.run(step, state, [np.ones(6)], writers=[noted, Broken()], progress=False)
     except (OSError, ValueError) as error:
         refused = str(error)
-    saving = tj.Checkpointer(folder / "saved", best="told")
+    saving = tj.Checkpointer(folder / "saved", best="told", mode="min")
     _, history = tj.run(
         step,
         state,
@@ -64,7 +64,7 @@ def kept(step, evaluate, init, folder):
         evaluate=evaluate,
         eval_batches=lambda: [np.full(6, next(told), np.float32)],
         eval_every=1,
-        early_stopping=tj.EarlyStopping("told", patience=2),
+        early_stopping=tj.EarlyStopping("told", 2, "min"),
         checkpointer=saving,
         writers=[tj.JsonLines(folder / "run.jsonl"), noted],
         progress=False,
@@ -82,7 +82,7 @@ def kept(step, evaluate, init, folder):
 
 def differing_patience(step, evaluate, state, me):
     data = [np.ones(4, np.float32)]
-    early = tj.EarlyStopping("told", patience=1 + me)
+    early = tj.EarlyStopping("told", 1 + me, "min")
     options = {"evaluate": evaluate, "eval_batches": data, "eval_every": 1}
     try:
         tj.run(step, state, data, early_stopping=early, progress=False, **options)

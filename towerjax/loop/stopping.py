@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
+from towerjax.loop.direction import Direction, sign_of
 from towerjax.loop.progress import format_value
 from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
-    check_choice,
     check_number,
     check_text,
     check_whole,
@@ -17,8 +17,6 @@ from towerjax.types.options import (
     refuse_option,
 )
 from towerjax.types.refusals import a_type
-
-Direction: TypeAlias = Literal["min", "max"]
 
 
 @api_boundaries
@@ -39,14 +37,16 @@ class EarlyStopping:
       metric: The name of a scalar metric of the evaluation.
       patience: The number of evaluations in a row without an improvement that ends the
         run, >= 1; None if only ``goal`` ends it.
-      mode: ``"min"`` if less is better, ``"max"`` if more is.
+      mode: ``"min"`` if less is better, ``"max"`` if more is. None takes it from the
+        metric's name: less of a loss or error is better, more of an accuracy, AUC,
+        precision, recall, IoU, F1, BLEU or PSNR. Any other name needs a mode.
       min_delta: The smallest change that counts as an improvement, >= 0.
       goal: A value of the metric that is good enough, or None.
       min_steps: Evaluations before this step number do not count, >= 0.
 
     Example:
       >>> early = EarlyStopping("loss", patience=3)
-      >>> enough = EarlyStopping("accuracy", goal=0.99, mode="max")
+      >>> enough = EarlyStopping("accuracy", goal=0.99)
       >>> early.goal is None and enough.patience is None
       True
 
@@ -56,7 +56,7 @@ class EarlyStopping:
 
     metric: str
     patience: int | None = None
-    mode: Direction = "min"
+    mode: Direction | None = None
     min_delta: float = 0.0
     goal: float | None = None
     min_steps: int = 0
@@ -64,7 +64,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         what = "the name of a metric, such as 'loss'"
         check_text("EarlyStopping.metric", self.metric, what)
-        check_choice("EarlyStopping.mode", self.mode, get_args(Direction))
+        sign_of("EarlyStopping.mode", self.metric, self.mode)
         if self.goal is None and self.patience is None:
             raise ValueError(
                 "EarlyStopping with patience=None and goal=None would never stop a run."
@@ -80,11 +80,6 @@ class EarlyStopping:
         check_whole("min_steps", self.min_steps, 0)
 
 
-def sign_of(mode: Direction) -> int:
-    """The factor, 1 or -1, that makes less of a metric better."""
-    return 1 if mode == "min" else -1
-
-
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     """The rules of early stopping; any one of them ends a run."""
     given = () if early_stopping is None else early_stopping
@@ -97,7 +92,7 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
     """The reason why a run with these evaluations ends; None if it continues."""
-    sign = sign_of(rule.mode)
+    sign = sign_of("EarlyStopping.mode", rule.metric, rule.mode)
     goal = rule.goal
 
     def is_reached(cost: float) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from towerjax.data.stream import as_reusable
+from towerjax.loop.direction import Direction, sign_of
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
@@ -85,14 +86,25 @@ class Sweep(RowTable):
             rows += [x.config | numbers | {"order": x.order, "seconds": x.seconds}]
         return rows
 
-    def best(self, metric: str, *, mode: str = "min") -> Member:
-        """The member with the best last value; a missing or non-finite one is worst."""
-        check_choice("mode", mode, ("min", "max"))
+    def best(self, metric: str, *, mode: Direction | None = None) -> Member:
+        """Return the member with the best last value.
+
+        A missing or non-finite value is the worst.
+
+        Args:
+          metric: The name of a metric, or of a value of the evaluation.
+          mode: ``"min"`` if less is better, ``"max"`` if more is. None takes it from
+            the metric's name, as `EarlyStopping` does.
+
+        Raises:
+          ValueError: No member has such a metric; or ``mode`` is None, and the metric's
+            name does not tell.
+        """
         finals = [member.final for member in self.members]
         check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
+        sign = sign_of("mode", metric, mode)
         values = np.array([float(final.get(metric, np.nan)) for final in finals])
-        costs = values if mode == "min" else -values
-        costs = np.where(np.isfinite(costs), costs, np.inf)
+        costs = np.where(np.isfinite(values), sign * values, np.inf)
         return self.members[int(costs.argmin())]
 
     def curves(

@@ -43,7 +43,7 @@ def test_batches_are_set_back_where_a_run_stops_early(evaluate):
         evaluate=evaluate,
         eval_batches=[model.data()],
         eval_every=2,
-        early_stopping=tj.EarlyStopping("w", patience=1, min_delta=1e9),
+        early_stopping=tj.EarlyStopping("w", 1, "min", min_delta=1e9),
         progress=False,
     )
     assert history.stopped and source.position == int(state.step) == 4

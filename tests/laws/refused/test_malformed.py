@@ -334,7 +334,8 @@ TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
 # fmt: off
 ENTRIES = {
     "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
-    "mode": (lambda x: tj.EarlyStopping("loss", 1, mode=x), dict(enumerate(ANYTHING))),
+    "mode": (lambda x: tj.EarlyStopping("loss", 1, mode=x),
+        without(dict(enumerate(ANYTHING)), 0)),
     "axis": (lambda x: tj.Weighted.mean(np.ones(2), axis=x),
         without(dict(enumerate(ANYTHING)), 0)),
     "loss_fn": (tj.value_and_grad, dict(enumerate(ANYTHING))),

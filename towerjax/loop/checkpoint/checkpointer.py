@@ -18,8 +18,9 @@ from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.manager import open_manager, quiet_orbax
 from towerjax.loop.checkpoint.programs import ProgramsOfRun
 from towerjax.loop.checkpoint.record import CheckpointRecord
-from towerjax.loop.files import absolute_path, checked_path, is_on_disk
-from towerjax.loop.stopping import Direction, Point, sign_of, value_of
+from towerjax.loop.direction import Direction, sign_of
+from towerjax.loop.files import absolute_path
+from towerjax.loop.stopping import Point, value_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
@@ -35,7 +36,6 @@ from towerjax.types.options import (
     check_text,
     check_whole,
     is_whole,
-    refuse_option,
 )
 from towerjax.types.refusals import listed
 
@@ -62,7 +62,8 @@ class Checkpointer:
       best: The name of a scalar metric of the evaluation. A checkpoint is saved after
         each evaluation that is better than all before it, and the best one is always
         kept.
-      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN is never better.
+      mode: ``"min"`` if less of ``best`` is better, ``"max"`` if more is. None takes it
+        from the metric's name, as `EarlyStopping` does. NaN is never better.
       batches: How a resumed run finds its position in the batches. ``"cursor"`` calls
         ``get_state`` and ``set_state`` of the batches, as `batches` and Grain have
         them; in a list it skips the used batches. ``"count"`` takes and drops as many
@@ -90,22 +91,19 @@ class Checkpointer:
     every: int | None = None
     keep: int = 3
     best: str | None = None
-    mode: Direction = "min"
+    mode: Direction | None = None
     batches: Resume = "cursor"
     exit_code: int = 75
 
     def __post_init__(self) -> None:
-        path = checked_path("Checkpointer.directory", self.directory, "a folder")
-        if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
-            what = "a folder on this machine or gs://...; Orbax writes to no other"
-            refuse_option("Checkpointer.directory", self.directory, what)
+        folder.check_directory("Checkpointer.directory", self.directory)
         check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
         cast_ints(self)
         if self.best is not None:
             check_text("best", self.best, "the name of a metric, such as 'loss'")
-        check_choice("mode", self.mode, get_args(Direction))
+        sign_of("mode", self.best or "loss", self.mode)
         check_choice("batches", self.batches, get_args(Resume))
 
     @property
@@ -222,7 +220,7 @@ def _costs(options: Checkpointer) -> dict[int, float]:
         except CheckpointError:
             if number in options.steps:  # not deleted by another run
                 raise
-    sign = sign_of(options.mode)
+    sign = sign_of("mode", options.best, options.mode)
     return {number: sign * x for number, x in values.items() if x is not None}
 
 
@@ -349,10 +347,10 @@ class Saving:
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it and must be saved."""
         best = self.options.best
-        mode = self.options.mode
         if best is None:
             return False
-        cost = sign_of(mode) * value_of(values, "Checkpointer.best", best)
+        value = value_of(values, "Checkpointer.best", best)
+        cost = sign_of("mode", best, self.options.mode) * value
         if not cost < self._lowest:
             return False
         self._best = number

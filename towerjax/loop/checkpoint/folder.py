@@ -22,12 +22,14 @@ from typing import Any
 
 from etils import epath
 
-from towerjax.loop.files import is_on_disk
+from towerjax.loop.files import checked_path, is_on_disk
+from towerjax.types.options import refuse_option
 from towerjax.types.refusals import listed
 
 FORMAT = 1
 TABLE = "towerjax.json"
 ARRAYS = "default"  # the name of a step's one item in Orbax's CheckpointManager
+_MERGED = "manifest.ocdbt"  # which Orbax writes when it merges its processes' files
 DELETED = ".deleted"  # to which a checkpoint is moved before it is deleted
 _COMMITTED = "commit_success.txt"  # the last file, in stores that cannot rename
 # Orbax changes the second file after the table is written; restoring needs neither.
@@ -103,6 +105,22 @@ def empty_deleted(directory: epath.Path) -> None:
 
 
 # Whether a run may use it
+
+
+def check_directory(name: str, directory: Any) -> None:
+    """Raise unless Orbax can write checkpoints to a folder, and find them again."""
+    path = checked_path(name, directory, "a folder")
+    if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
+        what = "a folder on this machine or gs://...; Orbax writes to no other"
+        refuse_option(name, directory, what)
+    # Orbax takes the whole path for a pattern when it merges its files.
+    if found := sorted({*os.fspath(path)} & {*"[\\"}):
+        what = (
+            f"a folder whose absolute path has no {' and no '.join(map(repr, found))}."
+            " Orbax takes them for a pattern, so nothing could be restored. Replace"
+            " them, as in run_layers=64,64"
+        )
+        refuse_option(name, str(path), what)
 
 
 @contextlib.contextmanager
@@ -209,6 +227,12 @@ def owner(directory: epath.Path) -> str:
 
 def seal(folder: epath.Path, record: dict[str, Any]) -> None:
     """Write the table of a checkpoint, as its last file."""
+    if not (folder / ARRAYS / _MERGED).exists():
+        raise CheckpointError(
+            f"Orbax did not finish {str(folder)!r}: there is no {ARRAYS}/{_MERGED}, so"
+            " nothing could be restored from it. Name another folder, and please report"
+            " this."
+        )
     # With this file, a manager refuses to restore on other devices.
     (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
     names = [x for x in _below(folder) if x.split("/")[-1] not in _NOT_READ]
