@@ -1,11 +1,14 @@
 """JAX in several processes: how they find each other, and what a lost one does."""
 
+import contextlib
 import functools
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import forked
@@ -241,6 +244,67 @@ def test_an_exception_ends_its_process_at_once(job):
     assert there.ended() != 0
     assert "towerjax: process 1 of 2, at" in there.text
     assert "ends with this exception:\n" in there.text
+
+
+EXITS = """
+import sys, towerjax as tj
+me = tj.cluster.initialize().process_id
+try:
+    sys.exit(4)
+except SystemExit as caught:
+    assert caught.code == 4
+if me == 1:
+    sys.exit({status!r})
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+multihost_utils.process_allgather(jnp.ones(2))
+"""
+
+
+@contextlib.contextmanager
+def job_of(program, variables=({}, {})):
+    """Two processes that run a program as Python does, which no fork can."""
+    coordinator = f"127.0.0.1:{forked.free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ
+            | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+            | {"TOWERJAX_COORDINATOR": coordinator, "TOWERJAX_NUM_PROCESSES": "2"}
+            | {"TOWERJAX_PROCESS_ID": f"{i}", **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, more in enumerate(variables)
+    ]
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status, code", [(3, 3), ("no data", 1)])
+def test_sys_exit_ends_its_process_at_once(status, code):
+    with job_of(EXITS.format(status=status)) as (_, there):
+        text, _ = there.communicate(timeout=120)
+    assert there.returncode == code
+    assert f"ends with sys.exit({status!r})" in text
+    assert "towerjax: process 1 of 2, at" in text
+    assert "no data" not in str(status) or text.endswith("\nno data\n")
+
+
+@pytest.mark.slow
+def test_other_settings_are_named_when_a_process_joins():
+    program = "import towerjax as tj; tj.cluster.initialize()"
+    said = "jax_enable_x64 is False on process 0, but True on process 1. Give all"
+    with job_of(program, ({}, {"JAX_ENABLE_X64": "1"})) as job:
+        for one in job:
+            text, _ = one.communicate(timeout=120)
+            assert one.returncode == 1 and f"of this job differ: {said}" in text
 
 
 @pytest.mark.slow

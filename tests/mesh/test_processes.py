@@ -96,6 +96,7 @@ def told(together):
     ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
     ("destination_of_one_process", r"cpu:0 belong to the processes \[0\], but each"),
     ("other_numbers_in_the_optimizer", "step's program must be .* the same optimizer"),
+    ("other_options", "The step's options must be .* the same options on all"),
     ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
     ("other_steps_on_data", "A function on all towers must be .* closes over"),
     ("other_numbers_of_steps", "The work of tj.run .* {steps} batches, from st"),

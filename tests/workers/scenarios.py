@@ -31,8 +31,9 @@ def loss_fn(params, batch, tower):
 
 
 @functools.cache
-def step_of(strategy):
-    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+def step_of(strategy, **options):
+    options = {"remainder": "pad", **options}
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
 
 
 def rows(n, start=0):
@@ -418,6 +419,8 @@ SHORT = {
         np.float32(0)),
     "other_numbers_in_the_optimizer": lambda me: ran(
         tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), FOUR), [rows(8)]),
+    "other_options": lambda me: ran(
+        step_of(FOUR, on_nonfinite=("raise", "skip")[me]), [rows(8)]),
     "other_numbers_of_steps": lambda me: ran(step_of(FOUR), [rows(4)] * (3 - me)),
     "other_numbers_of_batches": lambda me: tj.evaluate(
         tj.build_predict_step(lambda w, b, tower: w * b["x"], FOUR), np.float32(2),

@@ -1,25 +1,27 @@
 """Join this process to the others of its job, and leave it."""
 
 import dataclasses
-import logging
+import importlib.metadata
 import os
-import sys
+import threading
 import types
 from typing import Any
 
 import jax
 
-from towerjax.mesh.cluster import heartbeat, spec
+from towerjax.mesh.cluster import ends, heartbeat, spec
 from towerjax.mesh.private_jax import detects_cluster
-from towerjax.mesh.processes import calls_after, print_line
+from towerjax.mesh.processes import Exchange, calls_after, print_line
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_whole
+from towerjax.types.refusals import listed
+from towerjax.types.version import __version__
 
 _SILENCE_S = 5
 
 
 # The state of `initialize`, which like JAX's own is one per process.
-_process = types.SimpleNamespace(cluster=None, excepthook=None)
+_process = types.SimpleNamespace(cluster=None)
 
 
 @api_boundary
@@ -45,12 +47,11 @@ def initialize(
     the coordinator's port; at a loopback address to this machine only.
 
     Note: in a job of several processes an uncaught exception ends its process at once,
-    by ``os._exit``. Otherwise this process would wait for the others, and they for it.
+    by ``os._exit``, and so does ``sys.exit`` with another status than 0. Otherwise this
+    process would wait for the others, and they for it.
 
     Note: from then on JAX holds SIGTERM back, so that a job can save before it is
     preempted. `run` with a `Checkpointer` saves; other programs go on until SIGKILL.
-    After ``sys.exit(1)`` the process waits for the others at its end, up to
-    ``shutdown_timeout_s``: raise an exception instead.
 
     Args:
       coordinator: ``"host:port"`` at which process 0 listens.
@@ -70,7 +71,8 @@ def initialize(
       ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
       RuntimeError: JAX or the port is in use already; this process belongs to another
         cluster already; JAX counts another number of processes; a launcher started
-        several processes, and nothing says how they connect.
+        several processes, and nothing says how they connect; or the processes have
+        other versions or settings, such as ``JAX_ENABLE_X64``.
 
     Example:
       >>> initialize()  # doctest: +SKIP
@@ -99,8 +101,8 @@ def initialize(
     }
     cluster = _process.cluster = _join_cluster(named, options)
     if cluster.num_processes > 1:
-        _process.excepthook = sys.excepthook
-        sys.excepthook = _exit_at_once
+        _require_same_settings()
+        ends.end_at_once(_name_of(cluster))
     return cluster
 
 
@@ -109,9 +111,7 @@ def shutdown() -> None:
 
     Every process does this at its end. After a call all processes came this far.
     """
-    if _process.excepthook is not None:
-        sys.excepthook = _process.excepthook
-        _process.excepthook = None
+    ends.end_as_before()
     _process.cluster = None
     jax.distributed.shutdown()
 
@@ -128,6 +128,38 @@ def require_joined() -> None:
     text = spec.forgotten(os.environ)
     if text is not None and jax.process_count() == 1:
         raise RuntimeError(text)
+
+
+# Options of JAX that change what a program computes.
+_SETTINGS = """
+    jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
+    jax_threefry_partitionable
+""".split()
+
+
+def _require_same_settings() -> None:
+    """Raise, on every process, unless versions and settings are the same on all.
+
+    They are compared as text by the coordinator, since programs of the devices would
+    already differ.
+    """
+    settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    own = versions | {"towerjax": __version__} | settings
+    exchange = Exchange("settings", "the settings", threading.Event())
+    of_all = exchange.all_gather(own)
+    problems = [
+        f"{name} is {first} on process 0, but {other[name]} on process {process}"
+        for process, other in enumerate(of_all)
+        for name, first in of_all[0].items()
+        if other[name] != first
+    ]
+    if problems:
+        raise RuntimeError(
+            f"The processes of this job differ: {listed(problems)}. Give all the same"
+            " packages, the same environment variables (JAX_ENABLE_X64), and the same"
+            " jax.config.update(...) before tj.cluster.initialize()."
+        )
 
 
 def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.Cluster:
@@ -231,15 +263,3 @@ def _other_processes(cluster: spec.Cluster) -> str:
     ids = [str(i) for i in range(cluster.num_processes) if i != cluster.process_id]
     names = ", ".join(ids if len(ids) < 9 else [*ids[:7], "...", ids[-1]])
     return f"process{'es' * (len(ids) > 1)} {names}"
-
-
-def _exit_at_once(kind: Any, error: Any, trace: Any) -> None:
-    """The excepthook that exits without waiting for the others, which wait for it."""
-    try:
-        print_line(f"{_name_of(_process.cluster)} ends with this exception:")
-        _process.excepthook(kind, error, trace)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)

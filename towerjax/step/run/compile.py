@@ -92,6 +92,11 @@ def lower(
     lowered = xla.lower_on_devices(in_trace, placement)
     if placement.num_processes > 1:
         require_same(
+            "The step's options",
+            f"{plan.options}",
+            "Build the step with the same options on all processes.",
+        )
+        require_same(
             "The step's program",
             executors.fingerprint_of_program(in_trace, lowered),
             "Give all processes the same loss, the same optimizer with the same"

@@ -1,0 +1,89 @@
+"""End a process of a job at once, where it would wait for the others, and they for it.
+
+JAX waits at the end of a process until the others come there, too.
+"""
+
+import logging
+import os
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+from towerjax.mesh.processes import print_line
+
+_before = types.SimpleNamespace(excepthook=None, exit=None)  # one per process
+
+
+class _NoticedExit(SystemExit):
+    """An exit with a failure's code; it ends the process if nothing catches it.
+
+    Python asks an exit for its code, without any frame of Python, once nothing has
+    caught it. It then would call the functions of ``atexit``, in which JAX waits.
+    """
+
+    def __init__(self, status: Any, name: str) -> None:
+        super().__init__(status)
+        self._status = status
+        self._name = name
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        """The status that ``sys.exit`` was given."""
+        if sys._getframe().f_back is None:
+            _end(f"{self._name} ends with sys.exit({self._status!r})", self._status)
+        return self._status
+
+
+def end_at_once(name: str) -> None:
+    """End this process at an uncaught exception, or a ``sys.exit`` with a failure.
+
+    Args:
+      name: The name of the process in the line that is printed.
+    """
+    _before.excepthook = sys.excepthook
+    _before.exit = sys.exit
+
+    def excepthook(kind: Any, error: Any, trace: Any) -> None:
+        try:
+            print_line(f"{name} ends with this exception:")
+            _before.excepthook(kind, error, trace)
+        finally:
+            _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def leave(status: Any = None, /) -> NoReturn:
+        # In another thread it ends that thread alone.
+        is_main = threading.current_thread() is threading.main_thread()
+        if status is None or status == 0 or not is_main:
+            _before.exit(status)
+        raise _NoticedExit(status, name)
+
+    sys.excepthook = excepthook
+    sys.exit = leave
+
+
+def end_as_before() -> None:
+    """Undo `end_at_once`."""
+    if _before.excepthook is not None:
+        sys.excepthook = _before.excepthook
+        sys.exit = _before.exit
+        _before.excepthook = None
+
+
+def _end(line: str, status: Any) -> NoReturn:
+    is_number = isinstance(status, int)
+    try:
+        print_line(line)
+        if not is_number:  # Python prints a text
+            print(status, file=sys.stderr)
+    finally:
+        _leave(status & 0xFF if is_number else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
