@@ -1,7 +1,9 @@
 """The functions of a step, each by itself: its flags, what it accepts and keeps."""
 
+import threading
 import types
 
+import forked
 import guards
 import jax
 import jax.numpy as jnp
@@ -402,3 +404,28 @@ def test_calls_are_counted_on_several_cpus_alone(monkeypatch):
         step = tj.build_eval_step(metric_fn, tj.Mirrored(devices=cpus))
         step(np.float32(1), np.ones(16, np.float32))
     assert counted == [("cpu:0", "cpu:1")]
+
+
+def of_several_threads():
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+    def train():
+        step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(), donate=False)
+        state = step.init(np.zeros(64, np.float32))
+        for _ in range(1000):
+            state, metrics = step(state, np.ones((8, 64), np.float32))
+        print(float(metrics["loss"]), flush=True)
+
+    threads = [threading.Thread(target=train) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.slow
+def test_threads_that_call_steps_of_the_same_devices_do_not_end_the_process():
+    """XLA ends it after 40 s if programs of two threads hold all of its workers."""
+    lines = forked.told(of_several_threads, devices=2).split()
+    assert len(lines) == 8 and len(set(lines)) == 1

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -158,6 +158,26 @@ def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
     )
 
 
+@contextlib.contextmanager
+def one_thread_at_a_time(devices: tuple[str, ...]) -> Iterator[None]:
+    """A context in which no other thread's program runs on these CPU devices.
+
+    XLA keeps the order of one thread's programs alone. Programs of two threads may hold
+    all of its workers, where each waits in a collective for a device that gets none;
+    after 40 s XLA ends the process.
+    """
+    with _CALLING:
+        me = threading.get_ident()
+        for others, thread in [*_CALLER.items()]:
+            if thread != me and not set(others).isdisjoint(devices):
+                with _LOCK:
+                    running = tuple(_RUNNING.get(others, ()))
+                for x in running:
+                    _waits_for(x)
+        _CALLER[devices] = me
+        yield
+
+
 def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
     """Note a call's results, and wait for the oldest if more than 16 are in flight.
 
@@ -189,6 +209,9 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
 # steps and threads. The lock is reentrant, since a signal's handler may call a step.
 _RUNNING: dict[tuple[str, ...], list[Any]] = {}
 _LOCK = threading.RLock()
+# By devices, the thread whose calls are the last ones.
+_CALLER: dict[tuple[str, ...], int] = {}
+_CALLING = threading.RLock()
 
 
 def _waits_for(x: Any) -> bool:

@@ -11,7 +11,7 @@ from towerjax.collectives.reduce import take_first
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.batch_rows import Signature, batch_signature, explain_change
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.devices import bound_in_flight
+from towerjax.mesh.devices import bound_in_flight, one_thread_at_a_time
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
@@ -160,12 +160,29 @@ class Programs:
         *step_flag: jax.Array,
     ) -> PyTree:
         """The results of one of the programs for this batch."""
+        if not self._on_cpus:
+            return self._call(program, first, batch, *step_flag)
+        devices = self.placement.devices
+        with one_thread_at_a_time(devices):
+            out = self._call(program, first, batch, *step_flag)
+            bound_in_flight(
+                devices, *out[1:], out[0]
+            )  # the next call may donate out[0]
+        return out
+
+    def _call(
+        self,
+        program: Program,
+        first: tuple[PyTree, ...],
+        batch: PlacedBatch,
+        *step_flag: jax.Array,
+    ) -> PyTree:
         batch = send_replicated(batch)
         donates = self.plan.donates
         if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
-            out = program.call(*first, *batch.args, *step_flag)
+            return program.call(*first, *batch.args, *step_flag)
         except (RuntimeError, ValueError):
             require_jit()
             known = self._on_cpus or not donates
@@ -183,9 +200,6 @@ class Programs:
                 " that is not finite, and step.locate(state, batch) names towers and"
                 " leaves."
             ) from None
-        if self._on_cpus:  # the next call may donate out[0]
-            bound_in_flight(self.placement.devices, *out[1:], out[0])
-        return out
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
