@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from checkout import TESTS
 from etils import epath
 from orbax.checkpoint import CheckpointManager
@@ -744,6 +745,78 @@ def test_a_table_that_names_a_file_outside_is_refused(light, tmp_path):
     folder.write_table(saving.path / "1", table)
     with pytest.raises(tj.CheckpointError, match=r"\.\./x is missing, or not a file"):
         saving.restore(light, model.init(light))
+
+
+# Fields of the record that a forger changes, and their new values.
+FORGED = {
+    "step": [None, "1", [1], {}],
+    "strategy": [3, None],
+    "towers": ["x", None, -1],
+    "devices": [3, [1], None],
+    "leaves": [3, [], [3], [{}], [{"name": "x"}], {"a": 1}],
+    "batches": [3, {}, {"used": "1", "cursor": None}, {"used": 1}],
+    "batch_rows": [3, ["x"]],
+    "evaluation": [3, {"loss": "x"}, {"loss": [1]}],
+    "evaluation_due": [3, "no"],
+    "stopping": [3, {"loss": 1}, {"loss": {"x": 1}}],
+    "versions": [3, {"jax": 1}],
+    "programs": [3, {"towers": 3}, {"towers": [1]}],
+    "more": [1],
+}
+
+
+def test_a_forged_table_is_refused_in_words(light, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    train(light, saving, 1)
+    table = folder.read_table(saving.path / "1")
+    forged = [{"record": 3}, {"record": None}, {"files": 3}, {"files": {"x": [1]}}]
+    forged += [
+        {"record": {**table["record"], name: value}}
+        for name, values in FORGED.items()
+        for value in values
+    ]
+    for change in forged:
+        folder.write_table(saving.path / "1", {**table, **change})
+        with pytest.raises(tj.CheckpointError):
+            saving.restore(light, model.init(light))
+
+
+def test_chunks_larger_than_their_leaf_are_refused(light, tmp_path):
+    """TensorStore would ask for their memory, and the process would end."""
+    saving = tj.Checkpointer(tmp_path)
+    train(light, saving, 1)
+    where = saving.path / "1"
+    store = {"driver": "ocdbt", "base": f"file://{where}/default/"}
+    files = tensorstore.KvStore.open(store).result()
+    name = "rng/.zarray"
+    fields = {**json.loads(files[name]), "chunks": [2**34]}
+    files.write(name, json.dumps(fields).encode()).result()
+    record_of = folder.read_table(where)["record"]
+    (where / folder.TABLE).unlink()
+    folder.seal(where, record_of)
+    text = r"rng'\] has the shape \[2\], but chunks of \[17179869184\]. Restore the"
+    with pytest.raises(tj.CheckpointError, match=text):
+        saving.restore(light, model.init(light))
+
+
+def test_a_link_at_the_name_of_a_table_that_is_written_leads_nowhere(light, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    saving = tj.Checkpointer(tmp_path / "run")
+    train(light, saving, 1)
+    (tmp_path / "run" / "1" / f"{folder.TABLE}.tmp").symlink_to(outside)
+    folder.write_table(saving.path / "1", folder.read_table(saving.path / "1"))
+    assert outside.read_text() == "mine"
+    names = [path.name for path in (saving.path / "1").iterdir()]
+    assert [name for name in names if name.startswith(folder.TABLE)] == [folder.TABLE]
+
+
+def test_a_file_that_has_the_name_of_a_checkpoint_is_refused(light, tmp_path):
+    (tmp_path / "10").write_text("notes")
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises(tj.CheckpointError, match="/10' is not a folder, but the check"):
+        train(light, saving, 1)
+    assert saving.steps == () and (tmp_path / "10").read_text() == "notes"
 
 
 def deleted_while_read(copied, monkeypatch, name):

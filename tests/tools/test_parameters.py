@@ -1,5 +1,6 @@
 """Parameters leave as plain arrays, and other libraries read them without towerjax."""
 
+import os
 import re
 import subprocess
 import sys
@@ -238,3 +239,13 @@ def test_torn_files_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ValueError, match=r"a' cannot be read: .*"):
         load_parameters(path, {"w": W})
+
+
+def test_a_link_beside_the_file_that_is_written_leads_nowhere(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    path = tmp_path / "a.safetensors"
+    (tmp_path / f"{path.name}.{os.getpid()}.part").symlink_to(outside)
+    save_parameters(path, {"w": X})
+    assert outside.read_text() == "mine"
+    np.testing.assert_array_equal(load_file(path)["w"], X)

@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from typing import Any
@@ -46,6 +48,23 @@ def absolute_path(value: Any) -> epath.Path:
 def is_on_disk(path: epath.Path) -> bool:
     """Whether an absolute path is in this machine's file system."""
     return os.fspath(path).startswith("/")
+
+
+def replace_file(path: epath.Path, content: bytes) -> None:
+    """Write a file at once, so that no reader finds half of it.
+
+    On a disk it is written beside, under a name that nobody can have put a link at.
+    """
+    if not is_on_disk(path):  # stores replace whole files
+        path.write_bytes(content)
+        return
+    beside = pathlib.Path(path).with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class StoredFile:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.loop.files import checked_path
+from towerjax.loop.files import checked_path, replace_file
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.towers.saved import saved_values
 from towerjax.types import PyTree
@@ -81,11 +81,9 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
     content = files.save({k: np.asarray(x, order="C") for k, x in flat.items()})
 
     def write() -> None:
-        beside = where.parent / f"{where.name}.{os.getpid()}.part"
         with opening("path", where):
             where.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(content)
-            beside.replace(where)  # so that no reader finds half a file
+            replace_file(where, content)
 
     call_on_first_process(write)
 

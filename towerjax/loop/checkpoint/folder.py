@@ -17,12 +17,12 @@ import shutil
 import stat
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from etils import epath
 
-from towerjax.loop.files import checked_path, is_on_disk
+from towerjax.loop.files import checked_path, is_on_disk, replace_file
 from towerjax.types.options import refuse_option
 from towerjax.types.refusals import listed
 
@@ -95,7 +95,7 @@ def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    return is_on_disk(path) or (path / _COMMITTED).exists()
+    return path.is_dir() if is_on_disk(path) else (path / _COMMITTED).exists()
 
 
 def empty_deleted(directory: epath.Path) -> None:
@@ -146,6 +146,13 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
                 (directory / ".lock").write_text(name)
         with explained("deleted from", directory):
             paths = _those(directory, _NUMBER) if is_local else ()
+            for path in paths:
+                if not path.is_dir():
+                    raise CheckpointError(
+                        f"{str(path)!r} is not a folder, but the checkpoint of step"
+                        f" {path.name} would have this name. Move it, or name another"
+                        " folder."
+                    )
             walks = (os.walk(path, onerror=_raise) for path in paths)
             for folder, _, _ in itertools.chain.from_iterable(walks):
                 if not os.access(folder, os.W_OK | os.X_OK):
@@ -243,10 +250,10 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
 def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
     """Write a table, or replace it atomically."""
     text = json.dumps({**table, "crc32": _of_table(table)}, indent=1, allow_nan=False)
-    being_made = folder / f"{TABLE}.tmp" if is_on_disk(folder) else folder / TABLE
-    being_made.write_text(text)
-    if is_on_disk(folder):
-        being_made.replace(folder / TABLE)
+    for path in folder.iterdir() if is_on_disk(folder) else ():
+        if path.name.startswith(f"{TABLE}."):  # a kill left it
+            path.unlink()
+    replace_file(folder / TABLE, text.encode())
 
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
@@ -275,7 +282,8 @@ def check_files(folder: epath.Path) -> None:
 
     This finds damage, not forgery: whoever can write the files can write the table.
     """
-    known = read_table(folder)["files"]
+    with telling_of_forgery(folder):
+        known = {name: (size, crc) for name, (size, crc) in _files_of(folder)}
     with explained("read from", folder):
         problems = _no_files(folder)
         there = {*_below(folder)}
@@ -291,6 +299,26 @@ def check_files(folder: epath.Path) -> None:
             problems.append(f"{name} has been changed")
     if problems:
         raise _damaged(folder, listed(problems))
+
+
+def _files_of(folder: epath.Path) -> Iterable[tuple[str, Any]]:
+    return read_table(folder)["files"].items()
+
+
+@contextlib.contextmanager
+def telling_of_forgery(folder: epath.Path) -> Iterator[None]:
+    """A context that raises a `CheckpointError` if a table has other fields or types.
+
+    Its checksum is right, so somebody else wrote it.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as why:
+        kind = type(why).__name__
+        how = f"{TABLE} was not written by towerjax ({kind}: {why!s:.200})"
+        raise _damaged(folder, how) from why
 
 
 def _damaged(folder: epath.Path, how: str) -> CheckpointError:

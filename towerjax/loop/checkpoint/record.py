@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import operator
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,13 +15,18 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from towerjax.loop.checkpoint.folder import CheckpointError, explained, read_table
+from towerjax.loop.checkpoint.folder import (
+    CheckpointError,
+    explained,
+    read_table,
+    telling_of_forgery,
+)
 from towerjax.mesh.placement import Placement
 from towerjax.towers.saved import restore_on
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.options import is_one_real
+from towerjax.types.options import is_one_real, is_whole
 from towerjax.types.refusals import listed, unlike
 from towerjax.types.trees import (
     is_key,
@@ -126,8 +132,10 @@ def restore_leaves(
     resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
     _refuse_unsplittable(resized)
     wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
+    serialized = serialize_tree(wanted, keep_empty_nodes=True)
     with explained("restored from", arrays), StandardCheckpointer() as files:
-        read = files.restore(arrays, serialize_tree(wanted, keep_empty_nodes=True))
+        _refuse_large_chunks(arrays, serialized)
+        read = files.restore(arrays, serialized)
     read = deserialize_tree(read, wanted, keep_empty_nodes=True)
 
     def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
@@ -143,6 +151,28 @@ def restore_leaves(
     split = restore_on(placement, there, list(map(read_local, values)))
     split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
     return put_parts(TowerLocal, new, split)
+
+
+def _refuse_large_chunks(arrays: epath.Path, wanted: PyTree) -> None:
+    """Raise if a file asks for more memory than its leaf has.
+
+    TensorStore would ask the system for it, which ends the process.
+    """
+    from orbax.checkpoint import StandardCheckpointHandler
+
+    known = StandardCheckpointHandler().metadata(arrays)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        found = known
+        for key in path:  # of dicts and lists, as Orbax saves all trees
+            found = found[getattr(key, "key", getattr(key, "idx", None))]
+        chunk = found.storage.chunk_shape
+        if len(chunk) != leaf.ndim or any(map(operator.gt, chunk, leaf.shape)):
+            raise CheckpointError(
+                f"The checkpoint {str(arrays.parent)!r} was changed after it was"
+                f" written: {leaf_name('state', path)} has the shape"
+                f" {list(leaf.shape)}, but chunks of {list(chunk)}. Restore the files,"
+                " or delete the whole folder."
+            )
 
 
 def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
@@ -216,14 +246,22 @@ class CheckpointRecord:
     @classmethod
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
-        fields = read_table(folder)["record"]
-        if folder.name != (name := str(fields["step"])):
+        with telling_of_forgery(folder):
+            made = cls._of(read_table(folder)["record"])
+        if folder.name != (name := str(made.step)):
             raise CheckpointError(
-                f"The checkpoint {str(folder)!r} was saved after step {fields['step']},"
+                f"The checkpoint {str(folder)!r} was saved after step {made.step},"
                 f" as its record says, so it was copied or renamed. Name it {name!r} or"
                 " delete it."
             )
-        # JSON has lists instead of tuples, and strings for keys and non-finite numbers.
+        return made
+
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any]) -> "CheckpointRecord":
+        """The record of its fields in JSON's types; raise if their types differ.
+
+        JSON has lists instead of tuples, and strings for keys and non-finite numbers.
+        """
         leaves = [Leaf(**x | {"shape": tuple(x["shape"])}) for x in fields["leaves"]]
         lists = {"leaves": leaves, **{x: fields[x] for x in ("devices", "batch_rows")}}
         values = fields["evaluation"].items()
@@ -231,8 +269,23 @@ class CheckpointRecord:
             metric: {int(number): float(x) for number, x in known.items()}
             for metric, known in fields["stopping"].items()
         }
-        made = {"evaluation": {k: float(x) for k, x in values}, "stopping": stopping}
-        return cls(**fields | {k: tuple(x) for k, x in lists.items()} | made)
+        decoded = {"evaluation": {k: float(x) for k, x in values}, "stopping": stopping}
+        made = cls(**fields | {k: tuple(x) for k, x in lists.items()} | decoded)
+        decode_cursor(made.batches["cursor"])
+        numbers = [made.step, made.towers, made.batches["used"], *made.batch_rows]
+        numbers += [size for leaf in leaves for size in leaf.shape]
+        texts = [made.strategy, *made.devices, *made.versions.values()]
+        texts += [text for leaf in leaves for text in (leaf.name, leaf.dtype)]
+        texts += [text for hashes in made.programs.values() for text in hashes]
+        reductions = (None, *Reduction.__members__)
+        if not (
+            all(is_whole(number) and number >= 0 for number in numbers)
+            and all(isinstance(text, str) for text in texts)
+            and all(leaf.reduction in reductions for leaf in leaves)
+            and isinstance(made.evaluation_due, bool)
+        ):
+            raise TypeError("a field of the record has another type")
+        return made
 
 
 def library_versions() -> dict[str, str]:
