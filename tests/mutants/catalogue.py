@@ -1321,7 +1321,7 @@ EQUAL = (
        "self.sizes.padded and PADDING not in zeros", "False",
        _split("padding_in_a_sum"), _split("padding_in_a_loop"),
        _split("padding_in_a_table"), _split("padding_in_a_product")),
-    _m("E30", "any function of 0 is 0", f"{_EQUAL}zeros:zeros_of",
+    _m("E30", "any function of 0 is 0", f"{_EQUAL}zeros:_where",
        "_nowhere)", "_where_all_operands)", _split("padding_that_a_function_fills")),
     _m("E31", "a mean times any count is a sum", f"{_EQUAL}guards:product_with_mean",
        "and other.number == mean.number", "", _split("mean_times_another_count")),
@@ -1394,7 +1394,7 @@ EQUAL = (
        "if found.kind not in (Kind.COPY, Kind.ZERO) or found.power:", "if False:",
        _split("function_that_reduces_is_another"),
        _split("function_of_windows_is_another")),
-    _m("E83", "a byte holds any sum", f"{_EQUAL}equation_pair:holds_sums",
+    _m("E83", "a byte holds any sum", f"{_EQUAL}widths:holds_sums",
        "if jnp.issubdtype(dtype, jnp.integer):", "if False:",
        _split("sum_of_all_rows_in_a_byte"),
        _split("sum_of_all_rows_without_a_sign"),
@@ -1446,7 +1446,7 @@ EQUAL = (
     _m("E95", "any cross-tower op adds up", "check.equality.of_step:_why_not_traced",
        "if not isinstance(ops, AllReduce | PinnedTree):", "if False:",
        "step_equality::sums_of_a_cross_tower_op_of_ones_own_are_unknown"),
-    _m("E96", "a byte holds any number of rows", f"{_SIDE}_converted",
+    _m("E96", "a byte holds any number of rows", f"{_EQUAL}widths:why_not_held",
        "or bool(x.power)", "", _split("count_of_own_rows_in_a_byte")),
 )
 

@@ -87,7 +87,7 @@ def _added_to(number: int, x: Known) -> Known:
 def _of_a_trip(pair: EquationPair, x: Known) -> Known:
     """The kind of one trip's slice of an array ``[k, ...]``."""
     if x.kind is Kind.SPREAD:
-        return rows(x.power)._replace(zeros=x.zeros)
+        return rows(x.power)._replace(zeros=x.zeros, in_padding=x.in_padding)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows gets a slice of {x}")
@@ -115,4 +115,5 @@ def _of_all_trips(pair: EquationPair, x: Known, axis: int | None) -> Known:
         groups = Groups((0,), False)
     else:
         return pair.unknown(f"a loop over chunks of rows returns {x} for each chunk")
-    return Known(Kind.SPREAD, x.power, note=groups, zeros=x.bare().zeros)
+    found = Known(Kind.SPREAD, x.power, note=groups, zeros=x.bare().zeros)
+    return found._replace(in_padding=x.in_padding)

@@ -6,12 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import (
-    SPECIAL,
-    EquationPair,
-    holds_sums,
-    rule,
-)
+from towerjax.proof.equal.equation_pair import SPECIAL, EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
     HIGHEST,
@@ -33,16 +28,6 @@ from towerjax.proof.equal.kinds import (
 
 _SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
 _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
-_PART_SUMS = {Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.SO_FAR}
-_NUMBERS_OF_TOWER = {
-    Kind.NUMBERS,
-    Kind.ORDER,
-    Kind.COLUMNS,
-    Kind.COUNTER,
-    Kind.NEXT,
-    Kind.TOWER,
-}
-_NUMBERS_OF_TOWER |= {Kind.FIRST_ROW, Kind.VALID, Kind.SIZE}
 
 
 @rule(
@@ -134,14 +119,6 @@ def _converted(pair: EquationPair) -> Known:
     is_inexact = jnp.issubdtype(new, jnp.inexact)
     loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
     loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
-    is_short = new.kind != "b" and new.itemsize < old.itemsize and new.itemsize < 4
-    is_count = x.note == ROWS_OF_TOWER and not is_inexact
-    if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
-        raise NotOfOneKindError(f"{x} becomes {new.name}, which cannot hold it")
-    # A number of towers or rows is a sum, too.
-    is_sum = x.kind in _PART_SUMS or bool(x.power)
-    if is_sum and new != old and not holds_sums(old):
-        raise NotOfOneKindError(f"{x} is {old.name}, which may not hold it")
     if x.number in (LOWEST, HIGHEST) and new.itemsize < 2:  # it may have no infinity
         x = x._replace(number=None)
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
@@ -247,8 +224,6 @@ def _sum_so_far(pair: EquationPair) -> Known:
 def _product(pair: EquationPair) -> Known:
     """A multiple of a part is a part; rows times rows are rows."""
     x, y = pair.ins
-    if Kind.ZERO in pair.kinds:
-        return ZERO
     if pair.kinds & {Kind.SPREAD, Kind.STACKED}:
         return _multiple(pair)
     for one, other, operand in ((x, y, 1), (y, x, 0)):
@@ -288,8 +263,6 @@ def _multiple(pair: EquationPair) -> Known:
 def _quotient(pair: EquationPair) -> Known:
     """A quotient, like a product; integer division is not linear."""
     x, y = pair.ins
-    if x.kind is Kind.ZERO:
-        return ZERO
     if jnp.issubdtype(pair.dtype(0), jnp.integer):
         return function_of(pair.ins, "an integer division")
     if y.kind is Kind.ZERO:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -136,6 +135,10 @@ class EquationPair:
         aval: Any = self.first.invars[operand].aval
         return aval.dtype
 
+    def out_dtype(self, result: int) -> Any:
+        """The dtype of a result; None for a token."""
+        return getattr(self.first.outvars[result].aval, "dtype", None)
+
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
         """The sizes of a dim of an operand, in both programs."""
         first: Any = self.first.invars[operand].aval
@@ -213,13 +216,6 @@ def rule(
         return function
 
     return register
-
-
-def holds_sums(dtype: Any) -> bool:
-    """Whether sums over rows are assumed to fit; shorter integers wrap around."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32
-    return dtype != jnp.bool_
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:

@@ -38,7 +38,7 @@ def _of_this_row(x: Known) -> Known:
     """The kind of the current row of an array of rows, in a loop over rows."""
     if x.kind is Kind.ZERO or x.power is None:
         return ZERO
-    return Known(Kind.ROW, x.power, zeros=x.zeros)
+    return Known(Kind.ROW, x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
 def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
@@ -145,8 +145,6 @@ def _gathered(pair: EquationPair) -> Known:
     (axis, at_axis) = pair.rows_in
     [out_axis] = pair.rows_out
     sizes = pair.params["slice_sizes"]
-    if x.kind is Kind.ZERO and fills_with_zero(pair):
-        return ZERO
     if x.kind is Kind.ZERO:
         x = copy() if axis is None else rows()
     if at.kind is Kind.COUNTER and axis is not None:
@@ -254,8 +252,6 @@ def _scattered(pair: EquationPair) -> Known:
     adds = pair.name in ("scatter-add", "scatter-sub")
     if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
         raise NotOfOneKindError("a function is applied to only some elements")
-    if x.kind is new.kind is Kind.ZERO:
-        return ZERO
     if x.kind is Kind.BUFFER:
         is_row = dims.scatter_dims_to_operand_dims == (axis,)
         is_row &= axis in dims.inserted_window_dims and at.kind is Kind.COUNTER

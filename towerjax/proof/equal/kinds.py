@@ -62,6 +62,16 @@ ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
 
 
+class InPadding(enum.IntEnum):
+    """What is known of a value in padding rows; a smaller member says less."""
+
+    ANY = 0  # it may be infinite
+    FINITE = 1
+    # Computed from the row's values as an example's is, and not from its padding. It is
+    # finite, because what is computed from any example is assumed to be finite.
+    AS_EXAMPLE = 2
+
+
 LOWEST = ("lowest", PADDING)
 HIGHEST = ("highest", PADDING)
 
@@ -121,6 +131,7 @@ class Known(NamedTuple):
     number: Any = None
     # For a COPY its number, if that is known; for other kinds as the kind says.
     note: Any = None
+    in_padding: InPadding = InPadding.ANY
     why: str = ""  # for UNKNOWN: the reason, with a line
 
     def bare(self) -> "Known":
@@ -229,19 +240,24 @@ def function_of(values: Sequence[Known], what: str) -> Known:
     for x in values:
         if x.kind not in EACH or x.power:
             raise NotOfOneKindError(f"no rule for {what} of {x}")
-    return joined(
-        [copy() if x.kind is Kind.ZERO else x for x in values], "together with"
-    )
+    return joined([as_copy(x) for x in values], "together with")
+
+
+def as_copy(value: Known) -> Known:
+    """The value, as a copy if it is 0."""
+    return copy() if value.kind is Kind.ZERO else value
 
 
 def product_of(x: Known, y: Known, verb: str = "times") -> Known:
     """The kind of the elementwise product of two values.
 
+    Zero is a copy here: the product with a value that may be infinite is not 0.
+
     Raises:
       NotOfOneKindError: Neither value is a copy, and they are not both rows.
     """
-    if Kind.ZERO in (x.kind, y.kind):
-        return ZERO
+    x = as_copy(x)
+    y = as_copy(y)
     power = x.power + y.power if None not in (x.power, y.power) else None
     for one, other in ((x, y), (y, x)):
         if one.kind is Kind.PART and other.kind is Kind.COPY:

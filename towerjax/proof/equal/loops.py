@@ -355,7 +355,7 @@ def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
     if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
         return Known(Kind.COUNTER)
     if x.kind is Kind.ROWS and x.blocks == 1:
-        return Known(Kind.ROW, x.power, zeros=x.zeros)
+        return Known(Kind.ROW, x.power, zeros=x.zeros, in_padding=x.in_padding)
     return pair.unknown(f"no rule for a loop over {x}")
 
 
@@ -406,7 +406,8 @@ def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
 def _rows_of(pair: EquationPair, x: Known) -> Known:
     """The kind of an output that a loop over rows stacks."""
     if x.kind is Kind.ROW:
-        return rows(x.power)._replace(zeros=x.bare().zeros)
+        found = rows(x.power)._replace(zeros=x.bare().zeros)
+        return found._replace(in_padding=x.in_padding)
     if x.kind is Kind.COPY:
         return copy(x.power)
     if x.kind is Kind.COUNTER:

@@ -50,6 +50,7 @@ from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     ZERO,
+    InPadding,
     Kind,
     Known,
     copy,
@@ -143,10 +144,11 @@ _JAX_FOLDER = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = ("proved", "unknown", "refuted")
+_AS_EXAMPLE = InPadding.AS_EXAMPLE
 _INPUTS = {
-    Given.REPLICATED: copy(),
-    Given.ROWS: rows(),
-    Given.TOWER_ID: Known(Kind.TOWER),
+    Given.REPLICATED: copy()._replace(in_padding=_AS_EXAMPLE),
+    Given.ROWS: rows()._replace(in_padding=_AS_EXAMPLE),
+    Given.TOWER_ID: Known(Kind.TOWER, in_padding=_AS_EXAMPLE),
     Given.MICRO_BATCH: ZERO,
     Given.PER_TOWER: Known(Kind.UNKNOWN, why="it depends on a per-tower value"),
 }
@@ -227,14 +229,19 @@ def _results_of_pair(
     each = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*each, strict=True)
     sizes = Sizes(towers, rows_each, padded, micro_batches)
-    numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
-    ins = [_INPUTS.get(x, numbers) for x in inputs]
+    ins = kinds_of_inputs(inputs, padded)
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
     return [
         ProvedResult(value, _times_rows(sizes, *both), _is_of_one_shape(sizes, *both))
         for value, both in zip(kinds, avals, strict=True)
     ]
+
+
+def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Known]:
+    """The kinds of a tower's inputs."""
+    numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
+    return [_INPUTS.get(x, numbers) for x in inputs]
 
 
 def _answers(

@@ -3,8 +3,6 @@
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from towerjax.proof.equal.equation_pair import (
     EquationPair,
     is_size,
@@ -39,10 +37,6 @@ _LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
 def _counted_up(pair: EquationPair) -> Known:
     """The row numbers along a dim of rows; otherwise a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
-    if is_along and np.dtype(pair.params["dtype"]).itemsize < 4:
-        raise NotOfOneKindError(
-            "the numbers of rows are of a dtype that cannot hold them"
-        )
     return Known(Kind.NUMBERS) if is_along else copy()
 
 

@@ -6,17 +6,17 @@ import numpy as np
 
 from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import EquationPair, holds_sums, rule
+from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
     HIGHEST,
     LINEAR,
     LOWEST,
     NO_ZEROS,
-    ZERO,
     Kind,
     Known,
     NotOfOneKindError,
+    as_copy,
     copy,
     function_of,
     joined,
@@ -24,6 +24,8 @@ from towerjax.proof.equal.kinds import (
     permuted,
     product_of,
 )
+from towerjax.proof.equal.widths import holds_sums
+from towerjax.proof.equal.zeros import is_over_none
 
 _EXTREMES = {
     "reduce_max": Kind.MAXIMUM,
@@ -32,6 +34,8 @@ _EXTREMES = {
     "reduce_and": Kind.MINIMUM,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
+# Those that are a number other than 0 if there are no elements.
+_OF_NONE = ("reduce_max", "reduce_min", "reduce_and", "reduce_prod")
 # The value that changes no maximum, and the one that changes no minimum.
 _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
@@ -57,9 +61,9 @@ def _reduction(pair: EquationPair) -> Known:
     if x.kind is Kind.SPREAD:
         return _over_groups(pair, x, axes)
     is_over = pair.rows_in[0] in axes
-    if x.kind is Kind.ZERO:
-        is_zero = name not in ("argmax", "argmin")
-        return ZERO if is_zero else copy()
+    if is_over_none(pair) and name in _OF_NONE:
+        return copy()
+    x = as_copy(x)  # the place of the largest of zeros
     if x.kind is Kind.PART and name == "reduce_sum":
         return part(x.power)
     if _EXTREMES.get(name) is x.kind:
@@ -184,8 +188,6 @@ def _refuse_other_function(pair: EquationPair) -> None:
 def _cumulative(pair: EquationPair) -> Known:
     """A cumulative sum, product or extreme along a dim without rows."""
     [x] = pair.ins
-    if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
-        return ZERO
     if pair.params["axis"] == pair.rows_in[0]:
         raise NotOfOneKindError(f"no rule for {pair.name} along the tower's rows")
     if pair.name == "cumsum" and x.kind in LINEAR:
@@ -205,7 +207,7 @@ def _sorted(pair: EquationPair) -> list[Known]:
     if not pair.kinds <= EACH:
         odd = next(x for x in pair.ins if x.kind not in EACH)
         raise NotOfOneKindError(f"no rule for a sort of {odd}")
-    order = joined([copy() if x.kind is Kind.ZERO else _places_in(x) for x in pair.ins])
+    order = joined([_places_in(as_copy(x)) for x in pair.ins])
     return [order.times_tower(x.power) for x in pair.ins]
 
 
@@ -242,7 +244,7 @@ def _best(pair: EquationPair) -> list[Known]:
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0] or x.kind not in EACH:
         raise NotOfOneKindError(f"no rule for the largest of {x}")
-    x = copy() if x.kind is Kind.ZERO else x
+    x = as_copy(x)
     return [x.times_tower(x.power), _places_in(x)]
 
 
@@ -251,8 +253,6 @@ def _matrix_product(pair: EquationPair) -> Known:
     """A product; rows times rows, summed over the rows, are a part."""
     x, y = pair.ins
     (x_sums, _), _ = pair.params["dimension_numbers"]
-    if Kind.ZERO in pair.kinds:
-        return ZERO
     # If a tower's rows met other rows, the result would have two dims of rows.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
@@ -277,8 +277,6 @@ def _convolution(pair: EquationPair) -> Known:
     params = pair.params
     dims = params["dimension_numbers"]
     (x_rows, y_rows) = pair.rows_in
-    if Kind.ZERO in pair.kinds:
-        return ZERO
     is_alone = params["batch_group_count"] == 1
     if x_rows is None and y_rows is None:
         return product_of(x, y)
@@ -323,8 +321,7 @@ def _window(pair: EquationPair) -> Known:
     if pair.name in ("reduce_window_max", "reduce_window_min") and x.kind in EACH:
         return x
     if pair.name == "select_and_scatter_add" and pair.kinds <= EACH:
-        places = copy() if pair.ins[1].kind is Kind.ZERO else _places_in(pair.ins[1])
-        return product_of(x, places)
+        return product_of(x, _places_in(as_copy(pair.ins[1])))
     if pair.name == "reduce_window":
         _refuse_other_function(pair)
     return function_of(pair.ins, pair.name)
@@ -361,8 +358,6 @@ def _solution(pair: EquationPair) -> Known:
     (x, y) = pair.ins
     rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1
-    if y.kind is Kind.ZERO:
-        return ZERO
     is_linear = x.kind is Kind.COPY and not x.power and pair.rows_in[0] is None
     if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
         return y

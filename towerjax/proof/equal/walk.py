@@ -20,7 +20,7 @@ from towerjax.jaxprs.equation import (
     sub_jaxprs,
     user_line,
 )
-from towerjax.proof.equal import zeros
+from towerjax.proof.equal import widths, zeros
 from towerjax.proof.equal.equation_pair import (
     RULES,
     SPECIAL,
@@ -37,6 +37,7 @@ from towerjax.proof.equal.kinds import (
     ZERO,
     Groups,
     Identity,
+    InPadding,
     Kind,
     Known,
     NotOfOneKindError,
@@ -213,13 +214,16 @@ class Walk:
                     return self.size_of_rows()
                 if self.sizes.are_of_tower(a.item(), b.item()):
                     return SIZE
+        is_finite = bool(np.isfinite(a).all())
+        level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
         if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-            return copy(0, note=a.item() if is_number and a.dtype.kind != "c" else None)
+            note = a.item() if is_number and a.dtype.kind != "c" else None
+            return copy(0, note)._replace(in_padding=level)
         power = self._power_between(a, b)
         if power is None:
             why = "a constant depends on the number of towers"
             return Known(Kind.UNKNOWN, why=why)
-        return copy(power)
+        return copy(power)._replace(in_padding=level)
 
     def size_of_rows(self) -> Known:
         """The kind of the number of a tower's rows."""
@@ -294,6 +298,8 @@ class Walk:
             return unknown[0]
         if is_within(pair):
             return met_within(pair)
+        if zeros.is_zero(pair):
+            return [ZERO] * len(pair.rows_out)
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:
@@ -322,9 +328,12 @@ class Walk:
         has_rows = pair.rows_out[result] is not None
         if _HAS_ROWS.get(value.kind, has_rows) is not has_rows:
             return pair.unknown(f"{pair.name} makes {value}, but not in its shape")
+        if why := widths.why_not_held(pair, result, value):
+            return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
         if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
             return pair.unknown(f"{pair.name} makes an array with one entry per tower")
+        value = value._replace(in_padding=zeros.in_padding(pair, result, value))
         if value.kind in zeros.KNOWN_ZEROS:
             found = value.zeros | zeros.zeros_of(pair, result)
             if len(found) > _MOST_FLAGS:
@@ -353,7 +362,9 @@ def _is_of_groups(pair: EquationPair) -> bool:
 def _by_groups(pair: EquationPair, registered: Registered) -> Known:
     """The kind that an elementwise rule gives for groups of rows."""
     ins = [
-        rows(x.power)._replace(zeros=x.zeros) if x.kind is Kind.SPREAD else x
+        rows(x.power)._replace(zeros=x.zeros, in_padding=x.in_padding)
+        if x.kind is Kind.SPREAD
+        else x
         for x in pair.ins
     ]
     found = registered.rule(dataclasses.replace(pair, ins=ins))

@@ -1,16 +1,24 @@
-"""Where a value is 0: in padding, or on a tower where no row has some flag.
+"""Where a value is 0: everywhere, in padding, or on a tower without some flag.
 
 A product is 0 where a factor is 0, a sum where all addends are 0. So a product with a
 mask, or with a weight that is 0 in padding, is 0 there, and padding does not count in
 its sum. This holds for derivatives, too: a flag has no derivative, and a function
 without a derivative at 0, such as a root, does not count as 0 there.
+
+0 times infinity is not 0. What one tower computes of examples and parameters is assumed
+to be finite. What a tower computes of its padding, or of its own sums, may be infinite
+all the same, such as a mean of no rows; `in_padding` tells.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal.equation_pair import EquationPair
-from towerjax.proof.equal.kinds import NO_ZEROS, Kind
+from towerjax.proof.equal.kinds import NO_ZEROS, InPadding, Kind, Known
 
 KNOWN_ZEROS = frozenset([Kind.ROWS, Kind.ROW, Kind.PART, Kind.BUFFER, Kind.SPREAD])
 """Kinds for which it is known where they are 0."""
@@ -21,9 +29,20 @@ _Where: TypeAlias = frozenset[Any] | None
 
 def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
     """Where a result of an equation is 0, from where its operands are 0."""
+    return _where(pair, result) or NO_ZEROS
+
+
+def is_zero(pair: EquationPair) -> bool:
+    """Whether all results of an equation are 0 everywhere."""
+    if not any(x.kind is Kind.ZERO for x in pair.ins):
+        return False
+    return all(_where(pair, i) is None for i in range(len(pair.rows_out)))
+
+
+def _where(pair: EquationPair, result: int) -> "_Where":
+    """The places where a result of an equation is 0."""
     at = [None if x.kind is Kind.ZERO else x.zeros for x in pair.ins]
-    found = _TABLE.get(pair.name, _nowhere)(at, pair, result)
-    return NO_ZEROS if found is None else found
+    return _TABLE.get(pair.name, _nowhere)(at, pair, result)
 
 
 _ZeroRule: TypeAlias = Callable[[list[_Where], EquationPair, int], _Where]
@@ -52,8 +71,10 @@ def _where_all_operands(at: list[_Where], pair: EquationPair, result: int) -> _W
 
 
 def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where any operand is 0, as a product is."""
-    return _where_any(*at)
+    """Where any operand is 0 and the others are finite, as a product is."""
+    ends = [_is_finite(x) for x in pair.ins]
+    known = [each for i, each in enumerate(at) if all(ends[:i]) and all(ends[i + 1 :])]
+    return _where_any(*known) if known else NO_ZEROS
 
 
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
@@ -61,9 +82,26 @@ def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     return at[0]
 
 
+def _of_nonempty(at: list[_Where], pair: EquationPair, result: int) -> _Where:
+    """Where the operand is 0; of no elements an extreme or a product is not 0."""
+    return NO_ZEROS if is_over_none(pair) else at[0]
+
+
+def is_over_none(pair: EquationPair) -> bool:
+    """Whether a reduction is over a dim without elements."""
+    return any(pair.shape(0)[i] == 0 for i in pair.params["axes"])
+
+
 def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     """Where the dividend is 0 and the divisor is not."""
-    return None if at[0] is None else at[0] - (at[1] or NO_ZEROS)
+    return at[0] if _divides(pair.ins[1]) else NO_ZEROS
+
+
+def _divides(x: Known) -> bool:
+    """Whether a divisor is not 0, given that one tower's quotients are finite."""
+    if x.kind in (Kind.COPY, Kind.AT_LEAST):
+        return True
+    return x.kind in (Kind.ROWS, Kind.ROW) and x.in_padding is InPadding.AS_EXAMPLE
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
@@ -77,6 +115,13 @@ def fills_with_zero(pair: EquationPair) -> bool:
     return not fills or pair.params["fill_value"] == 0
 
 
+def fills_with_number(pair: EquationPair) -> bool:
+    """Whether a gather fills in a number, and not NaN, beyond its array."""
+    return "FILL" not in str(pair.params["mode"]) or bool(
+        pair.params["fill_value"] is not None and np.isfinite(pair.params["fill_value"])
+    )
+
+
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     """Where the operand of the same number is 0."""
     return at[result]
@@ -84,7 +129,7 @@ def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 def _of_second(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     """Where the second operand is 0, because the solution of A x = 0 is 0."""
-    return at[1]
+    return at[1] if _divides(pair.ins[0]) else NO_ZEROS
 
 
 def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
@@ -142,12 +187,13 @@ _register(
     """neg copy copy_p real imag conj reduce_precision name sharding_constraint
     stop_gradient squeeze expand_dims transpose convert_element_type abs sign
     square tanh sin tan asin atan sinh asinh atanh erf expm1 log1p floor ceil round
-    reshape broadcast_in_dim reduce_sum reduce_max reduce_min reduce_or reduce_and
-    reduce_prod cumsum cummax cummin cumprod rev tile slice split unstack dynamic_slice
+    reshape broadcast_in_dim reduce_sum reduce_or reduce_xor
+    cumsum cummax cummin cumprod rev tile slice split unstack dynamic_slice
     fft reduce_window_sum select_and_scatter_add shift_left
     shift_right_logical
     shift_right_arithmetic pvary pcast""",
 )
+_register(_of_nonempty, "reduce_max reduce_min reduce_and reduce_prod")
 _register(_of_quotient, "div")
 _register(_of_gather, "gather")
 _register(_of_own, "optimization_barrier sort")
@@ -159,3 +205,61 @@ _register(
 _register(_of_choice, "select_n")
 _register(_of_comparison, "gt ne lt")
 _register(_where_base, "integer_pow")
+
+
+# Functions whose results are finite if their operands are.
+_KEEPS_FINITE = frozenset(
+    """add sub add_any mul neg max min clamp select_n abs sign square exp expm1 tanh sin
+    cos sinh cosh asinh atan logistic erf erfc floor ceil round copy copy_p name
+    optimization_barrier stop_gradient convert_element_type reduce_precision real imag
+    conj complex squeeze expand_dims transpose reshape broadcast_in_dim concatenate pad
+    slice dynamic_slice rev tile split stack unstack reduce_sum cumsum cumprod cummax
+    cummin sort dot_general conv_general_dilated reduce_window_sum pvary
+    pcast dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min
+    scatter-max""".split()
+)
+_WITHOUT_ROWS = (Kind.COPY, Kind.PART)
+# They may be of no rows.
+_OF_ANY_ROWS = (Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN)
+
+
+def _is_finite(x: Known) -> bool:
+    """Whether a value is finite, given that what one tower computes is."""
+    return x.kind is Kind.ZERO or x.in_padding > InPadding.ANY
+
+
+def in_padding(pair: EquationPair, result: int, value: Known) -> InPadding:
+    """What is known of a result in padding, from what is known of the operands."""
+    dtype = pair.out_dtype(result)
+    is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    least = InPadding.ANY if is_inexact else InPadding.FINITE
+    if value.kind in _OF_ANY_ROWS:
+        is_guarded = value.kind is Kind.MEAN and value.number is not None
+        return InPadding.FINITE if is_guarded else least
+    if value.kind in _WITHOUT_ROWS:
+        # Its sum is one tower's, and a constant may be infinite.
+        ends = [_is_finite(x) for x in pair.ins if x.kind in _WITHOUT_ROWS]
+        return InPadding.AS_EXAMPLE if all(ends) else least
+    if pair.name == "select_n" and any(value is x for x in pair.ins):
+        return value.in_padding  # the same case is chosen everywhere
+    levels = [_level(x) for x in pair.ins]
+    others = [x for x in pair.ins if x.kind not in _WITHOUT_ROWS]
+    if all(_level(x) is InPadding.AS_EXAMPLE for x in others):
+        return InPadding.AS_EXAMPLE
+    if pair.name not in _KEEPS_FINITE and sub_jaxprs(pair.first):
+        return max(value.in_padding, least)
+    keeps = pair.name in _KEEPS_FINITE
+    keeps |= pair.name == "integer_pow" and pair.params["y"] >= 0
+    keeps |= pair.name == "gather" and fills_with_number(pair)
+    keeps |= pair.name == "div" and pair.ins[1].kind in (Kind.COPY, Kind.AT_LEAST)
+    keeps &= all(x > InPadding.ANY for x in levels)
+    return InPadding.FINITE if keeps else least
+
+
+def _level(x: Known) -> InPadding:
+    """What is known of an operand in padding."""
+    if x.kind is Kind.ZERO:
+        return InPadding.AS_EXAMPLE
+    if x.kind in (Kind.VALID, Kind.IS_FULL, Kind.AT_LEAST):
+        return InPadding.FINITE
+    return x.in_padding
