@@ -579,3 +579,33 @@ def test_a_refused_bare_loss_is_told_by_what_was_said_of_it(how):
     text = f"loss_reduction={how.name} .* return {wanted}, or tj.Weighted.mean"
     with pytest.raises(tj.ReplicationError, match=text):
         step.check(step.init(PARAMS, rng=jax.random.key(0)), BATCH)
+
+
+def next_of(update):
+    """The step of a tower that returns its own mean, and that of its rows' sum."""
+
+    def tower_fn(state, batch, tower):
+        loss = tj.Weighted.mean(batch["x"].sum(1), tower.weight)
+        return {"own": tj.PerTower(batch["x"].mean()), "loss": loss}
+
+    def update_fn(state, merged):
+        return dataclasses.replace(state, **update(merged)), {"loss": merged["loss"]}
+
+    return tj.build_step(tower_fn, update_fn, TWO)
+
+
+def unproved_of(step, params):
+    state = step.init(params)
+    return step.check(state, {"x": np.ones((4, 2), np.float32)}).unproved
+
+
+def test_an_update_that_reads_a_value_of_each_tower_is_not_proved():
+    """Whether it computes with it, or keeps it as it is."""
+    params = {"w": np.float32(1)}
+    reads = next_of(lambda merged: {"params": {"w": merged["own"].values.max()}})
+    why = unproved_of(reads, params)["update"]
+    assert "it reads ['own'], which each tower has a value of its own of, at " in why
+    keeps = next_of(lambda merged: {"params": {"w": merged["own"].values}})
+    assert "update" in unproved_of(keeps, {"w": np.ones(2, np.float32)})
+    other = next_of(lambda merged: {"params": {"w": merged["loss"].value}})
+    assert unproved_of(other, params) == {}

@@ -21,12 +21,8 @@ from towerjax.check.audit.kept import (
     told_not_audited,
 )
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
-from towerjax.check.equality.told import (
-    LEAVE_OUT,
-    NotProved,
-    StepEquality,
-    told_of,
-)
+from towerjax.check.equality.read_by_update import per_tower_values_read
+from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
 from towerjax.check.equality.traced_passes import StepToProve
 from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from towerjax.check.audit.comparison import GRADIENT, Refuted, SplitError
 from towerjax.proof.equal.one_tower import Equality
@@ -34,6 +34,10 @@ class StepEquality:
         if not self.leaves:
             return {WHOLE_STEP: "its towers merge nothing, so each keeps its result"}
         return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
+
+    def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
+        """The same results and more of them."""
+        return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
     def not_of_own_devices(self, line: str) -> "StepEquality":
         """The same results, but with nothing proved if a tower's own devices compute.

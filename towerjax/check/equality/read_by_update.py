@@ -1,0 +1,63 @@
+"""Which per-tower values the update of a step reads: no proof has an answer for them.
+
+An update runs once, on what the towers merged. One tower has one value where several
+have several, so that a state which is computed from them depends on the split.
+"""
+
+import jax
+from jax.extend.core import Literal
+
+from towerjax.jaxprs.equation import needed_eqns, user_line
+from towerjax.proof.equal.one_tower import Equality
+from towerjax.step.run.trace import Traced
+from towerjax.types import PerTower, PyTree
+
+UPDATE = "update"
+"""The name in place of leaves of what an update computes."""
+
+
+def per_tower_values_read(traced: Traced) -> list[Equality]:
+    """An unknown result if the next state depends on a merged `tj.PerTower`.
+
+    Tower-local variables may depend on it: each tower has its own.
+    """
+    if not traced.plan.accepts:
+        return []
+    passes = iter(traced.passes)
+    given = traced.plan.passes.run(lambda *_: next(passes).out, traced.args)
+    program = traced.finish.jaxpr
+    pairs = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_per_tower)
+    variables = iter(program.invars)
+    own = {}
+    for path, x in pairs:
+        of_value = [next(variables) for _ in jax.tree.leaves(x)]
+        if _is_per_tower(x):
+            own |= dict.fromkeys(of_value, jax.tree_util.keystr(path[-1:]))
+    is_state = jax.tree.leaves(_of_state(traced.shapes))
+    results = [v for v, kept in zip(program.outvars, is_state, strict=True) if kept]
+    eqns = needed_eqns(program.eqns, results)
+    for v, line in [
+        *[(v, user_line((eqn, None))) for eqn in eqns for v in eqn.invars],
+        *[(v, "") for v in results],
+    ]:
+        if not isinstance(v, Literal) and v in own:
+            at = f", at {line}" if line else ""
+            why = f"it reads {own[v]}, which each tower has a value of its own of{at}"
+            return [Equality(UPDATE, "unknown", why)]
+    return []
+
+
+def _is_per_tower(x: PyTree) -> bool:
+    return isinstance(x, PerTower)
+
+
+def _of_state(shapes: PyTree) -> PyTree:
+    """Which results of an update are of the next state, and not tower-local."""
+    accepted, donated, (now, metrics, refused) = shapes
+    of_donated = {
+        name: jax.tree.map(lambda _, name=name: name != "local", x)
+        for name, x in donated.items()
+    }
+    of_now = jax.tree.map(lambda _: True, now)
+    no = jax.tree.map(lambda _: False, (accepted, metrics, refused))
+    return no[0], of_donated, (of_now, *no[1:])
