@@ -263,6 +263,37 @@ class Split:
         flag = (b["y"] > 0) * t.weight
         return tj.Sum(b["y"] @ flag / jnp.maximum(flag.sum(), 2.0) * flag.sum())
 
+    # Zeros that are none, and integers that do not fit.
+
+    def all_of_no_flags(p, b, t):
+        return tj.Sum(jnp.zeros((t.rows, 0), bool).all(1).max() * 1.0)
+
+    def product_of_no_numbers(p, b, t):
+        return tj.Sum(jnp.zeros(0).prod())
+
+    def zero_times_a_mean_of_no_rows(p, b, t):
+        flag = (b["y"] > 9) * t.weight
+        mean = b["y"] @ flag / flag.sum()
+        return tj.Sum(total(b["y"], t).value + 0.0 * mean)
+
+    def zero_by_a_count_of_no_rows(p, b, t):
+        flag = (b["y"] > 9) * t.weight
+        return tj.Sum(total(b["y"], t).value + jnp.zeros(()) / flag.sum())
+
+    def padding_times_its_logarithm(p, b, t):
+        return tj.Sum((b["y"] * t.weight + t.weight * jnp.log(t.weight)).sum())
+
+    def padding_in_a_product_with_its_logarithm(p, b, t):
+        return tj.Sum(b["y"] @ t.weight + jnp.log(t.weight) @ t.weight)
+
+    def padding_by_what_is_0_there(p, b, t):
+        return tj.Sum((b["y"] * t.weight / (1 - (1 - t.weight))).sum())
+
+    def product_of_sums_in_a_byte(p, b, t):
+        own = (40 * b["x"] * t.weight[:, None]).astype(jnp.int8).sum(0, dtype=jnp.int8)
+        ones = jnp.ones(F, jnp.int8)
+        return tj.Sum(jnp.matmul(own, ones, preferred_element_type=jnp.int32) * 1.0)
+
     # Loops over rows.
 
     def sum_of_another_carry(p, b, t):

@@ -16,6 +16,7 @@ from layouts import names
 from one_tower_programs import answers_of_step
 
 import towerjax as tj
+from towerjax.proof.equal.equation_pair import RULES
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -603,9 +604,69 @@ def test_an_update_that_reads_a_value_of_each_tower_is_not_proved():
     """Whether it computes with it, or keeps it as it is."""
     params = {"w": np.float32(1)}
     reads = next_of(lambda merged: {"params": {"w": merged["own"].values.max()}})
-    why = unproved_of(reads, params)["update"]
+    why = unproved_of(reads, params).get("update", "")
     assert "it reads ['own'], which each tower has a value of its own of, at " in why
     keeps = next_of(lambda merged: {"params": {"w": merged["own"].values}})
     assert "update" in unproved_of(keeps, {"w": np.ones(2, np.float32)})
     other = next_of(lambda merged: {"params": {"w": merged["loss"].value}})
     assert unproved_of(other, params) == {}
+
+
+def loss_of_sines(params, batch, tower):
+    return tj.Weighted.mean(jnp.sin(batch["x"]).sum(1) * params["w"], tower.weight)
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("a fault"), RecursionError("too deep"), KeyError("a")]
+)
+def test_an_error_in_a_rule_ends_no_training(error, monkeypatch):
+    """The leaf is unknown, its reason says so, and the step is audited."""
+
+    def raise_it(pair):
+        raise error
+
+    monkeypatch.setitem(RULES, "sin", RULES["sin"]._replace(rule=raise_it))
+    step = tj.build_train_step(loss_of_sines, optax.sgd(0.1), TWO, audit=None)
+    params = {"w": np.float32(1)}
+    batch = {"x": np.ones((4, 2), np.float32)}
+    why = step.check(step.init(params), batch).unproved["loss"]
+    name = type(error).__name__
+    assert f"the proof failed with {name}: " in why and "please report this" in why
+    assert "at tests/check/test_step_equality.py:" in why
+    step(step.init(params), batch)
+
+
+def test_ctrl_c_in_a_rule_is_one(monkeypatch):
+    def stop(pair):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(RULES, "sin", RULES["sin"]._replace(rule=stop))
+    step = tj.build_train_step(loss_of_sines, optax.sgd(0.1), TWO)
+    with pytest.raises(KeyboardInterrupt):
+        step.check(step.init({"w": np.float32(1)}), {"x": np.ones((4, 2), np.float32)})
+
+
+def test_an_error_of_the_loss_is_the_losss():
+    def loss_fn(params, batch, tower):
+        raise AttributeError("a name of mine")
+
+    step = train(loss_fn)
+    with pytest.raises(AttributeError, match="a name of mine"):
+        step.check(step.init({"w": np.float32(1)}), {"x": np.ones((4, 2), np.float32)})
+
+
+def nested(function, depth):
+    for _ in range(depth):
+        function = jax.jit(lambda x, function=function: function(x) * 0.99)
+    return function
+
+
+def test_functions_that_call_functions_are_proved_as_deep_as_jax_traces_them():
+    def loss_fn(params, batch, tower):
+        x = nested(jnp.sin, 80)(batch["x"] * params["w"])
+        return tj.Weighted.mean(x.sum(1), tower.weight)
+
+    devices = tj.Mirrored(("cpu:0", "cpu:1"))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), devices)
+    batch = {"x": np.ones((4, 2), np.float32)}
+    assert step.check(step.init({"w": np.float32(1)}), batch).unproved == {}

@@ -1,6 +1,7 @@
 """The lemmas for each primitive that the proof of equality has a rule for."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,11 @@ def _bound(name):
     return call
 
 
+def _real_part(side, x):
+    with warnings.catch_warnings(action="ignore"):  # it loses the imaginary part
+        return [lax.convert_element_type(x, F32)]
+
+
 # One element of each operand.
 
 of_each_shape(
@@ -104,8 +110,7 @@ for dtype in ALL:
 for shape in EACH:
     to = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
     lemma("reduce_precision", _called(to), shape)
-    to = functools.partial(lax.convert_element_type, new_dtype=F32)
-    lemma("convert_element_type", _called(to), shape, dtypes=C64)
+    lemma("convert_element_type", _real_part, shape, dtypes=C64)
     for old, new in ((F32, jnp.int32), (jnp.int32, jnp.uint8), (jnp.int8, jnp.uint8)):
         to = functools.partial(lax.bitcast_convert_type, new_dtype=new)
         lemma("bitcast_convert_type", _called(to), shape, dtypes=old)

@@ -168,6 +168,7 @@ def equality_of_step(
         if to_prove.padded and equality.unproved and traced.proof.unmasked():
             full = {"padded": False, "examples": None}
             equality = equality_of(dataclasses.replace(to_prove, **full))
+    equality = equality.with_leaves(per_tower_values_read(traced))
     return equality.not_of_own_devices(line_of_own_devices(traced))
 
 

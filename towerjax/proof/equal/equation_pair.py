@@ -17,6 +17,14 @@ class ProgramsDifferError(Exception):
     """The programs differ in more than their numbers of rows and towers."""
 
 
+def failed(error: Exception) -> str:
+    """The reason why nothing is known where the proof itself raised an error."""
+    told = str(error).splitlines() or [""]
+    return (
+        f"the proof failed with {type(error).__name__}: {told[0]}; please report this"
+    )
+
+
 class Sizes(NamedTuple):
     """The sizes in which two programs differ, as pairs with one for each program."""
 
@@ -159,9 +167,9 @@ class EquationPair:
         known = isinstance(value.note, bool | int | float)
         return value.note if value.kind is Kind.COPY and known else None
 
-    def has_padding(self, *zeros: frozenset[Any]) -> bool:
+    def has_padding(self, zeros: frozenset[Any]) -> bool:
         """Whether padding may count in a value that is 0 only in these places."""
-        return self.walk.has_padding(frozenset().union(*zeros))
+        return self.walk.has_padding(zeros)
 
     def unknown(self, why: str) -> Known:
         """An unknown kind, with a reason and the line of this equation."""

@@ -162,7 +162,8 @@ LINEAR = EACH | {Kind.PART}
 
 def copy(power: Any = 0, note: Any = None) -> Known:
     """The kind of a value that is the same on all towers."""
-    return Known(Kind.COPY, Fraction(power), note=note)
+    found = Known(Kind.COPY, Fraction(power), note=note)
+    return found._replace(in_padding=InPadding.AS_EXAMPLE)
 
 
 def rows(power: Any = 0, blocks: int = 1) -> Known:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from towerjax.jaxprs.equation import axes_of_dims, manual_axes, open_jaxpr
 from towerjax.proof.equal.equation_pair import EquationPair, Sizes, rule
 from towerjax.proof.equal.kinds import (
+    InPadding,
     Kind,
     Known,
     NotOfOneKindError,
@@ -87,7 +88,8 @@ def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
     if x.kind in (Kind.UNKNOWN, Kind.ZERO):
         return x
     if x.kind is Kind.COPY and not has_rows:
-        return x if split is None else rows(x.power)
+        own = rows(x.power)._replace(in_padding=InPadding.AS_EXAMPLE)
+        return x if split is None else own
     if x.kind is Kind.STACKED and split is not None:
         if pair.towers_in[operand] == split:
             return Known(x.note, x.power)

@@ -46,7 +46,7 @@ from towerjax.proof.equal.answer import (
     answer_for,
     answer_for_table_rows,
 )
-from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes, failed
 from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     ZERO,
@@ -146,7 +146,7 @@ _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = ("proved", "unknown", "refuted")
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
 _INPUTS = {
-    Given.REPLICATED: copy()._replace(in_padding=_AS_EXAMPLE),
+    Given.REPLICATED: copy(),
     Given.ROWS: rows()._replace(in_padding=_AS_EXAMPLE),
     Given.TOWER_ID: Known(Kind.TOWER, in_padding=_AS_EXAMPLE),
     Given.MICRO_BATCH: ZERO,
@@ -177,8 +177,12 @@ def equal_to_one_tower(
       One answer for each leaf except those of PER_TOWER; the worst of all pairs of
       programs.
     """
-    pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
-    found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
+    try:
+        pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
+        found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
+    except Exception as error:  # a fault of the proof ends no training
+        merged = [x for x in outputs if x.merge is not Merge.PER_TOWER]
+        return [Equality(x.name, "unknown", failed(error)) for x in merged]
     return worst_of([x for each in found for x in each])
 
 

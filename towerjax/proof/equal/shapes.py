@@ -3,6 +3,7 @@
 from fractions import Fraction
 from typing import Any
 
+from towerjax.proof.equal.constants import size_of_rows
 from towerjax.proof.equal.equation_pair import (
     EquationPair,
     is_size,
@@ -46,7 +47,7 @@ def _size_as_number(pair: EquationPair) -> Known:
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
     if times == 1:
-        return pair.walk.size_of_rows()
+        return size_of_rows(pair.sizes)
     if pair.sizes.are_of_tower(*sizes):
         return SIZE
     if times is None or pair.sizes.padded:

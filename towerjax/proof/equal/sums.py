@@ -25,7 +25,7 @@ from towerjax.proof.equal.kinds import (
     product_of,
 )
 from towerjax.proof.equal.widths import holds_sums
-from towerjax.proof.equal.zeros import is_over_none
+from towerjax.proof.equal.zeros import is_over_none, zeros_of
 
 _EXTREMES = {
     "reduce_max": Kind.MAXIMUM,
@@ -262,7 +262,7 @@ def _matrix_product(pair: EquationPair) -> Known:
         raise NotOfOneKindError("a product of bools tests whether any row has a flag")
     both = product_of(x, y)
     if both.kind is Kind.ROWS:
-        if pair.has_padding(x.zeros, y.zeros):
+        if pair.has_padding(zeros_of(pair, 0)):
             raise NotOfOneKindError("padding counts in a sum over rows")
         return part(both.power)
     if pair.sizes.padded:
@@ -286,7 +286,7 @@ def _convolution(pair: EquationPair) -> Known:
     # Here groups of the batch are channels, and each has all rows.
     are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
     if are_summed and params["feature_group_count"] == 1:
-        if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
+        if pair.kinds == {Kind.ROWS} and not pair.has_padding(zeros_of(pair, 0)):
             return part(product_of(x, y).power)
     raise NotOfOneKindError("no rule for a convolution along the tower's rows")
 

@@ -2,11 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
@@ -21,6 +18,7 @@ from towerjax.jaxprs.equation import (
     user_line,
 )
 from towerjax.proof.equal import widths, zeros
+from towerjax.proof.equal.constants import kind_of_constant
 from towerjax.proof.equal.equation_pair import (
     RULES,
     SPECIAL,
@@ -28,28 +26,22 @@ from towerjax.proof.equal.equation_pair import (
     ProgramsDifferError,
     Registered,
     Sizes,
+    failed,
 )
 from towerjax.proof.equal.kinds import (
     NO_ZEROS,
     PADDING,
-    ROWS_OF_TOWER,
-    SIZE,
     ZERO,
     Groups,
     Identity,
-    InPadding,
     Kind,
     Known,
     NotOfOneKindError,
     Power,
-    copy,
     function_of,
     rows,
 )
 from towerjax.proof.equal.within import is_within, met_within
-
-POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
-"""The powers of T that a constant of a program may have."""
 
 # Whether a value of the kind has a dim of rows; other kinds may have one.
 _HAS_ROWS = {
@@ -186,64 +178,7 @@ class Walk:
 
     def constant(self, first: Any, second: Any) -> Known:
         """The kind of a literal, or of an array that a program closes over."""
-        if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
-            # A value of the program around a step, which has no number yet.
-            why = "the program closes over other values for another number of towers"
-            return copy() if first is second else Known(Kind.UNKNOWN, why=why)
-        if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
-            first = jax.random.key_data(first)
-            second = jax.random.key_data(second)
-        a = _as_numbers(first)
-        b = _as_numbers(second)
-        if a is None or b is None:
-            return Known(Kind.UNKNOWN, why="a constant is no number")
-        if a.shape != b.shape:
-            if not (_is_filled(a) and _is_filled(b)):
-                return Known(
-                    Kind.UNKNOWN,
-                    why="a constant has an element for each row of a tower",
-                )
-            a = a.flat[0]
-            b = b.flat[0]
-        if not np.any(a) and not np.any(b):
-            return ZERO
-        is_number = np.ndim(a) == 0
-        if is_number and a.item() != b.item():
-            if isinstance(self.sizes.rows[0], int):
-                if (a.item(), b.item()) == self.sizes.rows:
-                    return self.size_of_rows()
-                if self.sizes.are_of_tower(a.item(), b.item()):
-                    return SIZE
-        is_finite = bool(np.isfinite(a).all())
-        level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
-        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-            note = a.item() if is_number and a.dtype.kind != "c" else None
-            return copy(0, note)._replace(in_padding=level)
-        power = self._power_between(a, b)
-        if power is None:
-            why = "a constant depends on the number of towers"
-            return Known(Kind.UNKNOWN, why=why)
-        return copy(power)._replace(in_padding=level)
-
-    def size_of_rows(self) -> Known:
-        """The kind of the number of a tower's rows."""
-        if self.sizes.padded:
-            return SIZE
-        return copy(-1, note=ROWS_OF_TOWER)
-
-    def _power_between(self, a: Any, b: Any) -> Fraction | None:
-        """The power of T by which two constants differ; None if there is none."""
-        ratio = self.sizes.towers[1] / self.sizes.towers[0]
-        for power in POWERS:
-            factor = ratio ** float(power)
-            if a.dtype.kind in "fc":
-                rtol = min(1e-6, 16 * float(np.finfo(a.dtype).eps))
-                is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
-            else:
-                is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
-            if is_power:
-                return power
-        return None
+        return kind_of_constant(self.sizes, first, second)
 
     def equation(
         self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Known], outer: Site | None
@@ -254,10 +189,12 @@ class Walk:
         try:
             pair = self._with_axes(pair)
             found = self._by_rule(pair)
+            found = found if isinstance(found, list) else [found] * count
+            return [self._checked(pair, i, value) for i, value in enumerate(found)]
         except (NotOfOneKindError, ProgramsDifferError) as error:
             return [pair.unknown(str(error))] * count
-        found = found if isinstance(found, list) else [found] * count
-        return [self._checked(pair, i, value) for i, value in enumerate(found)]
+        except Exception as error:  # a fault of a rule ends no training
+            return [pair.unknown(failed(error))] * count
 
     def _with_axes(self, pair: EquationPair) -> EquationPair:
         self._refuse_other_params(pair)
@@ -371,7 +308,7 @@ def _by_groups(pair: EquationPair, registered: Registered) -> Known:
     assert isinstance(found, Known)
     if found.kind is not Kind.ROWS:
         return found
-    [note] = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
+    note = next(x.note for x in pair.ins if x.kind is Kind.SPREAD)
     return Known(Kind.SPREAD, found.power, note=note)
 
 
@@ -420,19 +357,6 @@ def _without_identity(value: Known) -> Known:
     """The value with its kind and power alone."""
     note = None if value.kind is Kind.COPY else value.note
     return value._replace(zeros=NO_ZEROS, number=None, note=note)
-
-
-def _as_numbers(x: Any) -> np.ndarray | None:
-    x = np.asarray(x)
-    if x.dtype.kind == "V" and jnp.issubdtype(x.dtype, jnp.number):
-        # NumPy calls bfloat16 and int4 void, and cannot compare their values.
-        return x.astype(float)
-    return x if x.dtype.kind in "biufc" else None
-
-
-def _is_filled(x: np.ndarray) -> bool:
-    """Whether an array is one number throughout."""
-    return bool(x.size) and bool((x == x.flat[0]).all())
 
 
 def _is_same(x: Any, y: Any) -> bool:

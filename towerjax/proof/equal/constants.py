@@ -1,0 +1,99 @@
+"""The kind of a constant: a literal, or an array that a program closes over."""
+
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.proof.equal.equation_pair import Sizes
+from towerjax.proof.equal.kinds import (
+    ROWS_OF_TOWER,
+    SIZE,
+    ZERO,
+    InPadding,
+    Kind,
+    Known,
+    copy,
+)
+
+POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
+"""The powers of T that a constant of a program may have."""
+
+
+def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
+    """The kind of a literal, or of an array that a program closes over."""
+    if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+        # A value of the program around a step, which has no number yet.
+        why = "the program closes over other values for another number of towers"
+        return copy() if first is second else Known(Kind.UNKNOWN, why=why)
+    if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
+        first = jax.random.key_data(first)
+        second = jax.random.key_data(second)
+    a = _as_numbers(first)
+    b = _as_numbers(second)
+    if a is None or b is None:
+        return Known(Kind.UNKNOWN, why="a constant is no number")
+    if a.shape != b.shape:
+        if not (_is_filled(a) and _is_filled(b)):
+            return Known(
+                Kind.UNKNOWN,
+                why="a constant has an element for each row of a tower",
+            )
+        a = a.flat[0]
+        b = b.flat[0]
+    if not np.any(a) and not np.any(b):
+        return ZERO
+    is_number = np.ndim(a) == 0
+    if is_number and a.item() != b.item():
+        if isinstance(sizes.rows[0], int):
+            if (a.item(), b.item()) == sizes.rows:
+                return size_of_rows(sizes)
+            if sizes.are_of_tower(a.item(), b.item()):
+                return SIZE
+    is_finite = bool(np.isfinite(a).all())
+    level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
+    if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+        note = a.item() if is_number and a.dtype.kind != "c" else None
+        return copy(0, note)._replace(in_padding=level)
+    power = _power_between(sizes, a, b)
+    if power is None:
+        why = "a constant depends on the number of towers"
+        return Known(Kind.UNKNOWN, why=why)
+    return copy(power)._replace(in_padding=level)
+
+
+def size_of_rows(sizes: Sizes) -> Known:
+    """The kind of the number of a tower's rows."""
+    if sizes.padded:
+        return SIZE
+    return copy(-1, note=ROWS_OF_TOWER)
+
+
+def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
+    """The power of T by which two constants differ; None if there is none."""
+    ratio = sizes.towers[1] / sizes.towers[0]
+    for power in POWERS:
+        factor = ratio ** float(power)
+        if a.dtype.kind in "fc":
+            rtol = min(1e-6, 16 * float(np.finfo(a.dtype).eps))
+            is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
+        else:
+            is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
+        if is_power:
+            return power
+    return None
+
+
+def _as_numbers(x: Any) -> np.ndarray | None:
+    x = np.asarray(x)
+    if x.dtype.kind == "V" and jnp.issubdtype(x.dtype, jnp.number):
+        # NumPy calls bfloat16 and int4 void, and cannot compare their values.
+        return x.astype(float)
+    return x if x.dtype.kind in "biufc" else None
+
+
+def _is_filled(x: np.ndarray) -> bool:
+    """Whether an array is one number throughout."""
+    return bool(x.size) and bool((x == x.flat[0]).all())
