@@ -633,7 +633,8 @@ def test_an_error_in_a_rule_ends_no_training(error, monkeypatch):
     name = type(error).__name__
     assert f"the proof failed with {name}: " in why and "please report this" in why
     assert "at tests/check/test_step_equality.py:" in why
-    step(step.init(params), batch)
+    with pytest.warns(UserWarning, match="the proof failed .* A sample agreed"):
+        step(step.init(params), batch)
 
 
 def test_ctrl_c_in_a_rule_is_one(monkeypatch):

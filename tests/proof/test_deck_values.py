@@ -22,7 +22,7 @@ def held(kind, deck, padded, most=None):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_value_is_what_is_said_of_it(padded):
-    counts, odd = held("right", "audited_losses", padded, most=3)
+    counts, odd = held("right", "audited_losses", padded, most=8)
     assert not odd and sum(counts.values()) > 40
     assert {name for name, _ in counts} >= {"ROWS", "COPY", "PART", "ZERO"}
 

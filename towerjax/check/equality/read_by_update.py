@@ -19,9 +19,10 @@ UPDATE = "update"
 def per_tower_values_read(traced: Traced) -> list[Equality]:
     """An unknown result if the next state depends on a merged `tj.PerTower`.
 
-    Tower-local variables may depend on it: each tower has its own.
+    Tower-local variables may depend on it: each tower has its own. So may the state of
+    a step whose towers train alone, each with a gradient of its own.
     """
-    if not traced.plan.accepts:
+    if not traced.plan.accepts or traced.plan.by_tower:
         return []
     passes = iter(traced.passes)
     given = traced.plan.passes.run(lambda *_: next(passes).out, traced.args)
