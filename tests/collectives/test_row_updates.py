@@ -48,6 +48,7 @@ def batch_of(seed):
     return {"features": ids, "labels": rng.normal(size=7).astype(np.float32)}
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_no_table_is_copied():
     step, state, _ = step_and_state(2, 1)
@@ -71,6 +72,7 @@ def by_hand(table, momentum, scale, batch):
     return (slope * rows).sum()
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_refused_step_among_others_leaves_table_and_momentum():
     step, state, start = step_and_state(4, 2)

@@ -191,6 +191,7 @@ def test_gradients_pass_through_a_reduction_of_rows():
         np.testing.assert_allclose(x, expected, rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
     predict = tj.build_predict_step(

@@ -261,8 +261,14 @@ def _sample(
             devices = step.strategy.placement.devices_each
             refuse_unasked(traced, state.params, devices)
             with noting_its_audit():
-                how = {"gradients": False, "leaves": equality.is_open}
-                report = audit_step(step, state, batch, **how)
+                report = audit_step(
+                    step,
+                    state,
+                    batch,
+                    gradients=False,
+                    leaves=equality.is_open,
+                    reasons=equality.unproved,
+                )
                 keep(program, report, folders)
     except NotAudited as error:
         return told_not_audited(error)

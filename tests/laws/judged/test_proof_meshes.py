@@ -310,6 +310,7 @@ def test_what_an_update_cannot_run_is_refused_by_check(update, strategy, text):
         build(update=update, **strategy).check(PARAMS, BATCH)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"devices": ["cpu:0"]}, SHARED])
 def test_a_mesh_of_the_one_device_runs_in_a_tower(strategy):

@@ -96,7 +96,7 @@ def built(strategy, **options):
     """
     options = dict(options)
     step_options = {}
-    for name in ("remainder", "micro_batches"):
+    for name in ("remainder", "micro_batches", "audit"):
         if name in options:
             step_options[name] = options.pop(name)
 
@@ -152,7 +152,8 @@ def test_synchronised_statistics_are_proved_the_same_on_all_towers():
 @pytest.mark.slow
 def test_local_statistics_are_those_of_each_tower_and_send_nothing():
     rows = batch(11)
-    _, state = trained(towers(4, 2), [rows], statistics="local")
+    how = {"statistics": "local", "audit": False}  # which depend on the towers
+    _, state = trained(towers(4, 2), [rows], **how)
     h = rows["x"].astype(np.float64) @ start()["w"].astype(np.float64)
     for tower in range(4):
         own = slice(tower * 3, min(tower * 3 + 3, 11))
@@ -179,7 +180,8 @@ def test_towers_that_never_meet_take_local_statistics():
 
 @pytest.mark.slow
 def test_an_empty_tower_keeps_its_local_statistics():
-    losses, state = trained(towers(4, 2), [batch(9)], statistics="local")
+    how = {"statistics": "local", "audit": False}  # which depend on the towers
+    losses, state = trained(towers(4, 2), [batch(9)], **how)
     assert np.isfinite(losses).all()
     np.testing.assert_array_equal(state.local.value["mean"][3:], np.zeros((1, OUT)))
     np.testing.assert_array_equal(state.local.value["var"][3:], np.ones((1, OUT)))
@@ -593,6 +595,7 @@ def test_outside_a_step_the_mask_is_the_weight():
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("statistics", ["synchronised", "local"])
 def test_where_nothing_counts_statistics_stay_and_gradients_are_zero(statistics):

@@ -67,6 +67,7 @@ def sgd(rate, key="grads"):
     return update_fn
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_rows_of_all_towers_are_seen_by_the_next_pass():
     """The gradient of a loss over all pairs of rows, in micro-batches too.
@@ -247,7 +248,8 @@ def test_a_step_in_a_tower_is_of_one_device_and_of_the_towers_rows(build, near):
         def loss(w, batch, tower):
             return tj.Weighted.mean((w * inner(batch) - batch) ** 2, tower.weight)
 
-        step = tj.build_train_step(loss, optax.sgd(0.5), mirrored(2, 2))
+        # What the inner step computes depends on which rows a tower has.
+        step = tj.build_train_step(loss, optax.sgd(0.5), mirrored(2, 2), audit=False)
         after, _ = step(step.init(np.float32(0)), np.arange(4, dtype=np.float32))
         return float(after.params)
 

@@ -215,7 +215,8 @@ def _of_a_shared_key(case: Case) -> Explained | None:
     if not _draws_in(case):
         return None
     mended = case.without(case.audit.one_tower, shared=False)
-    return Explained(mended, _BY_SHARED_KEY) if mended else None
+    advice = _with_lines(_BY_SHARED_KEY, _draws_in(case))
+    return Explained(mended, advice) if mended else None
 
 
 def _of_an_own_key(case: Case) -> Explained | None:
@@ -233,7 +234,34 @@ def _of_padding(case: Case) -> Explained | None:
     if not case.audit.pads:
         return None
     mended = case.without(case.audit.towers(1))  # with two towers' padding
-    return Explained(mended, _BY_PADDING) if mended else None
+    if not mended:
+        return None
+    why = next(filter(None, (_reason_of(case, x) for x in mended)), "")
+    cause = f"{_BY_PADDING.cause}: {why}" if why else _BY_PADDING.cause
+    return Explained(mended, _BY_PADDING._replace(cause=cause))
+
+
+def _reason_of(case: Case, leaf: str) -> str:
+    """The reason, with a line, for which the proof stopped for a leaf; "" for none."""
+    roots = (leaf, "loss") if leaf.startswith(GRADIENT) else (leaf,)
+    for root in roots:
+        for name, why in case.audit.step.reasons.items():
+            if name == root or name.startswith((f"{root}.", f"{root}[")):
+                return why
+    return ""
+
+
+def _of_the_proof(case: Case) -> Explained | None:
+    """The leaves for which the proof stopped at one place, with its reason and line.
+
+    A gradient follows from the loss, so that it has the loss's reason.
+    """
+    known = {leaf: why for leaf in case.names if (why := _reason_of(case, leaf))}
+    if not known:
+        return None
+    first, *_ = known.values()
+    leaves = [leaf for leaf, why in known.items() if why == first]
+    return Explained(leaves, _BY_OWN_ROWS._replace(cause=f"the proof stopped: {first}"))
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
@@ -276,6 +304,7 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _of_a_shared_key,
     _of_an_own_key,
     _of_padding,
+    _of_the_proof,
     _of_own_gradients,
     _of_uneven_rows,
     _along_rows,

@@ -1,6 +1,7 @@
 """`run_audit`: run a step's towers as two and as one, and compare the results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ def run_audit(
     pads: bool,
     gradients: bool = True,
     leaves: Callable[[str], bool] | None = None,
+    reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> AuditReport:
     """Compare two towers with one tower that has the rows of both.
 
@@ -49,10 +51,11 @@ def run_audit(
     padded batch is refused.
 
     Without ``gradients`` only the loss is run, if its gradient follows from it. Only
-    leaves for whose names ``leaves`` is true are judged.
+    leaves for whose names ``leaves`` is true are judged. ``reasons`` are those of the
+    proof, which an error names as the cause.
     """
     rows = _on_host(batch)
-    step = StepToAudit(plan, strategy, state, rows, gradients, leaves)
+    step = StepToAudit(plan, strategy, state, rows, gradients, leaves, reasons)
     audit = _of_fewest_rows(step, calls=calls, pads=pads)
     if unmasked := audit.unmasked():
         total = len(feed.batches(rows, 1))

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class StepToAudit:
       batch: A batch, on the host.
       gradients: Whether gradients are run even if they follow from the loss.
       leaves: The names of the leaves that are judged; None judges all.
+      reasons: Why the proof stopped, with a line, by the names of its leaves.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class StepToAudit:
     batch: PyTree
     gradients: bool = True
     leaves: Callable[[str], bool] | None = None
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Audit:

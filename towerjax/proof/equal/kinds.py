@@ -146,9 +146,22 @@ class Known(NamedTuple):
         return self._replace(power=power, number=None, note=note)
 
     def __str__(self) -> str:
-        by = "" if not self.power else f" times T^{self.power}"
+        by = _told_power(self.power)
         is_permuted = isinstance(self.note, Groups) and self.note.order is not None
         return (PERMUTED if is_permuted else self.kind.value) + by
+
+
+def _told_power(power: Any) -> str:
+    """The text for a power of the number of towers, after a kind."""
+    match power:
+        case None | 0:
+            return ""
+        case 1:
+            return " times the number of towers"
+        case -1:
+            return " divided by the number of towers"
+        case _:
+            return f" times the number of towers^({Fraction(power)})"
 
 
 ZERO = Known(Kind.ZERO)
