@@ -61,6 +61,14 @@ def compiled():
 
 
 @pytest.fixture
+def users_shards():
+    """Small leaves stay whole, as users have it."""
+    suite.shards_from(suite.LEAST_SHARD)
+    yield
+    suite.shards_from(1)
+
+
+@pytest.fixture
 def shell(request, tmp_path, monkeypatch, capsys):
     """`towerjax` beside the test file's ``PROGRAM``: its code, output and errors."""
     (tmp_path / "of_user.py").write_text(request.module.PROGRAM)

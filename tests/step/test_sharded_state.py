@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import suite
 
 import towerjax as tj
 
@@ -180,15 +179,8 @@ def test_what_cannot_be_sharded_is_refused(state, options, text):
         mirrored(state, **options)
 
 
-@pytest.fixture
-def as_users_have_it():
-    suite.shards_from(suite.LEAST_SHARD)
-    yield
-    suite.shards_from(1)
-
-
 @pytest.mark.slow
-def test_small_leaves_stay_whole(as_users_have_it):
+def test_small_leaves_stay_whole(users_shards):
     params = {str(n): np.zeros(n, np.float32) for n in (508, 512)}
 
     def fn(params, batch, tower):

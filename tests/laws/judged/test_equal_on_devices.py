@@ -297,13 +297,13 @@ UNKNOWN = {
             *(W, X),
             check_vma=True,
         ),
-        r"times D .*There a value is D times .* is added up at \S+py:\d+ ",
+        r"times the number of devices .*There a value is D times .* is added up at \S+py:\d+ ",
     ),
     "centred by a device": (
         lambda devices: mapped(
             devices, lambda w, x: x - x.mean(0)[None], W, X, out=SPLIT
         ),
-        r"added to a sum over a device's rows times D, at \S+py",
+        r"added to a sum over a device's rows times the number of devices, at \S+py",
     ),
     "an own key": (
         lambda devices: mapped(
@@ -389,7 +389,7 @@ UNKNOWN = {
             jax.pmap(lambda x: x - x.mean(0)[None], devices=devices),
             rows_of(devices, X),
         ),
-        r"added to a sum over a device's rows times D, at \S+py",
+        r"added to a sum over a device's rows times the number of devices, at \S+py",
     ),
     "another batch for a pmap": (
         lambda devices: (

@@ -77,6 +77,12 @@ def test_what_an_update_reads_of_its_own_results_has_the_same_bits_in_parts():
     assert differing(Case("", optimizer="muon"), devices=(1, 2), state="sharded") == {}
 
 
+@pytest.mark.slow
+def test_the_shards_that_users_have_have_the_same_bits(users_shards):
+    case = CASES["attention"]
+    assert differing(case, devices=(1, 2), state="sharded") == {}
+
+
 def command(ops, *devices):
     """Its status and what it says."""
     flags = f"--only linear --towers 16 --steps 50 --json --ops {ops} --devices"

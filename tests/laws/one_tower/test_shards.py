@@ -160,6 +160,14 @@ def test_pinned_parts_have_the_bits_of_one_device(hidden, optimizer):
 
 
 @pytest.mark.slow
+def test_the_parts_that_users_have_have_the_bits_of_one_device(users_shards):
+    test_pinned_parts_have_the_bits_of_one_device("recomputed", "clipped adam")
+    state = pinned("recomputed", "clipped adam", 8, "sharded").init(WIDE)
+    scale = state.params["scale"].addressable_shards
+    assert all(x.data.shape == () for x in scale)  # it stays whole
+
+
+@pytest.mark.slow
 def test_pinned_parts_go_on_elsewhere_to_the_same_bits():
     one = pinned("recomputed", "clipped adam", 1, "mirrored")
     expected, _ = go_on(one, one.init(WIDE), range(4))

@@ -162,6 +162,9 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
         of_split = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
         of_split = of_split.changed(micro_batches=split.micro_batches)
         is_own = split.rows == step.rows and split.number > 1
+        # An exact step computes its weights without the number of a tower's rows, by
+        # another equation than one tower, which is no exact step.
+        is_own &= not step.strategy.exact
         known = step.programs if is_own else ()
         traced = _trace_passes(of_split, step, split, in_micro_batches, known)
         columns.append([*traced])
