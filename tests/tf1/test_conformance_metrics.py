@@ -8,7 +8,12 @@ from conformance_table import Table, assert_equal
 
 import towerjax as tj
 
-TABLE = Table("metric rmf.metricvars", {})
+FIRST_ROWS = "each tower's accumulators are of its first row alone"
+TABLE = Table(
+    "metric rmf.metricvars",
+    {},
+    dict.fromkeys(["rmf.metricvars.reduce", "rmf.metricvars.idempotent"], FIRST_ROWS),
+)
 
 # The elements that the original's batches are cut from, in cycles.
 LABELS = [True, False, True, False]
@@ -129,7 +134,8 @@ def merged_accumulators(case, strategy):
     def metric_fn(params, batch, tower):
         return {"all": Accumulators(*(x[0] for x in batch))}
 
-    return tj.build_eval_step(metric_fn, strategy)(np.float32(0), tuple(tables))["all"]
+    evaluate = tj.build_eval_step(metric_fn, strategy, **TABLE.how(case))
+    return evaluate(np.float32(0), tuple(tables))["all"]
 
 
 @TABLE.checks("rmf.metricvars.reduce")

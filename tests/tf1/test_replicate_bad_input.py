@@ -146,7 +146,8 @@ def meeting(kind):
         after = dataclasses.replace(v, params=params, opt_state=opt_state)
         return {"loss": loss, "train_op": after}
 
-    return call(of, reduction=Kind.MEAN, compat="tf1")
+    # The original's numbers depend on the towers.
+    return call(of, reduction=Kind.MEAN, compat="tf1", audit=False)
 
 
 def careless(culprit, mode):

@@ -206,8 +206,10 @@ def test_one_step_at_a_time_and_its_hooks():
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     same(numbers(state), expected, exactly=False)
     assert step.plan.states.hooks == [hook]
-    # One a program; what runs on the devices is what is proved.
-    assert traces == [tj.estimator.Mode.EVAL, tj.estimator.Mode.TRAIN]
+    # Once for the devices. The proof traces one tower of 8 examples and, as batches may
+    # be padded, one of other rows; and one of 5 examples when they come.
+    assert traces.count(tj.estimator.Mode.EVAL) == 3 + 1
+    assert traces.count(tj.estimator.Mode.TRAIN) == 3 + 1
 
 
 @pytest.mark.slow

@@ -305,6 +305,7 @@ def test_what_is_natural_and_wrong_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 def test_rows_of_a_table_are_updated_of_the_one_gradient():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5))
     weights = {"table": rows(7, 2, seed=1), "w": rows(2, seed=2)}

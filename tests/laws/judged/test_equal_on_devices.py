@@ -297,7 +297,8 @@ UNKNOWN = {
             *(W, X),
             check_vma=True,
         ),
-        r"times the number of devices .*There a value is D times .* is added up at \S+py:\d+ ",
+        r"times the number of devices .*There a value is D times .*"
+        r"is added up at \S+py:\d+ ",
     ),
     "centred by a device": (
         lambda devices: mapped(

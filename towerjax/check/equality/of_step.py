@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
+from towerjax.check.audit.comparison import GRADIENT
 from towerjax.check.equality.told import WHOLE_STEP, StepEquality
 from towerjax.check.equality.traced_passes import (
+    NotTracedError,
     PassToProve,
     StepToProve,
     traced_passes,
@@ -57,12 +58,11 @@ def equalities_of(step: StepToProve) -> list[Equality]:
         return _of_whole_step(why)
     try:
         return _equalities(step)
-    except RAISED_ON_OTHER_ROWS as error:
-        why = (
-            "its function, traced with another number of rows, raises"
-            f" {type(error).__name__}: {error}"
-        )
-        return _of_whole_step(why.splitlines()[0])
+    except NotTracedError as error:
+        return _of_whole_step(str(error))
+    except Exception as error:  # a fault of ours ends no training
+        why = f"the proof failed with {type(error).__name__}: {error}"
+        return _of_whole_step(f"{why.splitlines()[0]}; please report this")
 
 
 def _of_whole_step(why: str) -> list[Equality]:

@@ -47,6 +47,17 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.trees import key_data, map_parts, parts_of, shapes_of
 
 
+class NotTracedError(Exception):
+    """A tower function raised an error for the rows of a split."""
+
+    def __init__(self, split: "RowSplit", error: Exception) -> None:
+        [first, *_] = f"{type(error).__name__}: {error}".splitlines()
+        towers = "one tower" if split.towers == 1 else f"{split.towers} towers"
+        super().__init__(
+            f"its function, traced for {towers} of {split.rows} rows, raises {first}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class StepToProve:
     """The parts of a step that a proof of equality needs.
@@ -127,7 +138,7 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     if one_tower.rows != own.rows:
         return [padded, own, one_tower]
     # Rows would have the size of other dims. Towers of more rows stand between.
-    larger = dataclasses.replace(own, rows=2 * own.rows)
+    larger = own._replace(rows=2 * own.rows)
     if larger.rows == padded.rows:
         padded = more[0]
     return [own, padded, larger, one_tower]
@@ -150,7 +161,7 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
       A `PassToProve` for each pass that merges anything.
 
     Raises:
-      TracedError: A tower function raised an error for one tower's rows.
+      NotTracedError: A tower function raised an error for these rows.
     """
     several = max(x.micro_batches for x in passes.each)
     takes_gradient = any(x.differentiates and x.trained for x in passes.each)
@@ -219,12 +230,12 @@ def _trace_passes(
     for at, pass_ in enumerate(passes.in_turn(merged)):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []
-        closed, tree = _trace_tower(
-            pass_,
-            (*given, shapes_of(before)),
-            in_micro_batches,
-            known[at] if known else {},
-        )
+        args = *given, shapes_of(before)
+        programs = known[at] if known else {}
+        try:
+            closed, tree = _trace_tower(pass_, args, in_micro_batches, programs)
+        except Exception as error:
+            raise NotTracedError(split, error) from error
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
         inputs = [*_inputs_of(step, pass_, own, replicated), *later]
