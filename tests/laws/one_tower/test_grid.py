@@ -428,6 +428,7 @@ def check_after(draw, state, params):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.filterwarnings("ignore:Each of . micro-batches calls tower")
+@pytest.mark.sampled  # batches of one example, for which JAX traces other equations
 @pytest.mark.parametrize("number", [
     pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in DRAWS
 ])  # fmt: skip

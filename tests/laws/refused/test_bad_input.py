@@ -1020,6 +1020,7 @@ def test_a_gradient_that_is_not_finite_is_refused_when_guarded():
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 def test_no_examples_change_nothing_whatever_the_losses_are():
     def fn(params, batch, tower):
         return tj.Weighted((batch["x"] @ params["w"]).sum(), tower.weight.sum() * 0)

@@ -174,8 +174,9 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
         of_split = of_split.changed(micro_batches=split.micro_batches)
         is_own = split.rows == step.rows and split.number > 1
         # An exact step computes its weights without the number of a tower's rows, by
-        # another equation than one tower, which is no exact step.
-        is_own &= not step.strategy.exact
+        # another equation than one tower, which is no exact step. The programs of a
+        # tower of several devices name its mesh.
+        is_own &= not step.strategy.exact and step.strategy.placement.devices_each == 1
         known = step.programs if is_own else ()
         traced = _trace_passes(of_split, step, split, in_micro_batches, known)
         columns.append([*traced])

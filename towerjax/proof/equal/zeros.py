@@ -225,7 +225,8 @@ _OF_ANY_ROWS = (Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN)
 
 def _is_finite(x: Known) -> bool:
     """Whether a value is finite, given that what one tower computes is."""
-    return x.kind is Kind.ZERO or x.in_padding > InPadding.ANY
+    is_count = x.kind in (Kind.ZERO, Kind.SIZE, Kind.VALID)
+    return is_count or x.in_padding > InPadding.ANY
 
 
 def in_padding(pair: EquationPair, result: int, value: Known) -> InPadding:
