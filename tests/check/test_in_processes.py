@@ -4,8 +4,10 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import jax.numpy as jnp
@@ -217,8 +219,43 @@ def test_jax_is_told_of_the_devices_before_it_wakes(monkeypatch):
     assert found["JAX_PLATFORMS"] == "cpu"
 
 
+STARTS = """
+import towerjax as tj, time
+from towerjax.check.programs.processes import call_in_process
+call_in_process("x", 1, time.sleep, 600)
+"""
+
+
+def test_a_process_ends_with_the_one_that_waits_for_it():
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    parent = subprocess.Popen([sys.executable, "-c", STARTS], env=variables)
+    until = time.monotonic() + 60
+    while not (children := children_of(parent.pid)):
+        assert time.monotonic() < until and parent.poll() is None
+        time.sleep(0.1)
+    time.sleep(5)  # until it listens
+    parent.kill()
+    parent.wait()
+    while any(map(is_running, children)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    path = pathlib.Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().split(") ")[1][0] != "Z"
+
+
+def children_of(pid):
+    path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+    return path.read_text().split() if path.exists() else []
+
+
 def test_the_end_of_a_process_is_told():
-    told = processes._told_of_death
+    def told(label, code, last):
+        how = processes._how_it_ended(code)
+        return processes._told_of_death(label, how, last)
+
     assert told("2 devices", 3, ["a", "b", ""]) == (
         "The process of 2 devices ended with exit code 3. The last line that it"
         " printed: b"

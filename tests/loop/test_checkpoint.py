@@ -781,6 +781,27 @@ def test_a_forged_table_is_refused_in_words(light, tmp_path):
             saving.restore(light, model.init(light))
 
 
+def test_containers_that_have_no_leaves_belong_to_the_model(tmp_path):
+    """AdamW's leaves are those of Adam, but not the tuples around them."""
+    saving = tj.Checkpointer(tmp_path)
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+    def run(optimizer, steps):
+        step = tj.build_train_step(loss_fn, optimizer, tj.OneDevice())
+        batches = [np.ones(8, np.float32)] * steps
+        options = {"checkpointer": saving, "progress": False}
+        return tj.run(step, step.init(np.float32(0)), batches, **options)
+
+    run(optax.adam(0.1), 1)
+    text = (
+        r"another model: .* state\['opt_state'\] is a list of 2, expected a list of 3"
+    )
+    with pytest.raises(tj.CheckpointError, match=text):
+        run(optax.adamw(0.1), 2)
+
+
 def test_chunks_larger_than_their_leaf_are_refused(light, tmp_path):
     """TensorStore would ask for their memory, and the process would end."""
     saving = tj.Checkpointer(tmp_path)

@@ -440,6 +440,21 @@ def test_a_failure_besides_another_error_is_a_note_of_that(step):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="of Linux")
 def test_a_full_disk_ends_the_run_with_its_state(step):
     """A device may be written to; what it holds is never read."""
-    with pytest.raises(OSError, match="No space left") as caught:
+    text = r"JsonLines.path='/dev/full' cannot be written to: No space left on device"
+    with pytest.raises(ValueError, match=text) as caught:
         run(step, data(3), tj.JsonLines("/dev/full"))
     assert caught.value.state is not None and len(caught.value.history.steps) >= 1
+
+
+def test_two_writers_of_one_file_are_refused(step, tmp_path):
+    pair = [tj.JsonLines(tmp_path / x) for x in ("a.jsonl", "b/../a.jsonl")]
+    with pytest.raises(ValueError, match="two JsonLines write to .*a.jsonl', so that"):
+        run(step, data(1), *pair)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_path_in_place_of_writers_is_told_what_to_write(step):
+    batches = data(1)
+    text = r"write writers=\[tj.JsonLines\('run.jsonl'\)\]"
+    with pytest.raises(ValueError, match=text):
+        tj.run(step, step.init(0.0), batches, writers="run.jsonl", progress=False)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import pickle
+import time
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,10 @@ def restore_from_the_start(folder, state, batches):
 
 def right():
     return step, start(), ROWS, save, restore
+
+
+def two_epochs():
+    return step, start(), ROWS[:2] * 4, save, restore
 
 
 def without_its_key():
@@ -106,6 +111,11 @@ def trainer():
     return train_anew
 
 
+def hangs():
+    print("hangs", flush=True)
+    time.sleep(600)
+
+
 def without_a_save():
     return step, start(), ROWS
 
@@ -120,7 +130,7 @@ def with_no_state():
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    def call(label, devices, run, *args):
+    def call(label, devices, run, *args, timeout_s=None):
         try:
             return run(*args)
         except Exception as told:  # one of another process holds that of its program
@@ -185,6 +195,21 @@ def test_a_training_that_is_not_deterministic_is_told_apart():
     with pytest.raises(ValueError, match=text) as error:
         tj.testing.same_resumed(that_draws, steps=(1, 1))
     assert type(error.value).__name__ == "NotAudited"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_that_no_batch_came_twice_is_noted():
+    """Then a shuffling of the second epoch, that is not saved, goes unseen."""
+    (note,) = tj.testing.same_resumed(right, steps=(1, 1)).notes
+    assert note.startswith("no batch came twice in 2 steps, so a restart in a second")
+    twice = tj.testing.same_resumed(two_epochs, steps=(2, 2))
+    assert twice.notes == () and "note:" not in str(twice)
+
+
+def test_a_training_that_hangs_is_killed_after_the_timeout():
+    text = r"of 2 steps at once did not end within 8 s, and was killed\. .*: hangs"
+    with pytest.raises(tj.testing.ProgramDied, match=text):
+        tj.testing.same_resumed(hangs, steps=(1, 1), timeout_s=8)
 
 
 @pytest.mark.slow

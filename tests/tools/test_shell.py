@@ -2,6 +2,8 @@
 
 import pytest
 
+import towerjax as tj
+
 PROGRAM = """
 value = 3
 
@@ -13,6 +15,28 @@ def broken():
 
 def interrupted():
     raise KeyboardInterrupt
+
+def programs(devices):
+    return abs, [3]
+
+import numpy as np, optax, towerjax as tj
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice())
+
+def make(strategy):
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    return step, np.float32(0), np.ones(8, np.float32)
+
+def build(towers):
+    return step
+
+def main():
+    import time
+    print("hangs", flush=True)
+    time.sleep(600)
 """
 
 
@@ -24,12 +48,42 @@ def interrupted():
     ("is not of the form module:name", ["../src/of_user:value"]),
     ("expected one argument", ["of_user:make_value", "--timed-calls"]),
     ("invalid int value: 'x'", ["of_user:make_value", "--timed-calls", "x"]),
+    ("of_user:step is a step. Name a function that returns it", ["of_user:step"]),
     ("unrecognized arguments: --speed", ["of_user:make_value", "--speed", "9"]),
 ])  # fmt: skip
 def test_commands_refuse_in_one_line(shell, said, arguments):
     code, out, error = shell("report", *arguments)
     assert code == 2 and not out
     assert said in error and error.startswith("towerjax") and error.count("\n") == 1
+
+
+def test_other_commands_say_what_to_write(shell, monkeypatch):
+    _, _, error = shell("check", "of_user:programs", "--devices", "3")
+    assert "devices=(1, 3), or --devices 1 3.\n" in error
+    _, _, error = shell("bench", "of_user:build", "towers=1,2", "--out", "a.jsonl")
+    assert error.endswith("Write 'towers=[1,2]'\n")
+    code, out, _ = shell("bench", "of_user:build", "towers=[1]", "--out", "a.jsonl")
+    assert code == 1 and "must return (call, state, batch), but it returned a St" in out
+
+
+def test_the_missing_compiler_of_absent_devices_is_told_first(shell, monkeypatch):
+    def missing(absent):
+        raise ValueError(f"Compiling for {absent} needs its compiler.")
+
+    monkeypatch.setattr(tj.Absent, "jax_devices", missing)
+    for target in ("h200:8", "H200:8"):
+        code, out, error = shell("report", "of_user:make", "--on", target)
+        text = "Compiling for Absent(target='h200', number=8) needs its compiler."
+        assert (code, out, error) == (2, "", f"towerjax report: {text}\n")
+
+
+def test_a_program_that_hangs_is_ended_after_the_timeout(shell):
+    code, _, error = shell(
+        "check", "of_user:main", "--devices", "1", "2", "--timeout", "8"
+    )
+    assert code == 1
+    text = "The process of 1 device did not end within 8 s, and was killed."
+    assert f"towerjax check: {text} The last line that it printed: hangs\n" in error
 
 
 def test_an_error_of_the_users_own_is_not_hidden(shell):

@@ -122,6 +122,22 @@ def of_model(way, variables, features):
     return [*getattr(tj.estimator, way)(model, variables, [features])]
 
 
+def dropped():
+    strategy = with_verbs(2)
+    v = strategy.create_var("v", 1.0)
+    strategy.assign_add(v, 1.0)
+
+
+def test_a_new_variable_that_is_dropped_is_warned_of():
+    text = r"result of strategy.assign_add is dropped, .* Write v = strategy.assign_add"
+    with pytest.warns(UserWarning, match=text):
+        dropped()
+    strategy = with_verbs(2)
+    v = strategy.create_var("v", 1.0)
+    v = strategy.assign_add(v, 1.0)
+    assert float(strategy.assign_sub(v, 0.5).value) == 1.5
+
+
 def leaked():
     kept = []
     call(lambda w, batch, tower: (kept.append(w), loss_fn(w, batch, tower))[1])

@@ -139,13 +139,20 @@ class Writers:
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
     """The writers as a tuple; raise if one cannot be opened."""
-    writers = check_list("writers", writers)
+    of_path = f"[tj.JsonLines({writers!r})]" if isinstance(writers, str) else None
+    writers = check_list("writers", writers, of_path)
     example = (
         "tj.JsonLines(path), tj.TensorBoard(logdir), or your own object whose"
         " open(start) returns an object with write(record) and close()"
     )
     for writer in writers:
         check_methods("one of writers", writer, "open", example)
+    paths = [absolute_path(x.path) for x in writers if isinstance(x, JsonLines)]
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise ValueError(
+            f"writers: two JsonLines write to {str(twice[0])!r}, so that each step"
+            " would have two lines. Leave one out, or give it another path."
+        )
     return writers
 
 
@@ -220,7 +227,8 @@ class JsonLines:
             line = {**vars(record), "metrics": metrics}
             if not line["rates"]:
                 del line["rates"]
-            append_line(file, line)
+            with opening("JsonLines.path", path):
+                append_line(file, line)
             if record.kind == "eval":
                 file.flush()
 

@@ -27,6 +27,7 @@ from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_medi
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_number, check_whole
+from towerjax.types.refusals import types_of
 
 Builder: TypeAlias = Callable[..., Any] | str
 _WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
@@ -257,6 +258,11 @@ def _timed(job: Line) -> Line:
         built = resolve(builder, "mine:build")(**config)
         if isinstance(built, Mapping):
             return {**built, **_figures({name: np.asarray(built["rounds_s"])[:, None]})}
+        if not isinstance(built, tuple) or len(built) != 3:
+            raise ValueError(
+                f"{builder} must return (call, state, batch), but it returned"
+                f" {types_of(built)}. Write return step, step.init(params), batch."
+            )
         call, state, batch = built
         place = getattr(call, "place_batch", lambda x: x)
         start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,11 @@ _OTHER_BATCHES = (
     "The resumed process reads other batches. Save the iterator's position, or skip the"
     " batches that were used."
 )
+_ONE_EPOCH = (
+    "no batch came twice in {steps} steps, so a restart in a second epoch was not"
+    " tried. Pass steps=(n, m) with n larger than an epoch: a shuffling that depends on"
+    " the epoch, or its number, may not be saved."
+)
 _ELSEWHERE = (
     "The restored state and the batches are the same, so something else is not saved,"
     " such as a generator or a counter that the step holds."
@@ -53,18 +59,21 @@ class ResumedReport:
     Attributes:
       steps: The numbers of steps before and after the restart.
       compared: Names of the leaves.
+      notes: Notes on what was not seen, such as a second epoch.
     """
 
     steps: tuple[int, int]
     compared: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         before, after = self.steps
         are = "value is" if len(self.compared) == 1 else "values are"
-        return (
+        told = (
             f"{len(self.compared)} {are} the same after {before} + {after} steps, with"
             f" a restart between, as after {before + after} at once"
         )
+        return "\n".join([told, *(f"note: {note}" for note in self.notes)])
 
 
 class _Stages(NamedTuple):
@@ -75,6 +84,7 @@ class _Stages(NamedTuple):
     batches: _Leaves  # the batches of the steps after it
     results: _Leaves  # what these steps returned
     end: _Leaves  # the state at the end
+    came_twice: bool | None = None  # whether a batch did; None if none was seen
 
 
 class _Training(NamedTuple):
@@ -94,6 +104,7 @@ def same_resumed(
     *,
     devices: int = 1,
     rtol: float = 0.0,
+    timeout_s: float | None = None,
 ) -> ResumedReport:
     """Raise if training that is resumed goes on differently from training that is not.
 
@@ -119,13 +130,15 @@ def same_resumed(
       devices: The number of CPU devices of each process.
       rtol: The largest allowed difference, divided by the leaf's largest value; 0
         demands equal bits.
+      timeout_s: The seconds after which a process is killed; None waits for ever.
 
     Returns:
       A `ResumedReport`.
 
     Raises:
       SplitError: A leaf depends on the restart; its ``findings`` are `Refuted`.
-      ProgramDied: A process ended without a result. The error has its last lines.
+      ProgramDied: A process ended without a result, or did not end in time. The error
+        has its last lines.
       ValueError: ``make`` or its result has another form; or training is not
         deterministic.
 
@@ -149,7 +162,7 @@ def same_resumed(
     before, after = given
 
     def called(label: str, *args: Any) -> _Stages:
-        return call_in_process(label, devices, *args)
+        return call_in_process(label, devices, *args, timeout_s=timeout_s)
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("at_once", "stopped", "again"):
@@ -168,7 +181,9 @@ def same_resumed(
         of = f"a restart after step {before}"
         raise SplitError([dataclasses.replace(x, of=of) for x in found], advice)
     names = [*at_once.end, *at_once.batches, *at_once.results]
-    return ResumedReport((before, after), tuple(names))
+    is_one_epoch = at_once.came_twice is False
+    note = _ONE_EPOCH.format(steps=before + after)
+    return ResumedReport((before, after), tuple(names), (note,) * is_one_epoch)
 
 
 def _differences(
@@ -256,7 +271,8 @@ def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
     loop = _Loop(training, iter(training.batches))
     loop.run(range(before))
     between = _arrays("state", loop.state)
-    return loop.seen(range(before, before + after), {}, between)
+    stages = loop.seen(range(before, before + after), {}, between)
+    return stages._replace(came_twice=loop.came_twice)
 
 
 def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
@@ -299,7 +315,9 @@ class _Loop:
     def __init__(self, training: _Training, batches: Iterator[Any]) -> None:
         self.state = training.state
         self.batches = batches
+        self.came_twice = False
         self._step = training.step
+        self._digests = set[bytes]()
 
     def run(self, numbers: range) -> None:
         """Do these steps."""
@@ -309,6 +327,11 @@ class _Loop:
     def next(self) -> tuple[Any, Any]:
         """Do a step; return its batch and its result."""
         batch = next(self.batches)
+        digest = hashlib.sha256()
+        for name, x in _arrays("batch", batch).items():
+            digest.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
+        self.came_twice |= digest.digest() in self._digests
+        self._digests.add(digest.digest())
         gave = self._step(self.state, batch)
         self.state = self._state_in(gave)
         return batch, gave

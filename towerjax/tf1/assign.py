@@ -26,6 +26,7 @@ from towerjax.towers.variables import (
     refuse_per_tower,
 )
 from towerjax.types import PyTree, Reduction
+from towerjax.types.boundary import warn_if_dropped
 from towerjax.types.options import check_callable
 from towerjax.types.refusals import refuse_unheld
 from towerjax.types.trees import is_traced, native, parts_of
@@ -84,6 +85,7 @@ def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     integers.
     """
     value = _given(self, variable, value, "assign")
+    _warn_if_dropped("assign")
     if isinstance(variable, MirroredVar):
         return _replace_value(variable, fit(variable, value))
     check_towers(variable, self.num_towers)
@@ -113,6 +115,7 @@ def _combine(
 ) -> Variable:
     what = f"assign_{combine.__name__}"
     value = _given(strategy, variable, value, what)
+    _warn_if_dropped(what)
     if isinstance(variable, MirroredVar):
         new = jax.tree.map(combine, variable.value, fit(variable, value))
         return _replace_value(variable, new)
@@ -122,6 +125,11 @@ def _combine(
         " that strategy.read_var(v) makes of the copies write strategy.assign(v,"
         f" strategy.read_var(v) {sign} value)."
     )
+
+
+def _warn_if_dropped(what: str) -> None:
+    call = f"strategy.{what}"
+    warn_if_dropped(call, f"A variable is never changed. Write v = {call}(v, ...).")
 
 
 def _given(
@@ -148,6 +156,7 @@ def update_var(
     """
     check_callable("fn", fn, "fn(value, *args)")
     args, kwargs = _given(self, variable, (args, kwargs), "update")
+    _warn_if_dropped("update")
     copies = [variable.value]
     if isinstance(variable, TowerLocal):
         check_towers(variable, self.num_towers)

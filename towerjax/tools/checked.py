@@ -54,6 +54,7 @@ def check_program(
     rtol: float | None,
     *,
     always_run: bool,
+    timeout_s: float | None = None,
 ) -> Looked:
     """The findings on a program, which is proved on these numbers of devices, or run.
 
@@ -63,10 +64,11 @@ def check_program(
       devices: The numbers of devices.
       rtol: As for `same_on_devices`.
       always_run: Whether the program is also run if everything is proved.
+      timeout_s: As for `same_on_devices`.
     """
     looked = Looked()
     if takes_nothing(maker):
-        _check_in_processes(maker, devices, rtol, looked)
+        _check_in_processes(maker, devices, rtol, looked, timeout_s)
         return looked
     lists = lists_of_devices(devices)
     check_takes(form, maker, lists[max(devices)])
@@ -121,15 +123,16 @@ def _check_in_processes(
     devices: Sequence[int],
     rtol: float | None,
     looked: Looked,
+    timeout_s: float | None,
 ) -> None:
     """Run the program in a process for each number of devices, prove and compare."""
     named = name_function(FORM, maker)
     numbers = check_numbers(devices)
     check_rtol(rtol)
-    ran = run_in_processes(named, numbers)
+    ran = run_in_processes(named, numbers, timeout_s)
     if all(x.is_program for x in ran.values()):
-        _prove(lambda: prove_in_process(named, ran), looked)
-    _compare(lambda: compare_ran(named, ran, rtol), looked)
+        _prove(lambda: prove_in_process(named, ran, timeout_s), looked)
+    _compare(lambda: compare_ran(named, ran, rtol, timeout_s), looked)
 
 
 def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:

@@ -18,6 +18,7 @@ from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import want_cpu_devices
+from towerjax.step.step import Step
 from towerjax.sweeps.bench import bench as bench_all
 from towerjax.sweeps.bench import resolve
 from towerjax.tools.checked import SCREEN, check_program
@@ -134,7 +135,9 @@ def read_toml(*sources: str) -> dict[str, Any]:
         try:
             settings |= tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{source}: {error}") from error
+            name, _, values = source.partition("=")
+            remedy = f". Write '{name}=[{values}]'" if source == text else ""
+            raise ValueError(f"{source}: {error}{remedy}") from error
     return settings
 
 
@@ -190,6 +193,7 @@ def check(
     *,
     json: bool = False,
     always_run: bool = False,
+    timeout_s: float | None = None,
     github: bool = False,
     baseline: str | None = None,
     new_baseline: str | None = None,
@@ -212,7 +216,7 @@ def check(
     new process for each number of devices, and what it returns is compared.
 
     exit code: 0 if nothing depends on the number of devices; 1 if something does that
-    is not in the baseline, or the program died; 2 for wrong arguments.
+    is not in the baseline, or the program died or took too long; 2 for wrong arguments.
     """
     if json and github:
         raise ValueError("--json and --github both print on stdout: pass one of them.")
@@ -221,7 +225,8 @@ def check(
     entries = read_baseline(baseline, make) if baseline is not None else []
     form = f"{make.rpartition(':')[2]}(devices)"
     try:
-        looked = check_program(maker, form, devices, rtol, always_run=always_run)
+        options = {"always_run": always_run, "timeout_s": timeout_s}
+        looked = check_program(maker, form, devices, rtol, **options)
     except ProgramDied as error:
         print(f"towerjax check: {error}", file=sys.stderr)
         return FAULT
@@ -260,7 +265,11 @@ def report(
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
+    strategy = ()
+    if on:
+        absent = _devices_of(on)
+        absent.jax_devices()  # before the step is made: the compiler may not be here
+        strategy = (Mirrored(devices=absent),)
     step, state, batch = _made(make_step, *strategy)
     figures = step.report(state, batch, timed_calls=timed_calls)
     return show(figures, dataclasses.asdict(figures), json)
@@ -268,7 +277,13 @@ def report(
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
-    if not callable(function := resolve(make_step, "train:make_step")):
+    function = resolve(make_step, "train:make_step")
+    if isinstance(function, Step):
+        raise ValueError(
+            f"{make_step} is a step. Name a function that returns it with its"
+            " arguments: def make_step(): return step, step.init(params), batch."
+        )
+    if not callable(function):
         raise ValueError(f"{make_step} is not a function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
@@ -284,6 +299,7 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
 
 def _devices_of(text: str) -> Absent:
     """The absent devices of ``"h200:8"``, or of a TPU topology, ``"v5e:2x4"``."""
+    text = text.lower()
     target, _, number = text.rpartition(":")
     if Absent.is_topology(text):
         return Absent(text)
@@ -367,6 +383,11 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
         ("--rtol", float, "permitted difference over a leaf's largest value (1e-4)"),
         ("--run=always_run", True, "run the program even if everything is proved"),
+        (
+            "--timeout=timeout_s",
+            float,
+            "seconds for each run, in a process of its own",
+        ),
         ("--github", True, "print each fault so that GitHub shows it in the code"),
         ("--baseline", str, "a file of intended faults, which are not reported"),
         ("--write-baseline=new_baseline", str, "write all faults there, as intended"),

@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from opcode import opmap
 from typing import Any, TypeVar
 
 import jax
@@ -77,6 +78,28 @@ def _of_others(
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
+def warn_if_dropped(what: str, advice: str) -> None:
+    """Warn if the user's line calls towerjax and drops the result.
+
+    Python drops the result of a call that is a statement by its next instruction.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back and _package_of(frame) == "towerjax":
+        frame = frame.f_back
+    if _package_of(frame) in _NOT_THE_USERS:
+        return
+    code = frame.f_code.co_code
+    after = frame.f_lasti + 2
+    while code[after] == opmap["CACHE"]:
+        after = after + 2
+    if code[after] == opmap["POP_TOP"]:
+        warn(f"The result of {what} is dropped, so nothing has changed. {advice}")
+
+
+def _package_of(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
 # Frames of decorators, cached properties and finalizers may lie in between.
 _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
@@ -86,7 +109,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     level = 2
     frame = sys._getframe(1)
     while frame.f_back:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+        if _package_of(frame) not in _NOT_THE_USERS:
             break
         level = level + 1
         frame = frame.f_back

@@ -30,11 +30,15 @@ def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[in
     given = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = given[0] == 1 and len(given) > 1
-    if at_most is None and not is_plain:
-        raise ValueError(f"{wrong}.")
-    if at_most is not None and not (is_plain and max(given) <= at_most):
+    if not is_plain:
+        others = [str(x) for x in given if x != 1] or ["2"]
         raise ValueError(
-            f"{wrong}, and there are only {at_most} devices. On CPUs write"
+            f"{wrong}: devices=(1, {', '.join(others)}), or --devices 1"
+            f" {' '.join(others)}."
+        )
+    if at_most is not None and max(given) > at_most:
+        raise ValueError(
+            f"devices={numbers!r}, but there are only {at_most} devices. On CPUs write"
             f' jax.config.update("jax_num_cpu_devices", {max(given)}) before JAX is'
             " used."
         )

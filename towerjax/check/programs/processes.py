@@ -17,12 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from towerjax.jaxprs.equation import is_library
 from towerjax.mesh.devices import want_cpu_devices
+from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary
 
 _FORCED = r"--xla_force_host_platform_device_count=\S*"  # by a flag, before JAX 0.5
@@ -33,7 +35,8 @@ _NOTE_OF_JAX = (
 )
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
-    " from towerjax.check.programs.processes import answer; answer(sys.argv.pop())"
+    " from towerjax.check.programs.processes import answer;"
+    " answer(int(sys.argv.pop()), sys.argv.pop())"
 )
 
 
@@ -145,6 +148,7 @@ def call_in_process(
     /,
     *args: Any,
     is_shown: bool = True,
+    timeout_s: float | None = None,
 ) -> Any:
     """The result of a function that is called in a process of its own.
 
@@ -154,19 +158,25 @@ def call_in_process(
       run: A function at the top level of a module of towerjax.
       *args: Its arguments, which are pickled.
       is_shown: Whether what it prints is shown.
+      timeout_s: The seconds after which the process is killed; None waits for ever.
 
     Raises:
-      ProgramDied: The process ended without a result. The error has its last lines.
+      ProgramDied: The process ended without a result, or did not end in time. The error
+        has its last lines.
       Exception: The error that the function raised as a `ToldError`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "call").write_bytes(pickle.dumps((run, args)))
         command = [sys.executable, "-c", _BEGIN.format(path=sys.path), name]
-        code, last = _printed(command, _environment(devices), label if is_shown else "")
+        shown = label if is_shown else ""
+        code, last = _printed(command, _environment(devices), shown, timeout_s)
         result = folder / "result"
         if code or not result.exists():
-            raise ProgramDied(_told_of_death(label, code, last), last)
+            how = _how_it_ended(code)
+            if code is None:
+                how = f"did not end within {timeout_s:g} s, and was killed"
+            raise ProgramDied(_told_of_death(label, how, last), last)
         gave, value = pickle.loads(result.read_bytes())
     if gave == "error":
         raise value
@@ -192,22 +202,43 @@ def _environment(devices: int) -> dict[str, str]:
 
 
 def _printed(
-    command: list[str], environment: dict[str, str], label: str
-) -> tuple[int, list[str]]:
-    """The exit code of a process, and the last lines that it printed.
+    command: list[str],
+    environment: dict[str, str],
+    label: str,
+    timeout_s: float | None,
+) -> tuple[int | None, list[str]]:
+    """Return the exit code of a process, and the last lines that it printed.
 
-    They are shown with the label before each, if there is one.
+    They are shown with the label before each, if there is one. The code is None if the
+    process was killed after the timeout. The process ends when this one does, which
+    holds the other end of a pipe.
     """
     last = collections.deque[str](maxlen=_LAST)
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    read_end, write_end = os.pipe()
+    timed_out = threading.Event()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, write_end)
+        try:
+            process = subprocess.Popen(
+                [*command, str(read_end)],
+                env=environment,
+                pass_fds=(read_end,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        finally:
+            os.close(read_end)
+        stack.enter_context(process)
+
+        def end() -> None:
+            timed_out.set()
+            process.kill()
+
+        if timeout_s is not None:
+            stack.enter_context(calls_after(timeout_s, end))
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -217,15 +248,19 @@ def _printed(
         except BaseException:  # Ctrl-C, too
             process.kill()
             raise
-    return process.returncode, list(last)
+    return None if timed_out.is_set() else process.returncode, list(last)
 
 
-def _told_of_death(label: str, code: int, last: list[str]) -> str:
+def _how_it_ended(code: int | None) -> str:
+    if not code:
+        return "ended before it gave a result"
     how = f"ended with exit code {code}" if code >= 0 else "was killed"
     if code < 0:
         how += f" by {signal.Signals(-code).name}"
-    if not code:
-        how = "ended before it gave a result"
+    return how
+
+
+def _told_of_death(label: str, how: str, last: list[str]) -> str:
     printed = [line for line in last if _is_told(line)]
     told = f"The last line that it printed: {printed[-1]}" if printed else ""
     return f"The process of {label} {how}. {told or 'It printed nothing.'}"
@@ -237,8 +272,17 @@ def _is_told(line: str) -> bool:
 
 
 @api_boundary
-def answer(folder: str) -> None:
-    """Call the function that the folder names, and write its result there."""
+def answer(parent: int, folder: str) -> None:
+    """Call the function that the folder names, and write its result there.
+
+    ``parent`` is a pipe that ends when the process does that waits for the result.
+    """
+
+    def end_with_parent() -> None:
+        os.read(parent, 1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     place = pathlib.Path(folder)
     run, args = pickle.loads((place / "call").read_bytes())
     try:

@@ -48,6 +48,7 @@ def same_on_devices(
     devices: Sequence[int] = (1, 2, 4),
     *,
     rtol: float | None = None,
+    timeout_s: float | None = None,
 ) -> AuditReport:
     """Raise if a program's results depend on the number of devices.
 
@@ -71,6 +72,8 @@ def same_on_devices(
         values to compare, such as the state after training.
       devices: The numbers of devices; the first must be 1.
       rtol: As for `assert_replicates`.
+      timeout_s: The seconds after which a process of ``make()`` is killed; None waits
+        for ever.
 
     Returns:
       An `AuditReport`. Its notes name what could not be seen, and results that differ
@@ -82,8 +85,8 @@ def same_on_devices(
         communicate.
       ValueError: There are too few devices; or the program uses other devices, gives
         nothing to compare, or is not deterministic.
-      ProgramDied: A process of ``make()`` ended without a result. The error has its
-        last lines.
+      ProgramDied: A process of ``make()`` ended without a result, or did not end in
+        time. The error has its last lines.
 
     Example:
       >>> import jax, numpy as np
@@ -99,7 +102,8 @@ def same_on_devices(
         named = name_function(FORM, make)
         numbers = check_numbers(devices)
         check_rtol(rtol)
-        return compare_ran(named, run_in_processes(named, numbers), rtol)
+        ran = run_in_processes(named, numbers, timeout_s)
+        return compare_ran(named, ran, rtol, timeout_s)
     check_function("make", make, FORM_OF_MAKE)
     lists = lists_of_devices(devices)
     with explained_list():
@@ -213,16 +217,19 @@ def takes_nothing(make: Any) -> bool:
     return not any(x.kind is not x.KEYWORD_ONLY for x in parameters)
 
 
-def run_in_processes(named: NamedFunction, numbers: Sequence[int]) -> dict[int, Ran]:
+def run_in_processes(
+    named: NamedFunction, numbers: Sequence[int], timeout_s: float | None = None
+) -> dict[int, Ran]:
     """The results of a program in a new process for each number of devices."""
-    return {
-        number: call_in_process(_label(number), number, run_program, named, number)
-        for number in numbers
-    }
+    ran = {}
+    for number in numbers:
+        call = _label(number), number, run_program, named, number
+        ran[number] = call_in_process(*call, timeout_s=timeout_s)
+    return ran
 
 
 def prove_in_process(
-    named: NamedFunction, ran: Mapping[int, Ran]
+    named: NamedFunction, ran: Mapping[int, Ran], timeout_s: float | None = None
 ) -> tuple[ProgramReport | None, str]:
     """The report of `prove` for a program that ran; or None, and why there is none.
 
@@ -232,21 +239,31 @@ def prove_in_process(
     digests = {number: x.digest for number, x in ran.items()}
     try:
         return call_in_process(
-            "the proof", 1, prove_program, named, digests, is_shown=False
+            "the proof",
+            1,
+            prove_program,
+            named,
+            digests,
+            is_shown=False,
+            timeout_s=timeout_s,
         )
     except ProgramDied as error:
         return None, str(error)
 
 
 def compare_ran(
-    named: NamedFunction, ran: Mapping[int, Ran], rtol: float | None
+    named: NamedFunction,
+    ran: Mapping[int, Ran],
+    rtol: float | None,
+    timeout_s: float | None = None,
 ) -> AuditReport:
     """The report of a program that ran in a process for each number of devices."""
     first, *others = ran
 
     def again(rounding: float) -> list[Seen]:
         label = f"{_label(first)}, rounded"
-        nearby = call_in_process(label, first, run_nearby, named, first, rounding)
+        call = label, first, run_nearby, named, first, rounding
+        nearby = call_in_process(*call, timeout_s=timeout_s)
         refuse_other_run(nearby[0], ran[first].seen)
         return nearby
 

@@ -134,7 +134,7 @@ def restore_leaves(
     wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
     serialized = serialize_tree(wanted, keep_empty_nodes=True)
     with explained("restored from", arrays), StandardCheckpointer() as files:
-        _refuse_large_chunks(arrays, serialized)
+        _check_files(arrays, serialized)
         read = files.restore(arrays, serialized)
     read = deserialize_tree(read, wanted, keep_empty_nodes=True)
 
@@ -153,26 +153,45 @@ def restore_leaves(
     return put_parts(TowerLocal, new, split)
 
 
-def _refuse_large_chunks(arrays: epath.Path, wanted: PyTree) -> None:
-    """Raise if a file asks for more memory than its leaf has.
+def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
+    """Raise unless the files have the tree's containers, and chunks that fit leaves.
 
-    TensorStore would ask the system for it, which ends the process.
+    For a larger chunk TensorStore would ask the system for its memory, which ends the
+    process.
     """
     from orbax.checkpoint import StandardCheckpointHandler
 
-    known = StandardCheckpointHandler().metadata(arrays)
+    saved: Any = StandardCheckpointHandler().metadata(arrays).tree
+    where = str(arrays.parent)
+    there, here = (_containers("state", x) for x in (saved, wanted))
+    if problems := unlike(there, here):
+        raise CheckpointError(
+            f"The checkpoint {where!r} belongs to another model: its leaves are the"
+            " same, but not the containers around them:"
+            f" {listed(problems)}. Build the optimizer as it was (optax.adam"
+            " and optax.adamw have the same leaves), or name another folder."
+        )
+    files = dict(jax.tree_util.tree_leaves_with_path(saved))
     for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
-        found = known
-        for key in path:  # of dicts and lists, as Orbax saves all trees
-            found = found[getattr(key, "key", getattr(key, "idx", None))]
-        chunk = found.storage.chunk_shape
+        chunk = files[path].storage.chunk_shape
         if len(chunk) != leaf.ndim or any(map(operator.gt, chunk, leaf.shape)):
             raise CheckpointError(
-                f"The checkpoint {str(arrays.parent)!r} was changed after it was"
+                f"The checkpoint {where!r} was changed after it was"
                 f" written: {leaf_name('state', path)} has the shape"
                 f" {list(leaf.shape)}, but chunks of {list(chunk)}. Restore the files,"
                 " or delete the whole folder."
             )
+
+
+def _containers(name: str, tree: PyTree) -> dict[str, str]:
+    """Return the size of each dict and list of a tree by its name."""
+    if not isinstance(tree, dict | list):
+        return {}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    sizes = {name: f"a {type(tree).__name__} of {len(tree)}"}
+    for key, value in items:
+        sizes |= _containers(f"{name}[{key!r}]", value)
+    return sizes
 
 
 def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
