@@ -50,10 +50,37 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and the class that runs its tests, if the plugin is on."""
-    if _is_on(config.known_args_namespace):
-        config.addinivalue_line("markers", _MARK)
-        config.pluginmanager.register(_Same(), f"{_NAME}.same")
+    """Register the marker, and the class that runs its tests or names the flag."""
+    config.addinivalue_line("markers", _MARK)
+    kind = _Same if _is_on(config.known_args_namespace) else _Off
+    config.pluginmanager.register(kind(), f"{_NAME}.same")
+
+
+class _Off:
+    """The hooks where the plugin is off: a marked test fails, and names the flag."""
+
+    @pytest.hookimpl
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give the argument that has the number's name a value, so that it is there."""
+        mark = metafunc.definition.get_closest_marker("same")
+        name = _read(mark)[0] if mark and _is_ours(mark) else ""
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, [()], ids=["off"])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Fail a marked test."""
+        mark = pyfuncitem.get_closest_marker("same")
+        if mark is None or not _is_ours(mark):
+            return None
+        text = f"{pyfuncitem.name} is marked same(...): run pytest --towerjax."
+        raise pytest.fail.Exception(text, pytrace=False)
+
+
+def _is_ours(mark: pytest.Mark) -> bool:
+    """Whether a marker of this name is that of towerjax, and not of another project."""
+    numbers = {name: x for name, x in mark.kwargs.items() if name != "rtol"}
+    return not mark.args and [type(x) for x in numbers.values()] in ([tuple], [list])
 
 
 class _Same:

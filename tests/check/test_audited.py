@@ -793,3 +793,14 @@ def test_a_report_says_what_is_not_proved():
         assert f"not proved equal to one tower {names[0] if names else 'nothing'}" in (
             " ".join(str(report).split())
         )
+
+
+def test_an_audit_of_one_tower_says_why_it_speaks_of_two():
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(batch * w / jnp.std(batch * w), tower.weight)
+
+    strategy = tj.Mirrored(towers=1)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, micro_batches=2)
+    rows = np.arange(1, 5, dtype=np.float32)
+    with pytest.raises(ValueError, match="This step has one tower; the audit gave its"):
+        step(step.init(np.float32(1)), rows)

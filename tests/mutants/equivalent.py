@@ -75,10 +75,11 @@ SAME: dict[tuple[str, str], str] = {
     ("towerjax.sweeps.bench:worker_environ", "constant: 64 -> 65"):
         "bytes that a process takes at once",
     ("towerjax.check.programs.processes:_printed",
-     "dropped: subprocess.Popen( command, env=environment, stdin=subprocess.DEVNULL, "
+     "dropped: subprocess.Popen( [*command, str(read_end)], env=environment, "
+     "pass_fds=(read_end,), stdin=subprocess.DEVNULL, "
      "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
-     "errors=\"replace\", ) -> subprocess.Popen(command, env=environment, "
-     "stdin=subprocess.DEVNULL, "
+     "errors=\"replace\", ) -> subprocess.Popen([*command, str(read_end)], "
+     "env=environment, pass_fds=(read_end,), stdin=subprocess.DEVNULL, "
      "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors='replace')"):
         "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):

@@ -14,6 +14,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import sysconfig
 
 import forked
 import pytest
@@ -458,14 +459,20 @@ for each in (step, own, step.fn, own.fn):
 state, metrics = step(state, batch)
 reveal_type(state)
 reveal_type(evaluate(state, batch))
+reveal_type(tj.contrib.train_step(loss_fn, optax.sgd(0.1), strategy)(state, batch))
+state, history = tj.run(step, state, [batch])
+reveal_type(history.plot("loss"))
 """
 
 
 @pytest.mark.slow
 def test_an_editor_knows_what_a_step_returns(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
-    # An editable install is an import hook, which a checker of types does not follow.
-    settings = {"extraPaths": [str(ROOT.parent)]}
+    # An install of this checkout writes its path, which a checker of types follows. A
+    # checkout that is not installed, as in a clone beside it, is named here.
+    paths = pathlib.Path(sysconfig.get_path("purelib")).glob("*.pth")
+    is_installed = f"{ROOT.parent}\n" in [f"{p.read_text().strip()}\n" for p in paths]
+    settings = {} if is_installed else {"extraPaths": [str(ROOT.parent)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     check = ["basedpyright", "--pythonpath", sys.executable]
     done = subprocess.run(
@@ -473,4 +480,5 @@ def test_an_editor_knows_what_a_step_returns(tmp_path):
     )
     types = re.findall(r'information: Type of ".*" is "(.*)"', done.stdout)
     both = "tuple[TrainState, dict[str, Any]]"
-    assert types == [both, "TrainState", "dict[str, Any]"], done.stdout
+    expected = [both, "TrainState", "dict[str, Any]", both, "Figure"]
+    assert types == expected, done.stdout

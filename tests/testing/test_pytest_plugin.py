@@ -48,7 +48,7 @@ def test_plain():
 """
 
 
-def session(folder, *options, **variables):
+def session(folder, *options, plugin=("-p", "pytest_towerjax"), **variables):
     (folder / "test_it.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")
     known = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
@@ -57,7 +57,7 @@ def session(folder, *options, **variables):
     known |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-p", "pytest_towerjax", *options],
+        [*command, *plugin, *options],
         cwd=folder,
         env=known,
         capture_output=True,
@@ -79,6 +79,13 @@ def test_marked_tests_are_compared(tmp_path):
     assert "result: proportional to micro_batches: " in out
     assert "test_without_its_number(w) must take micro_batches" in out
     assert "Traceback" not in out and "During handling" not in out
+
+
+@pytest.mark.slow
+def test_a_marked_test_names_the_flag_where_the_plugin_is_off(tmp_path):
+    out = session(tmp_path, "--strict-markers", "-k", "not plain", plugin=())
+    assert out.count("is marked same(...): run pytest --towerjax.") >= 4
+    assert "fixture" not in out and "typo" not in out
 
 
 @pytest.mark.slow

@@ -178,7 +178,76 @@ class Model(nn.Module):
         return nn.BatchNorm(use_running_average=False)(x)
 
 
+def unpacks(w, batch, tower):
+    x, y = batch
+    return tj.Weighted.mean(x @ w, tower.weight)
+
+
+def of_infinity():
+    step = build()
+    state = step.init(W * np.nan)
+    for _ in range(40):
+        state, _ = step(state, BATCH)
+
+
+def runs_with_infinity():
+    step = build()
+    return tj.run(step, step.init(W * np.nan), [BATCH], progress=False)
+
+
+def call_with(batch, fn=loss_fn):
+    step = build(fn)
+    return step(step.init(W), batch)
+
+
+def tower_of(use):
+    return call(lambda w, batch, tower: (use(tower), loss_fn(w, batch, tower))[1])
+
+
 WRITE = [
+    (lambda: build(gradient_accumulation_steps=2), "write micro_batches=3"),
+    (lambda: build(accum_steps=2), "write micro_batches=3"),
+    (lambda: build(clip_norm=1.0), "optax.clip_by_global_norm(1.0), optimizer)"),
+    (lambda: build(mixed_precision=True), "Cast in the loss, x.astype(jnp.bfloat16)"),
+    (lambda: build(precision=16), "Cast in the loss, x.astype(jnp.bfloat16)"),
+    (lambda: build(dtype=16), "Cast in the loss, x.astype(jnp.bfloat16)"),
+    (lambda: tj.batches(BATCH, 2, drop_last=True), "Write drop_remainder=True"),
+    (lambda: tj.Checkpointer("x", max_to_keep=3), "Write keep=3"),
+    (lambda: tj.EarlyStopping(monitor="loss"), "tj.EarlyStopping('loss', patience=3)"),
+    (lambda: tj.TensorBoard(log_dir="x"), "Write logdir="),
+    (lambda: tj.Checkpointer("x").save, "tj.run(..., checkpointer=tj.Checkpointer("),
+    (lambda: tj.Checkpointer("x").load, "Write checkpointer.restore(step, state)"),
+    (lambda: tower_of(lambda tower: tower.mask), "Write tower.weight, which is 1"),
+    (lambda: tower_of(lambda tower: tower.rank), "Write tower.id, from 0 to"),
+    (lambda: tower_of(lambda tower: tower.rngs), "Write nnx.Rngs(tower.rng), or rngs="),
+    (lambda: tower_of(lambda tower: tower.rng()), "are values: write them without ()"),
+    (lambda: tower_of(lambda tower: tower.reduce(W, tj.Reduction.SUM)),
+        "have another order. Write tower.reduce(tj.Reduction.SUM, value)"),
+    (lambda: tj.Weighted.sum(W, W), "Write tj.Sum(values.sum()) for a sum"),
+    (lambda: tj.TowerOutput(1.0, aux=3), "Write metrics={...} for values to merge"),
+    (lambda: tj.train, "Write tj.run(step, state, batches), where step ="),
+    (lambda: tj.pmean, "return tj.Weighted.mean(values, tower.weight)"),
+    (lambda: tj.metrics.f1, "Write 2 * p * r / (p + r) of the values"),
+    (lambda: history().final.loss, "Write metrics['loss']"),
+    (lambda: build()(build().init(W), BATCH, BATCH), "write step(state, (x, y))"),
+    (lambda: build().save, "tj.tools.save_parameters(path, state.params)"),
+    (lambda: build().lower, "Write step.program(state, batch).call.as_text()"),
+    (lambda: call(lambda w, b, tower: tj.Weighted.mean(np.square(b @ w))),
+        "write jnp.square(x) in place of np.square(x)"),
+    (lambda: call_with([W, W, W, W]), "stack them: jax.tree.map(lambda *rows: np.st"),
+    (lambda: call_with({"x": BATCH, "y": BATCH}, unpacks),
+        "Write x, y = batch['x'], batch['y']"),
+    (lambda: call(lambda b, p, t: tj.Weighted.mean(b @ p, t.weight)),
+        "its arguments have another order. Write def loss_fn(params, batch, tower)"),
+    (lambda: tj.build_train_step(loss_fn, optax.constant_schedule(0.1), mirrored(2)),
+        "this is a schedule: write optimizer=optax.adam(schedule)"),
+    (lambda: build().init(jax.random.key(0)), "write step.init(init_fn, rng=jax.rand"),
+    (lambda: call(lambda w, b, t: loss_fn(w, b, t) + tj.penalty({"w": w})),
+        "takes one number, but got a dict. Write tj.penalty(1e-4 * optax.tree.norm("),
+    (of_infinity, "The parameters were not finite before this step: params."),
+    (runs_with_infinity, "The parameters were not finite before this step: params."),
+    (lambda: jax.jit(build())(build().init(W), BATCH), "write step.fn(state, batch)"),
+    (lambda: tj.testing.same_resumed(lambda: 3), "Define it with def at the top level"),
     (lambda: own(lambda s, m: s.params - 0.1 * m["grads"]),
         "merge write .value, as in"),
     (lambda: own(lambda s, m: {"w": W} - m["grads"]), "merged['grads'].value"),
@@ -288,3 +357,29 @@ def test_metrics_of_a_history_are_a_tree():
     doubled = jax.tree.map(lambda x: 2 * x, metrics)
     assert dict(doubled) == {"loss": 2 * metrics["loss"]}
     assert jnp.shape(metrics["loss"]) == (1,)
+
+
+def test_an_error_of_a_run_that_did_nothing_does_not_speak_of_its_state():
+    step = build()
+    with pytest.raises(ValueError, match="cannot share evenly") as caught:
+        tj.run(step, step.init(W), [BATCH[:3]], progress=False)
+    assert not [x for x in getattr(caught.value, "__notes__", ()) if "step 0" in x]
+    assert int(caught.value.state.step) == 0
+    with pytest.raises(ValueError, match="cannot share evenly") as caught:
+        tj.run(step, step.init(W), [BATCH, BATCH[:3]], progress=False)
+    assert "error.state is the state after step 1" in caught.value.__notes__[-1]
+
+
+def test_a_platform_that_is_not_there_is_told_by_its_variable():
+    """JAX says nothing, or which backend; this is how its function is called."""
+
+    def backends(tower):
+        raise AssertionError
+
+    def fails(tower):
+        raise RuntimeError("Unable to initialize backend 'cuda': no device")
+
+    for fn in (backends, fails):
+        with pytest.raises((AssertionError, RuntimeError)) as caught:
+            with_verbs(1).call_for_each_tower(fn)
+        assert "or write JAX_PLATFORMS=cpu." in caught.value.__notes__[-1]

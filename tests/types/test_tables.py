@@ -129,6 +129,16 @@ def test_no_caption_wraps_at_the_width_of_its_table():
     assert lines[0] == note.upper() and lines[-1] == note
 
 
+def test_rows_do_not_break_in_a_narrow_page():
+    page = by_rich([Table("t", ("a",), (("1",),))])["text/html"]
+    assert "white-space:pre;overflow-x:auto" in page
+
+
+def test_a_table_is_shown_as_its_lines_by_a_notebook():
+    lines = as_text([Table("t", ("a",), (("1",),))])
+    assert repr(lines) == str(lines) == "t\n  a\n  1"
+
+
 def test_a_table_takes_no_text_for_markup():
     table = Table("[bold]t", ("[red]a", "n"), (("<b>[/]", "1"), ("x", "22")), "[u]")
     bundle = by_rich([table])

@@ -30,7 +30,7 @@ def train_step(
     ema: float | None = None,
     log: Sequence[str] = (),
     **options: Any,
-) -> Any:
+):  # as `tj.build_train_step` is typed
     """A step of `tj.build_train_step` that also averages parameters and adds metrics.
 
     The average is in ``state.opt_state``. So checkpoints hold it, and a refused step

@@ -295,3 +295,14 @@ def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
         else:
             return leaves, treedef, None
     return leaves, treedef, tuple(key)
+
+
+def is_list_of_examples(batch: PyTree) -> bool:
+    """Whether a batch is a list of several trees with the same leaves."""
+    if not isinstance(batch, list) or len(batch) < 2:
+        return False
+    kinds = {
+        (jax.tree.structure(x), *(np.shape(leaf) for leaf in jax.tree.leaves(x)))
+        for x in batch
+    }
+    return len(kinds) == 1

@@ -222,7 +222,15 @@ class Placer:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return template.with_arrays(arrays)
         refuse_traced("batch", batch)
-        rows, counts, replicated = self._fit(batch)
+        try:
+            rows, counts, replicated = self._fit(batch)
+        except ValueError as error:
+            if batch_rows.is_list_of_examples(batch):
+                error.add_note(
+                    "If the batch is a list of examples, stack them:"
+                    " jax.tree.map(lambda *rows: np.stack(rows), *batch)."
+                )
+            raise
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, replicated, rows)
         is_same = key is not None and batch_rows.flatten_with_key(rows)[2] == key

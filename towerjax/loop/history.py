@@ -11,9 +11,13 @@ from towerjax.jaxprs.flops import Flops
 from towerjax.loop.progress import format_value
 from towerjax.loop.throughput import Throughput, flops_in_words
 from towerjax.mesh.placement import Placement
+from towerjax.types.boundary import api_boundary
 from towerjax.types.notes import Named, explain_missing
-from towerjax.types.options import require
+from towerjax.types.options import check_choice, require
 from towerjax.types.tables import Table, as_text, by_rich, number_of, picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BY_NAME = (
     "Write history.metrics['loss'] for the values of all steps, and"
@@ -164,8 +168,12 @@ class History:
         pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
         return pandas.DataFrame(self.rows())
 
-    def plot(self) -> Any:
-        """A figure of the metrics and evaluations over the steps, without arrays.
+    @api_boundary
+    def plot(self, *names: str) -> "Figure":
+        """Draw the metrics and evaluations over the steps, without arrays.
+
+        Args:
+          *names: The names of those to draw; without any all are drawn.
 
         Returns:
           A ``matplotlib.figure.Figure`` with a panel for each name; a notebook shows
@@ -183,6 +191,10 @@ class History:
             pairs = [(n, v[name]) for n, v in self.evaluations if name in v]
             if all(np.ndim(value) == 0 for _, value in pairs):
                 curves.setdefault(name, []).append((*zip(*pairs, strict=True), "o-"))
+        if names:
+            for name in names:
+                check_choice("name", name, list(curves))
+            curves = {name: curves[name] for name in names}
         made, panels = picture(len(curves))
         for panel, (name, lines) in zip(panels, curves.items(), strict=True):
             panel.set(xlabel="step", ylabel=name)

@@ -26,7 +26,7 @@ from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.step.run.step_flags import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
-from towerjax.step.state.faults import NonFiniteError, integers_text
+from towerjax.step.state.faults import NonFiniteError, explain_params, integers_text
 from towerjax.step.state.next_state import NONE
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.step.step import Step
@@ -76,6 +76,7 @@ class Loop:
         point = self.point
         batches = self._batches
         self._source = Source(batches)
+        self._first = point.number
         if options.checkpointer is not None:
             where = point.state, self._source, stack
             self._saving = Saving(options.checkpointer, self._step, *where)
@@ -278,6 +279,7 @@ class Loop:
             note = f"The search for the location failed: {failure}"
         error = self._step.refused(number, locations)
         error.add_note(note)
+        explain_params(error, state)
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
@@ -382,12 +384,15 @@ class Loop:
         error.history = self.history()
         is_lost = error.state is None
         error.batches = self._source.settle() if is_lost else self._source.rest()
-        sentences = self._about_state(is_lost=is_lost)
+        has_begun = is_lost or self.point.number != self._first
+        sentences = self._about_state(is_lost=is_lost) if has_begun else []
         sentences += [
             f"{hook} was due, but was not called or did not finish"
             for hook in self._hooks_left_out()
         ]
-        error.add_note(". ".join([*sentences, "error.history has the run's metrics."]))
+        if sentences:
+            sentences += ["error.history has the run's metrics."]
+            error.add_note(". ".join(sentences))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
         """What a user has to know about the state that an exception holds."""

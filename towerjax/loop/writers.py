@@ -167,6 +167,7 @@ def as_json(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+@api_boundaries
 @dataclasses.dataclass(frozen=True)
 class JsonLines:
     """A file with one line of JSON for each step and each evaluation.

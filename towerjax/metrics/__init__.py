@@ -1,5 +1,7 @@
 """Metric states that merge: the value is exact over any split of the data."""
 
+from typing import TYPE_CHECKING
+
 from towerjax.metrics.rows import ratio as ratio
 from towerjax.metrics.state import compute as compute
 from towerjax.metrics.state import from_clu as from_clu
@@ -31,3 +33,7 @@ from towerjax.metrics.thresholds import (
     specificity_at_sensitivity as specificity_at_sensitivity,
 )
 from towerjax.metrics.weighted import Additive as Additive
+from towerjax.types.notes import later_in_module as _later_in_module
+
+if not TYPE_CHECKING:
+    __getattr__ = _later_in_module(__name__)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from towerjax.jaxprs import tags
 from towerjax.metrics import rows
 from towerjax.metrics.rows import as_floats, quotient, ratio
 from towerjax.types import ArrayLike, PyTree
+from towerjax.types.notes import noted
 from towerjax.types.options import check_choice, check_methods
 from towerjax.types.refusals import a_type, problem_of, refuse_no_numbers
 from towerjax.types.trees import native
@@ -65,9 +66,20 @@ class _LossTerm:
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
+class _NamesOfWeighted(type):
+    """The class of `Weighted`, whose error for a missing name says what to write."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            note = "Write tj.Sum(values.sum()) for a sum, tj.Weighted.mean for a mean."
+            with noted(note if name == "sum" else None):
+                return type.__getattribute__(cls, name)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weighted(_LossTerm):
+class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
     """A mean that is not divided yet: its numerator and its denominator.
 
     A step averages nothing else. The values of towers, micro-batches and batches are
@@ -308,6 +320,11 @@ def penalty(value: ArrayLike) -> Means:
       >>> float((Weighted(6.0, 3.0) + penalty(0.5)).value)
       2.5
     """
+    if not jax.tree_util.all_leaves([value]):
+        raise ValueError(
+            f"tj.penalty takes one number, but got {a_type(value)}. Write"
+            " tj.penalty(1e-4 * optax.tree.norm(params, squared=True))."
+        )
     refuse_no_numbers("tj.penalty: value", value)
     if isinstance(value, Tracer):
         value = checkpoint_name(value, tags.MUST_BE_REPLICATED)

@@ -235,7 +235,7 @@ class Step(Generic[_Result]):
             ``state`` is still usable.
         """
         at = getattr(state, "step", None)  # by which its step flag is known
-        self.step_flags.check(at)
+        self.step_flags.check(at, state)
         placed = self.placer.place(batch, by_call=True)
         if not self.plan.gives_step_flag:
             return self.plan.states.result(*self.outputs(state, placed), placed)

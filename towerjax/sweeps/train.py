@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -27,6 +27,9 @@ from towerjax.types.options import check_choice, check_function, check_list, che
 from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.tables import picture
 from towerjax.types.trees import held_dtype
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -133,7 +136,7 @@ class Sweep(RowTable):
 
     def plot(
         self, metric: str = "loss", *, over: str | Sequence[str] | None = None
-    ) -> Any:
+    ) -> "Figure":
         """A figure of the `curves`: each mean, in a band from lowest to highest.
 
         Args:

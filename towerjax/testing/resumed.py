@@ -150,7 +150,7 @@ def same_resumed(
     For a complete example see
     <https://github.com/towerjax/towerjax/blob/main/docs/check.md>.
     """
-    named = name_function(FORM, make)
+    named = name_function(FORM, make, or_devices=False)
     check_whole("devices", devices)
     check_rtol(rtol)
     given = check_wholes("steps", steps)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
@@ -337,12 +338,23 @@ def check_roles(builder: str, **given: Any) -> None:
                 f"; a module is no {role}: write a function that calls it, such as"
                 " model.apply({'params': params}, batch['x'])"
             )
+        elif role == "optimizer" and _is_schedule(x):
+            are += "; this is a schedule: write optimizer=optax.adam(schedule)"
         elif callable(x) and not swapped:
             are += f"; call it, {role}={getattr(x, '__name__', role)}(...)"
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
         f" Write {builder}({', '.join(given)}), with {are}."
     )
+
+
+def _is_schedule(x: Any) -> bool:
+    """Whether a value may be a schedule of optax, a function of the step's number."""
+    try:
+        names = [*inspect.signature(x).parameters]
+    except (TypeError, ValueError):
+        return False
+    return names in (["count"], ["step"])
 
 
 def _check_choices(strategy: Mirrored) -> None:

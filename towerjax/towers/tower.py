@@ -88,6 +88,9 @@ class Tower:
         __getattr__ = explain_missing(
             key="Write tower.rng, the key of this tower, step and micro-batch.",
             index="Write tower.id, from 0 to tower.num_towers - 1.",
+            rank="Write tower.id, from 0 to tower.num_towers - 1.",
+            mask="Write tower.weight, which is 1 for an example and 0 for padding.",
+            rngs="Write nnx.Rngs(tower.rng), or rngs={'dropout': tower.rng} for Linen.",
             psum="Write tower.reduce(tj.Reduction.SUM, value).",
             pmean="Write tower.reduce(tj.Reduction.MEAN, value), or of all rows"
             " tower.mean(values, tower.weight).",
@@ -231,6 +234,11 @@ class Tower:
           ValueError: ``reduction`` is NONE, or the strategy has ``tower_loop="scan"``.
         """
         _check_meeting(self._context.axes, "tower.reduce", value)
+        if isinstance(value, Reduction):
+            raise ValueError(
+                "tower.reduce: the arguments have another order. Write"
+                f" tower.reduce(tj.Reduction.{value.name}, value)."
+            )
         value = plain(value)
         refuse_unheld("tower.reduce: value", value)
         check_reduction(reduction, value)

@@ -17,6 +17,15 @@ from towerjax.types.moved import KEYWORDS
 from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)
+_IN_PARTS = "To process rows in several parts write micro_batches=3."
+_PRECISION = (
+    "Cast in the loss, x.astype(jnp.bfloat16); parameters and their update stay in"
+    f" float32: {page('how_to/mixed_precision')}"
+)
+_SAVES = (
+    "a run saves its state between steps. For parameters alone write"
+    " tj.tools.save_parameters(path, state.params)."
+)
 _NAMES = {
     "MirroredStrategy": (
         f"Write tj.Mirrored(); for each name see {page('mirrored_strategy')}"
@@ -48,12 +57,42 @@ _NAMES = {
     "key": "A key is called rng here: step.init(params, rng=jax.random.key(0)).",
     "shuffle": "Give a seed, with which each epoch is shuffled: tj.batches(data,"
     " batch_size, seed=0).",
-    "accumulate": "To process rows in several parts write micro_batches=3.",
+    "accumulate": _IN_PARTS,
+    "accum_steps": _IN_PARTS,
+    "gradient_accumulation_steps": _IN_PARTS,
+    "clip_norm": "Write optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer"
+    ").",
+    "mixed_precision": _PRECISION,
+    "precision": _PRECISION,
+    "dtype": _PRECISION,
+    "drop_last": "Write drop_remainder=True.",
+    "max_to_keep": "Write keep=3.",
+    "monitor": "Write the metric's name first: tj.EarlyStopping('loss', patience=3).",
+    "log_dir": "Write logdir=...",
+    "aux": "Write metrics={...} for values to merge over towers, and extra=... for the"
+    " next value of state.extra.",
+    "save": f"Write tj.run(..., checkpointer=tj.Checkpointer(folder)): {_SAVES}",
+    "load": "Write checkpointer.restore(step, state) for a state, and for parameters"
+    " alone tj.tools.load_parameters(path, like).",
+    "lower": "Write step.program(state, batch).call.as_text() for the compiled program,"
+    " and step.report(state, batch) for what it sends and holds.",
+    "train": "Write tj.run(step, state, batches), where step ="
+    " tj.build_train_step(loss_fn, optimizer, tj.Mirrored()).",
+    "pmean": "A loss needs no collective: return tj.Weighted.mean(values,"
+    " tower.weight). Elsewhere in a tower write tower.mean(values, tower.weight).",
+    "psum": "A loss needs no collective: return tj.Sum(value), or tj.Weighted.mean(..."
+    "). Elsewhere in a tower write tower.reduce(tj.Reduction.SUM, value).",
+    "f1": "Write 2 * p * r / (p + r) of the values of tj.metrics.precision and recall,"
+    " which have been merged; or a tj.metrics.Additive of your own.",
 }
 """What to write here, by a name or a keyword argument of another library."""
 
 _NO_EXTRA = (
     "extra is None, because it was never given. Write step.init(params, extra=...)."
+)
+_NO_PLATFORM = (
+    "JAX_PLATFORMS (or jax_platforms) names a platform that this machine lacks, or"
+    " whose driver JAX cannot use. Leave it out, or write JAX_PLATFORMS=cpu."
 )
 # Advice by a pattern of the text of JAX's error.
 _TEXTS = {
@@ -72,6 +111,15 @@ _TEXTS = {
         "A dict has keys of several types, such as 0 and 'x', which JAX cannot sort:"
         " make all keys strings."
     ),
+    r"numpy.ndarray conversion method __array__": (
+        "NumPy cannot compute with values of a tower, which has none while it is"
+        " traced: write jnp.square(x) in place of np.square(x), and so on."
+    ),
+    r"Tracer' object is not callable": (
+        "A value was called. tower.rng, tower.weight and the like are values: write"
+        " them without ()."
+    ),
+    r"Unable to initialize backend": _NO_PLATFORM,
     r"UnexpectedTracerError|unexpected tracer": (
         "A tower function stored a value in a list, a global or an attribute, and the"
         " value is read after the function returned. Return it instead: from a loss"
@@ -104,12 +152,16 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     text = str(error)
     line = (frames[-1].line or "") if frames else ""
     notes = [note for why, note in _TEXTS.items() if says(error, why)]
+    if isinstance(error, AssertionError) and frames and frames[-1].name == "backends":
+        notes.append(_NO_PLATFORM)  # JAX says nothing
     if "'NoneType' object" in text and "extra" in line:
         notes.append(_NO_EXTRA)
     if isinstance(error, TypeError):
         notes.append(_of_arguments(text, fn))
     if isinstance(error, AttributeError) and fn.__name__ == "__getattr__":
         notes.append(_NAMES.get(str(error.name), ""))
+    if isinstance(error, TypeError | ValueError) and not any(notes):
+        notes.append(_of_unpacked(error))
     if isinstance(error, KeyError | AttributeError | TypeError) and not any(notes):
         notes.append(_of_value(error))
     for note in notes:
@@ -132,6 +184,8 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
         return _NAMES.get(wrong[1], f"Write {near[0]}=..." if near else "")
     if rest.startswith("missing ") and (example := _example_of(fn)):
         return f"As in {example}"
+    if called == "Step.__call__" and "positional arguments but" in rest:
+        return "A batch is one tree: write step(state, (x, y)), and x, y = batch there."
     if by_name and "positional arguments but" in rest:
         given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
         return (
@@ -150,6 +204,25 @@ def _example_of(fn: Callable[..., Any]) -> str:
     calls = [x.source for x in DocTestParser().get_examples(doc)]
     called = name if fn.__name__ == "__init__" else fn.__name__
     return next((" ".join(x.split()) for x in calls if f"{called}(" in x), "")
+
+
+def _of_unpacked(error: Exception) -> str:
+    """Advice where a user's line unpacks a dict, which gives its keys."""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if frame.f_globals.get("__name__", "").partition(".")[0] in ("towerjax", "jax"):
+            continue
+        lines = [linecache.getline(code.co_filename, n + 1) for n in range(number)]
+        for line in lines[code.co_firstlineno - 1 :]:
+            found = re.match(r"\s*(\w+(?: *, *\w+)+) *= *(\w+)\s*$", line)
+            held = frame.f_locals.get(found[2]) if found else None
+            if found and isinstance(held, Mapping):
+                values = ", ".join(f"{found[2]}[{key!r}]" for key in held)
+                return (
+                    f"{found[2]} is a dict, and unpacking it gives its keys. Write"
+                    f" {found[1]} = {values}."
+                )
+    return ""
 
 
 def _of_value(error: Exception) -> str:
@@ -223,6 +296,10 @@ class Named(dict[str, Any]):
     def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
         super().__init__(metrics)
         self._note = _MORE if num_steps else _OF_NO_STEP
+
+    def __getattr__(self, name: str) -> Any:
+        with noted(f"Write metrics[{name!r}]." if name in self else None):
+            return object.__getattribute__(self, name)
 
     def __missing__(self, name: str) -> Any:
         error = KeyError(name)

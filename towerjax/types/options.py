@@ -157,7 +157,7 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
     names = re.findall(r"[(,] ?(\w+)", form)
     try:
         taken = signature.bind(*(args or names), **kwargs).arguments
-        if any(x in names and names.index(x) != i for i, x in enumerate(taken)):
+        if _is_in_another_order(names, [*taken]):
             raise TypeError("its arguments have another order")
     except TypeError as error:
         why, remedy = _misnamed(signature, kwargs) or (error, f"Write def {form}.")
@@ -165,6 +165,19 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
             f"A function with the signature {signature} cannot be called as {form}:"
             f" {why}. {remedy}"
         ) from None
+
+
+def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
+    """Whether a function takes the arguments of these names elsewhere.
+
+    Single letters stand for the name that begins with them: ``lambda b, p, t``.
+    """
+    initials = {name[0]: name for name in names}
+    are_letters = all(name in initials for name in taken) and len(initials) == len(
+        names
+    )
+    full = [initials[name] for name in taken] if are_letters else taken
+    return any(x in names and names.index(x) != i for i, x in enumerate(full))
 
 
 def _misnamed(

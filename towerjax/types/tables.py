@@ -4,15 +4,28 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from towerjax.types.options import require
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _WIDTH = 120
-_FORM = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
+# Where a page is narrower, rows scroll and do not break.
+_FORM = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
+    'font-family:monospace">{code}</pre>'
+)
+
+
+class Lines(str):
+    """A text of several lines, which a notebook shows as these lines."""
+
+    __repr__ = str.__str__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +46,8 @@ class Table:
         )
 
 
-def as_text(tables: Sequence[Table]) -> str:
-    """The tables as plain lines."""
+def as_text(tables: Sequence[Table]) -> Lines:
+    """Return the tables as plain lines."""
     lines = []
     for table in tables:
         lines += ["", table.title] if lines else [table.title]
@@ -46,7 +59,7 @@ def as_text(tables: Sequence[Table]) -> str:
             shown = [x.rjust(w) if right else x.ljust(w) for x, w, right in cells]
             lines.append(("  " + "  ".join(shown)).rstrip())
         lines += [f"  {table.note}"] if table.note else []
-    return "\n".join(lines)
+    return Lines("\n".join(lines))
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
@@ -81,7 +94,7 @@ def drawn(*values: Any) -> dict[str, str]:
     return {"text/plain": text, "text/html": page}
 
 
-def picture(panels: int = 1) -> Any:
+def picture(panels: int = 1) -> tuple["Figure", Any]:
     """A figure for notebooks, with ``panels`` axes side by side, and these axes.
 
     It raises a ``ValueError`` if Matplotlib is not installed.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
+from towerjax.types.boundary import api_boundaries
 from towerjax.types.notes import explain_missing
 
 PyTree: TypeAlias = Any
@@ -146,6 +147,7 @@ class PerTower:
 
 
 @jax.tree_util.register_dataclass
+@api_boundaries
 @dataclasses.dataclass(frozen=True)
 class TowerOutput:
     """A tower's loss, with metrics, local variables and extra values beside it.

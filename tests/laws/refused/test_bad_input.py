@@ -1065,7 +1065,7 @@ def test_a_call_that_fails_keeps_the_step_flag_of_those_before(monkeypatch):
     step = build()
     state = step.init(start())
     after, _ = step(state, poisoned())
-    monkeypatch.setattr(step.step_flags, "check", lambda at: None)
+    monkeypatch.setattr(step.step_flags, "check", lambda at, state: None)
     with pytest.raises(ValueError, match="was donated to"):
         step(after.replace(params=state.params), good())
     with pytest.raises(tj.NonFiniteError, match="of step 1 "):

@@ -150,6 +150,11 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
     text = f"{listed(leaves)}: {advice.cause}"
     text = advice.cause[:1].upper() + advice.cause[1:] if is_of_all else text
     said = _said_of_bare_loss(case, leaves, advice)
+    if audit.step.strategy.num_towers == 1:
+        said += [
+            "This step has one tower; the audit gave its rows to two, which is how its"
+            " micro-batches, or a later run on two towers, would split them."
+        ]
     return SplitError(error.findings, [f"{text}.", *said, advice.remedy])
 
 

@@ -68,8 +68,13 @@ class ToldError(Exception):
         self.error = error
 
 
-def name_function(form: str, fn: Callable[..., Any]) -> NamedFunction:
-    """The place where another process finds a function; raise if it cannot."""
+def name_function(
+    form: str, fn: Callable[..., Any], *, or_devices: bool = True
+) -> NamedFunction:
+    """The place where another process finds a function; raise if it cannot.
+
+    ``or_devices`` says whether the caller takes a function of devices, too.
+    """
     plain = inspect.unwrap(fn)
     module = getattr(fn, "__module__", None) or ""
     name = getattr(fn, "__qualname__", "")
@@ -79,7 +84,8 @@ def name_function(form: str, fn: Callable[..., Any]) -> NamedFunction:
         raise ValueError(
             f"{form} takes no argument, so other processes must import it by its name,"
             f" but this is {fn!r:.200}. Define it with def at the top level of a file."
-            " Or let it take a list of devices of this process, make(devices)."
+            + " Or let it take a list of devices of this process, make(devices)."
+            * or_devices
         )
     return NamedFunction(module, name, os.path.abspath(file))
 

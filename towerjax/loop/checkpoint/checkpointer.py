@@ -7,7 +7,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 from etils import epath
@@ -29,6 +29,7 @@ from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.boundary import api_boundaries
+from towerjax.types.notes import explain_missing
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -95,6 +96,9 @@ class Checkpointer:
     batches: Resume = "cursor"
     exit_code: int = 75
 
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing()
+
     def __post_init__(self) -> None:
         folder.check_directory("Checkpointer.directory", self.directory)
         check_whole("every", self.every, or_none=True)
@@ -119,7 +123,7 @@ class Checkpointer:
     @property
     def best_step(self) -> int | None:
         """The step number of the best checkpoint by the metric ``best``, or None."""
-        costs = _costs(self)
+        costs = record.costs_of(self)
         return min(costs, key=costs.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
@@ -209,21 +213,6 @@ class Checkpointer:
         return self.path / str(number)
 
 
-def _costs(options: Checkpointer) -> dict[int, float]:
-    """The cost of each checkpoint that has the metric ``best``, by its step number."""
-    if options.best is None:
-        return {}
-    values = {}
-    for number in options.steps:
-        try:
-            values[number] = options.record(number).evaluation.get(options.best)
-        except CheckpointError:
-            if number in options.steps:  # not deleted by another run
-                raise
-    sign = sign_of("mode", options.best, options.mode)
-    return {number: sign * x for number, x in values.items() if x is not None}
-
-
 class Saving:
     """The saving and resuming of one run; ``stack`` closes its files and lock."""
 
@@ -268,7 +257,7 @@ class Saving:
         self.differs: list[str] = []  # what has changed since the checkpoint
         self._from: CheckpointRecord | None = None  # what a resumed run goes on from
         self._programs = ProgramsOfRun(step)
-        costs = call_on_first_process(lambda: [*_costs(options).items()])
+        costs = call_on_first_process(lambda: [*record.costs_of(options).items()])
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
         )

@@ -21,6 +21,7 @@ from towerjax.loop.checkpoint.folder import (
     read_table,
     telling_of_forgery,
 )
+from towerjax.loop.direction import sign_of
 from towerjax.mesh.placement import Placement
 from towerjax.towers.saved import restore_on
 from towerjax.towers.strategies import Strategy
@@ -276,7 +277,7 @@ class CheckpointRecord:
         return made
 
     @classmethod
-    def _of(cls, fields: Mapping[str, Any]) -> "CheckpointRecord":
+    def _of(cls, fields: Any) -> "CheckpointRecord":
         """The record of its fields in JSON's types; raise if their types differ.
 
         JSON has lists instead of tuples, and strings for keys and non-finite numbers.
@@ -305,6 +306,24 @@ class CheckpointRecord:
         ):
             raise TypeError("a field of the record has another type")
         return made
+
+
+def costs_of(options: Any) -> dict[int, float]:
+    """Return the cost of each checkpoint that has the metric ``best``, by its number.
+
+    ``options`` is a `Checkpointer`.
+    """
+    if options.best is None:
+        return {}
+    values = {}
+    for number in options.steps:
+        try:
+            values[number] = options.record(number).evaluation.get(options.best)
+        except CheckpointError:
+            if number in options.steps:  # not deleted by another run
+                raise
+    sign = sign_of("mode", options.best, options.mode)
+    return {number: sign * x for number, x in values.items() if x is not None}
 
 
 def library_versions() -> dict[str, str]:

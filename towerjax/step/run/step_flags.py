@@ -12,6 +12,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place_own
+from towerjax.step.state.faults import NonFiniteError, explain_params
 from towerjax.step.state.next_state import NONE
 from towerjax.types import Layout, PyTree
 
@@ -91,8 +92,18 @@ class StepFlags:
             old = [self._lines.pop(0) for _ in range(MOST_STATES // 2)]
             self._lines += [x for x in old if self._number(x.step_flag) != NONE]
 
-    def check(self, at: Any) -> None:
-        """Read step flags, before a step whose returned state an error would lose."""
+    def check(self, at: Any, state: Any = None) -> None:
+        """Read step flags, before a step whose returned state an error would lose.
+
+        ``state`` is the state of that step, which a refused step has not changed.
+        """
+        try:
+            self._check(at)
+        except NonFiniteError as error:
+            explain_params(error, state)
+            raise
+
+    def _check(self, at: Any) -> None:
         for line in [*self._lines]:
             if line.at is at:
                 line.calls += 1

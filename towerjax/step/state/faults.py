@@ -19,7 +19,7 @@ from towerjax.towers.executors import over_devices
 from towerjax.types import Layout, PyTree
 from towerjax.types.boundary import api_boundary
 from towerjax.types.refusals import Portable, listed, shown
-from towerjax.types.trees import key_data, named_leaves, readable_leaves
+from towerjax.types.trees import is_deleted, key_data, named_leaves, readable_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +295,19 @@ def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
 
 
 _all_finite = jax.jit(all_finite)
+
+
+def explain_params(error: NonFiniteError, state: PyTree) -> None:
+    """Add a note that names the parameters, where they are the cause."""
+    params = getattr(state, "params", None)
+    leaves = jax.tree.leaves(params)
+    if any(is_deleted(x) or not x.is_fully_addressable for x in leaves):
+        return
+    if names := nonfinite_leaves("params", params):
+        error.add_note(
+            f"The parameters were not finite before this step: {listed(names)}. Look at"
+            " where they come from."
+        )
 
 
 def join_flags(replicated: Flags, per_tower: Flags) -> Flags:

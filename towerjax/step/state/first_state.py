@@ -25,7 +25,16 @@ from towerjax.step.state.train_state import (
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
 from towerjax.types.refusals import refuse_unheld
-from towerjax.types.trees import native
+from towerjax.types.trees import is_key, native
+
+
+def _refuse_key(params: PyTree) -> None:
+    """Raise if the parameters are a key."""
+    if isinstance(params, jax.Array) and is_key(params):
+        raise ValueError(
+            "step.init takes parameters, or a function of a key that makes them and"
+            " rng=key: write step.init(init_fn, rng=jax.random.key(0))."
+        )
 
 
 def first_state(
@@ -51,6 +60,7 @@ def first_state(
 
     made = {}
     first = params
+    _refuse_key(params)
     # A function, and not a library's model, which may be called, too.
     is_function = hasattr(params, "__name__") or isinstance(params, functools.partial)
     if is_function:
