@@ -208,7 +208,7 @@ def test_a_program_that_draws_anew_is_told():
 
 @pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 1), (1, 16)])
 def test_numbers_of_devices_that_cannot_be_compared_are_refused(wrong):
-    with pytest.raises(ValueError, match="begin with 1 and .* there are only 8"):
+    with pytest.raises(ValueError, match="must begin with 1|are only 8 dev"):
         tj.testing.same_on_devices(RIGHT["rows"], wrong)
 
 

@@ -1,7 +1,8 @@
 """Metric states that merge: the value is exact over any split of the data."""
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
+import towerjax.types.notes as _notes
 from towerjax.metrics.rows import ratio as ratio
 from towerjax.metrics.state import compute as compute
 from towerjax.metrics.state import from_clu as from_clu
@@ -33,7 +34,6 @@ from towerjax.metrics.thresholds import (
     specificity_at_sensitivity as specificity_at_sensitivity,
 )
 from towerjax.metrics.weighted import Additive as Additive
-from towerjax.types.notes import later_in_module as _later_in_module
 
-if not TYPE_CHECKING:
-    __getattr__ = _later_in_module(__name__)
+if not _typing.TYPE_CHECKING:
+    __getattr__ = _notes.later_in_module(__name__)

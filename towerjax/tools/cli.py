@@ -265,11 +265,7 @@ def report(
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    strategy = ()
-    if on:
-        absent = _devices_of(on)
-        absent.jax_devices()  # before the step is made: the compiler may not be here
-        strategy = (Mirrored(devices=absent),)
+    strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
     step, state, batch = _made(make_step, *strategy)
     figures = step.report(state, batch, timed_calls=timed_calls)
     return show(figures, dataclasses.asdict(figures), json)
@@ -287,6 +283,9 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
         raise ValueError(f"{make_step} is not a function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
+    for x in strategy:  # before the step is made, since the compiler may not be here
+        if isinstance(x.devices, Absent):
+            x.devices.jax_devices()
     match made := function(*strategy):
         case (step, state, batch) if hasattr(step, "audit"):
             return step, state, batch

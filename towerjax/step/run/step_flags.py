@@ -98,22 +98,19 @@ class StepFlags:
         ``state`` is the state of that step, which a refused step has not changed.
         """
         try:
-            self._check(at)
+            for line in [*self._lines]:
+                if line.at is at:
+                    line.calls += 1
+                    if line.calls % ASKED_EACH == 0:
+                        asked = line.asked
+                        line.asked = line.step_flag
+                        send_to_host(line.asked, self._placement)
+                        self._read(line, asked)
+                    elif self._polls and line.step_flag.is_ready():
+                        self._read(line, line.step_flag)
         except NonFiniteError as error:
             explain_params(error, state)
             raise
-
-    def _check(self, at: Any) -> None:
-        for line in [*self._lines]:
-            if line.at is at:
-                line.calls += 1
-                if line.calls % ASKED_EACH == 0:
-                    asked = line.asked
-                    line.asked = line.step_flag
-                    send_to_host(line.asked, self._placement)
-                    self._read(line, asked)
-                elif self._polls and line.step_flag.is_ready():
-                    self._read(line, line.step_flag)
 
     def settle(self) -> None:
         """Wait for all steps so far, and read their step flags."""
