@@ -12,6 +12,7 @@ from lemmas import AXIS, FLAG, Lemma, N, NotThereError, T
 
 from towerjax.proof.equal.kinds import (
     PADDING,
+    Flag,
     rows,
 )
 
@@ -805,7 +806,7 @@ def _exact_flags(side, x, y):
     ]  # fmt: skip
 
 
-_FLAG = rows()._replace(zeros=frozenset([FLAG, PADDING]), number=("flag", FLAG))
+_FLAG = rows()._replace(zeros=frozenset([FLAG, PADDING]), fact=Flag(FLAG))
 lemma("select_n", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("cond", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("div", _exact_flags, (N,), (), kinds=([_FLAG], None))

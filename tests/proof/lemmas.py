@@ -28,8 +28,12 @@ from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     SIZE,
     ZERO,
+    Count,
+    Flag,
     Groups,
+    HasRow,
     Identity,
+    InfinitePadding,
     InPadding,
     Kind,
     Known,
@@ -154,7 +158,7 @@ def kinds_for(template, dtype, world):
     """
     found = []
     for known in _plain_kinds_for(template, dtype, world):
-        is_plain = known.kind in _AS_EXAMPLE and known.number is None
+        is_plain = known.kind in _AS_EXAMPLE and known.fact is None
         is_plain &= not known.zeros
         level = InPadding.AS_EXAMPLE if is_plain else InPadding.ANY
         if known.zeros or (is_integer(dtype) and not is_plain):
@@ -185,9 +189,9 @@ def _plain_kinds_for(template, dtype, world):
         if not is_flag and not (is_cut and world.padded):
             found += [rows(1), rows()._replace(zeros=frozenset([PADDING]))]
         if template == (N,):
-            found.append(rows()._replace(zeros=zeros, number=("flag", FLAG)))
+            found.append(rows()._replace(zeros=zeros, fact=Flag(FLAG)))
         if not is_whole and world.padded and not is_cut:
-            found += [rows()._replace(number=x) for x in (LOWEST, HIGHEST)]
+            found += [rows()._replace(fact=x) for x in (LOWEST, HIGHEST)]
         if (is_whole and not is_flag) or dtype == np.float32:
             found.append(Known(Kind.NUMBERS))
         if template[:1] == (N,) and is_whole and len(template) == 1 and not is_flag:
@@ -208,13 +212,13 @@ def _plain_kinds_for(template, dtype, world):
     found += [Known(Kind.MAXIMUM, Fraction(0)), Known(Kind.MINIMUM, Fraction(0))]
     if is_flag:
         if template == ():
-            found.append(Known(Kind.MAXIMUM, Fraction(0), number=("any", FLAG)))
-            found.append(Known(Kind.MINIMUM, Fraction(0), number=("none", FLAG)))
+            found.append(Known(Kind.MAXIMUM, Fraction(0), fact=HasRow(FLAG, True)))
+            found.append(Known(Kind.MINIMUM, Fraction(0), fact=HasRow(FLAG, False)))
             found.append(Known(Kind.IS_FULL))
         return found
     found += [part(), part(1), part()._replace(zeros=zeros)]
     if template == () and dtype in (np.float32, np.int32):
-        count = part()._replace(zeros=zeros, number=("count", FLAG))
+        count = part()._replace(zeros=zeros, fact=Count(FLAG))
         found += [count, Known(Kind.AT_LEAST, Fraction(0), note=FLAG)]
         found += [Known(x) for x in (Kind.TOWER, Kind.FIRST_ROW)]
         found += [Known(Kind.VALID), SIZE] if world.padded else []
@@ -222,9 +226,8 @@ def _plain_kinds_for(template, dtype, world):
             found.append(copy(-1, note=ROWS_OF_TOWER))
     if not is_whole:
         found.append(Known(Kind.MEAN, Fraction(0), note=(Fraction(0), False)))
-        number = ("count", FLAG)
         found.append(
-            Known(Kind.MEAN, Fraction(0), number=number, note=(Fraction(0), True))
+            Known(Kind.MEAN, Fraction(0), fact=Count(FLAG), note=(Fraction(0), True))
         )
     return found
 
@@ -317,13 +320,13 @@ def _rows(draw, known, shapes, dtype):
     fill = functools.partial(draw.of_padding, dtype=dtype, level=known.in_padding)
     if PADDING in known.zeros:
         fill = functools.partial(np.zeros, dtype=dtype)
-    if known.number in (LOWEST, HIGHEST):
-        end = -np.inf if known.number == LOWEST else np.inf
+    if isinstance(known.fact, InfinitePadding):
+        end = np.inf * known.fact.sign
         fill = functools.partial(np.full, fill_value=end, dtype=dtype)
-    if known.number and known.number[0] == "flag":
-        return world.flags[known.number[1]]
+    if isinstance(known.fact, Flag):
+        return world.flags[known.fact.flag]
     split = split_rows(world, joined, fill, each)
-    is_plain = not known.zeros and known.number is None
+    is_plain = not known.zeros and known.fact is None
     if is_plain and known.in_padding is InPadding.AS_EXAMPLE and each == 1:
         split = [joined[at] for at in world.repeated]
     found = []
@@ -336,8 +339,8 @@ def _rows(draw, known, shapes, dtype):
 
 def _parts(draw, known, shapes, dtype):
     world = draw.world
-    if known.number and known.number[0] == "count":
-        counts = [x.sum(1) for x in world.flags[known.number[1]]]
+    if isinstance(known.fact, Count):
+        counts = [x.sum(1) for x in world.flags[known.fact.flag]]
         pairs = zip(counts, shapes, strict=True)
         return [np.broadcast_to(x.reshape(-1, *[1] * len(s)), (len(x), *s))
                 for x, s in pairs]  # fmt: skip
@@ -366,11 +369,10 @@ def _extremes(draw, known, shapes, dtype):
     best = draw.numbers(shapes[0], dtype)
     found = []
     is_maximum = known.kind is Kind.MAXIMUM
-    what, flag = known.number or ("", None)
     for number, side in enumerate(draw.world.sides):
-        if what in ("any", "none"):
-            is_any = draw.world.flags[flag][number].any(1)
-            found.append(is_any if what == "any" else ~is_any)
+        if isinstance(known.fact, HasRow):
+            has_any = draw.world.flags[known.fact.flag][number].any(1)
+            found.append(has_any == known.fact.is_any)
             continue
         own = draw.numbers((side.towers, *shapes[0]), dtype)
         own = np.minimum(own, best) if is_maximum else np.maximum(own, best)
@@ -381,7 +383,7 @@ def _extremes(draw, known, shapes, dtype):
 
 def _means(draw, known, shapes, dtype):
     world = draw.world
-    if known.number is None:
+    if known.fact is None:
         pairs = zip(world.sides, shapes, strict=True)
         return [draw.numbers((side.towers, *shape), dtype) for side, shape in pairs]
     zeros = frozenset([FLAG, PADDING])
@@ -516,7 +518,7 @@ class Found:
 def told(known):
     """A kind with all that is known of it."""
     more = {"in padding": known.in_padding.name, "blocks": known.blocks}
-    more |= {"number": known.number, "note": known.note, "zeros": set(known.zeros)}
+    more |= {"fact": known.fact, "note": known.note, "zeros": set(known.zeros)}
     odd = {name: x for name, x in more.items() if x and x not in (1, "ANY")}
     return f"{known.kind.name} times T^{known.power} {odd}"
 

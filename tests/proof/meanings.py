@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.proof.equal.kinds import (
-    HIGHEST,
-    LOWEST,
     PADDING,
     ROWS_OF_TOWER,
+    Flag,
+    HasRow,
+    InfinitePadding,
     InPadding,
     Kind,
 )
@@ -183,7 +184,7 @@ def holds(known, values, world, rounding=0.0):
     found = _MEANINGS[known.kind](case)
     if not found:
         return found
-    return found and _zeros_hold(case) and _number_holds(case)
+    return found and _zeros_hold(case) and _fact_holds(case)
 
 
 @dataclasses.dataclass
@@ -217,7 +218,7 @@ class Case:
 
     def with_kind(self, kind, values):
         """Whether other values have another kind, with this power and these zeros."""
-        known = self.known._replace(kind=kind, number=None, note=None)
+        known = self.known._replace(kind=kind, fact=None, note=None)
         return holds(known, values, self.world, self.rounding)
 
 
@@ -311,7 +312,7 @@ def _wide_of_flags(x):
 
 def _is_mean(case):
     """Times the count that divided it, it is a part; of other means nothing shows."""
-    _, flag = case.known.number or ("", None)
+    flag = getattr(case.known.fact, "flag", None)
     if flag not in case.world.flags:
         return None
     counts = [x.sum(1) for x in case.world.flags[flag]]
@@ -541,20 +542,20 @@ def _padding_of(case):
             yield own[:, count * each :]
 
 
-def _number_holds(case):
-    """Whether the value is the one that its number says."""
-    known = case.known
-    if known.number in (LOWEST, HIGHEST):
-        end = -np.inf if known.number == LOWEST else np.inf
+def _fact_holds(case):
+    """Whether the value is the one that is said."""
+    fact = case.known.fact
+    if isinstance(fact, InfinitePadding):
+        end = np.inf * fact.sign
         return all((as_wide(x) == end).all() for x in _padding_of(case))
-    what, number = known.number or ("", None)
-    if number not in case.world.flags or known.kind is Kind.MEAN:
+    flag = getattr(fact, "flag", None)
+    if flag not in case.world.flags or case.known.kind is Kind.MEAN:
         return True
     found = []
-    for x, flag in zip(case.values, case.world.flags[number], strict=True):
-        any_of = flag.any(1)
-        wanted = {"flag": flag, "count": flag.sum(1), "any": any_of, "none": ~any_of}
-        wanted = wanted[what]
+    for x, rows in zip(case.values, case.world.flags[flag], strict=True):
+        wanted = rows if isinstance(fact, Flag) else rows.sum(1)
+        if isinstance(fact, HasRow):
+            wanted = rows.any(1) == fact.is_any
         x = as_wide(x).reshape(wanted.shape) if x.size == wanted.size else as_wide(x)
         found.append(x.shape == wanted.shape and bool((x == wanted).all()))
     return all(found)

@@ -6,7 +6,16 @@ import pytest
 from lemmas import FLAG, ORDER, WORLDS, Draw, N, T, kinds_for, shape_on, with_flags
 from meanings import _MEANINGS, holds
 
-from towerjax.proof.equal.kinds import PADDING, Groups, Kind, Known, copy, part, rows
+from towerjax.proof.equal.kinds import (
+    PADDING,
+    Count,
+    Groups,
+    Kind,
+    Known,
+    copy,
+    part,
+    rows,
+)
 
 SHAPES = {
     "a number": (),
@@ -141,11 +150,10 @@ def test_rows_in_an_order_are_each_there_once():
 def test_a_mean_is_seen_by_its_count():
     counts = [x.sum(1) for x in WORLD.flags[FLAG]]
     assert min(counts[1]) == 0
-    number = ("count", FLAG)
-    mean = Known(Kind.MEAN, 0, number=number, note=(0, True))
+    mean = Known(Kind.MEAN, 0, fact=Count(FLAG), note=(0, True))
     total = np.array([6.0])
     values = total / counts[0], np.where(counts[1] > 0, 6.0 / counts[0].sum(), 5.0)
     assert holds(mean, values, WORLD)
     assert not holds(mean, (values[0], values[1] * 2), WORLD)
     # By another number nothing is known of it.
-    assert holds(mean._replace(number=None), values, WORLD) is None
+    assert holds(mean._replace(fact=None), values, WORLD) is None

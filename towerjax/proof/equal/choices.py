@@ -11,6 +11,7 @@ from towerjax.proof.equal.kinds import (
     LOWEST,
     PADDING,
     ROWS_OF_TOWER,
+    Flag,
     Kind,
     Known,
     NotOfOneKindError,
@@ -23,7 +24,7 @@ from towerjax.proof.equal.kinds import (
 _EXTREME_OF = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
 
 
-@rule("max min", knows_constants=True, knows_identity=True, by_element=True)
+@rule("max min", knows_identity=True, by_element=True)
 def _larger(pair: EquationPair) -> Known:
     """The larger of two values stays the larger, if both have the same power."""
     x, y = pair.ins
@@ -43,7 +44,6 @@ def _larger(pair: EquationPair) -> Known:
 
 @rule(
     "eq ne lt le gt ge",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.ORDER],
     by_element=True,
@@ -59,8 +59,8 @@ def _comparison(pair: EquationPair) -> Known:
         is_each = pair.times_rows(0, pair.rows_in[0]) == 1
         if y.kind is Kind.VALID and is_each:  # rows that are not padding come first
             is_flag = len(pair.shape(0)) == 1
-            weight = ("flag", PADDING) if is_flag else None
-            return rows()._replace(zeros=frozenset([PADDING]), number=weight)
+            weight = Flag(PADDING) if is_flag else None
+            return rows()._replace(zeros=frozenset([PADDING]), fact=weight)
         if y.note == ROWS_OF_TOWER and is_each:
             return copy(note=True)
     if pair.name == "ge" and _is_size_of_tower(pair, 1):
@@ -88,13 +88,13 @@ def _is_size_of_tower(pair: EquationPair, operand: int) -> bool:
     return is_known or pair.sizes.are_of_tower(number, number)
 
 
-@rule("or", knows_constants=True, knows_identity=True, by_element=True)
+@rule("or", knows_identity=True, by_element=True)
 def _either(pair: EquationPair) -> Known:
     """A function of both; with IS_FULL the flag that a row is no padding is itself."""
     x, y = pair.ins
-    weight = ("flag", PADDING)
+    weight = Flag(PADDING)
     for one, other in ((x, y), (y, x)):
-        if one.number == weight and other.kind is Kind.IS_FULL:
+        if one.fact == weight and other.kind is Kind.IS_FULL:
             return one
     is_true = pair.constant(0) is True or pair.constant(1) is True
     if is_true and pair.kinds <= {Kind.COPY, Kind.ZERO}:
@@ -102,16 +102,16 @@ def _either(pair: EquationPair) -> Known:
     return function_of(pair.ins, "or")
 
 
-@rule("and", knows_constants=True, knows_identity=True, by_element=True)
+@rule("and", knows_identity=True, by_element=True)
 def _both(pair: EquationPair) -> Known:
     """A function of both values; for two flags it is a flag."""
     found = function_of(pair.ins, "and")
-    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
+    if all(isinstance(v.fact, Flag) for v in pair.ins):
         return guards.as_flag(pair, found)
     return found
 
 
-@rule("not", knows_constants=True, knows_identity=True, by_element=True)
+@rule("not", knows_identity=True, by_element=True)
 def _opposite(pair: EquationPair) -> Known:
     """A function; the opposite of a maximum of flags is a minimum of opposites."""
     [x] = pair.ins
@@ -122,7 +122,6 @@ def _opposite(pair: EquationPair) -> Known:
 
 @rule(
     "select_n",
-    knows_constants=True,
     knows_identity=True,
     knows_unknown=True,
     kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS, Kind.ORDER],
@@ -151,7 +150,7 @@ def _choice(pair: EquationPair) -> Known:
         return found
     both = joined([predicate, found.times_tower(0)], "choosing")
     chosen = both.times_tower(found.power)
-    return chosen._replace(number=_of_padding(pair, chosen))
+    return chosen._replace(fact=_of_padding(pair, chosen))
 
 
 def _of_padding(pair: EquationPair, chosen: Known) -> Any:
@@ -177,7 +176,7 @@ def _choice_in_loop(pair: EquationPair) -> Known:
     return known[0]._replace(zeros=zeros)
 
 
-@rule("clamp", knows_constants=True, by_element=True)
+@rule("clamp", by_element=True)
 def _clamped(pair: EquationPair) -> Known:
     """A clip, which is a maximum and a minimum."""
     if not pair.kinds <= EACH:

@@ -9,11 +9,11 @@ from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import SPECIAL, EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
-    HIGHEST,
     LINEAR,
-    LOWEST,
     ROWS_OF_TOWER,
     ZERO,
+    Flag,
+    InfinitePadding,
     Kind,
     Known,
     NotOfOneKindError,
@@ -33,7 +33,6 @@ _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
 @rule(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast reshard
     device_put layout_constraint random_clone preduced""",
-    knows_constants=True,
     knows_identity=True,
     kinds=SPECIAL,
 )
@@ -42,21 +41,19 @@ def _as_it_is(pair: EquationPair) -> list[Known]:
     return [*pair.ins]
 
 
-@rule("stop_gradient", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
+@rule("stop_gradient", knows_identity=True, kinds=[Kind.STACKED])
 def _without_derivative(pair: EquationPair) -> Known:
     """The operand's kind, for another value; where that is 0, so is its derivative."""
-    return pair.ins[0]._replace(number=None)
+    return pair.ins[0]._replace(fact=None)
 
 
-@rule("reduce_precision", knows_constants=True, knows_identity=True)
+@rule("reduce_precision", knows_identity=True)
 def _rounded(pair: EquationPair) -> Known:
     """The operand: rounding is ignored, and keeps the order."""
     return pair.ins[0]
 
 
-@rule(
-    "neg", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
-)
+@rule("neg", knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED])
 def _negative(pair: EquationPair) -> Known:
     """The negative is linear; a maximum would become a minimum, so it is refused."""
     [x] = pair.ins
@@ -66,7 +63,7 @@ def _negative(pair: EquationPair) -> Known:
     return x if x.kind is Kind.MEAN else x.times_tower(x.power)
 
 
-@rule("real imag conj", knows_constants=True)
+@rule("real imag conj")
 def _linear_of_complex(pair: EquationPair) -> Known:
     """A linear function over the real numbers."""
     [x] = pair.ins
@@ -75,13 +72,13 @@ def _linear_of_complex(pair: EquationPair) -> Known:
     return x
 
 
-@rule("squeeze expand_dims", knows_constants=True, knows_identity=True)
+@rule("squeeze expand_dims", knows_identity=True)
 def _laid_otherwise(pair: EquationPair) -> Known:
     """The operand; its dims get other numbers, which the shapes show."""
     return pair.ins[0]
 
 
-@rule("transpose", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD])
+@rule("transpose", knows_identity=True, kinds=[Kind.SPREAD])
 def _transposed(pair: EquationPair) -> Known:
     """The operand; groups of rows lie along the new numbers of their dims."""
     [x] = pair.ins
@@ -93,7 +90,6 @@ def _transposed(pair: EquationPair) -> Known:
 
 @rule(
     "convert_element_type",
-    knows_constants=True,
     knows_identity=True,
     kinds=[
         Kind.SPREAD,
@@ -119,8 +115,9 @@ def _converted(pair: EquationPair) -> Known:
     is_inexact = jnp.issubdtype(new, jnp.inexact)
     loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
     loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
-    if x.number in (LOWEST, HIGHEST) and new.itemsize < 2:  # it may have no infinity
-        x = x._replace(number=None)
+    has_no_infinity = new.itemsize < 2
+    if isinstance(x.fact, InfinitePadding) and has_no_infinity:
+        x = x._replace(fact=None)
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
         return x
@@ -140,15 +137,13 @@ def _converted(pair: EquationPair) -> Known:
         return x
     found = function_of([x], f"a conversion to {new.name}")
     # A flag that is a number keeps its identity.
-    is_flag = x.number is not None and x.number[0] == "flag"
-    if is_flag and (new.kind in "biu" or old.kind in "biu"):
-        return found._replace(zeros=x.zeros, number=x.number)
+    if isinstance(x.fact, Flag) and (new.kind in "biu" or old.kind in "biu"):
+        return found._replace(zeros=x.zeros, fact=x.fact)
     return found
 
 
 @rule(
     "add sub add_any",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.SO_FAR],
     by_element=True,
@@ -216,7 +211,6 @@ def _sum_so_far(pair: EquationPair) -> Known:
 
 @rule(
     "mul",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED],
     by_element=True,
@@ -238,7 +232,7 @@ def _product(pair: EquationPair) -> Known:
     if found := guards.product_with_mean(pair):
         return found
     found = product_of(x, y)
-    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
+    if all(isinstance(v.fact, Flag) for v in pair.ins):
         return guards.as_flag(pair, found)
     return found
 
@@ -255,7 +249,6 @@ def _multiple(pair: EquationPair) -> Known:
 
 @rule(
     "div",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED],
     by_element=True,
@@ -292,7 +285,7 @@ _EXPONENTS = {
 }
 
 
-@rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True, by_element=True)
+@rule("integer_pow square sqrt rsqrt cbrt abs", by_element=True)
 def _power(pair: EquationPair) -> Known:
     """(T^p x)^y is T^(p y) x^y, because powers of T are positive."""
     [x] = pair.ins
@@ -305,7 +298,7 @@ def _power(pair: EquationPair) -> Known:
     return x.times_tower(x.power * exponent)
 
 
-@rule("complex", knows_constants=True)
+@rule("complex")
 def _of_two_parts(pair: EquationPair) -> Known:
     """A complex number, which is linear in both parts."""
     if not pair.kinds <= LINEAR:
@@ -320,7 +313,6 @@ def _of_two_parts(pair: EquationPair) -> Known:
     lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
     one_minus_square log2 mulhi eq_to lt_to le_to
     regularized_incomplete_beta bessel_i0e bessel_i1e bitcast_convert_type""",
-    knows_constants=True,
     by_element=True,
 )
 def _function(pair: EquationPair) -> Known:

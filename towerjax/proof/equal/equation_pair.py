@@ -184,9 +184,8 @@ class Registered(NamedTuple):
     """A rule, and the operands that it accepts."""
 
     rule: Rule
-    # Whether it knows that a COPY is constant along its dim of rows; otherwise it gets
-    # ROWS.
-    knows_constants: bool = False
+    # Whether it is given ROWS for a COPY that has a dim of rows.
+    copies_as_rows: bool = False
     # Whether it accepts UNKNOWN; otherwise its result is unknown, too.
     knows_unknown: bool = False
     # Whether it says which value a result is, and where this is 0; otherwise what was
@@ -209,7 +208,7 @@ SPECIAL |= {Kind.ORDER}
 def rule(
     names: str,
     *,
-    knows_constants: bool = False,
+    copies_as_rows: bool = False,
     knows_unknown: bool = False,
     knows_identity: bool = False,
     kinds: Iterable[Kind] = (),
@@ -218,8 +217,14 @@ def rule(
     """A decorator that registers a rule for the primitives of these names."""
 
     def register(function: Rule) -> Rule:
-        knows = knows_constants, knows_unknown, knows_identity
-        found = Registered(function, *knows, frozenset(kinds), by_element)
+        found = Registered(
+            function,
+            copies_as_rows,
+            knows_unknown,
+            knows_identity,
+            frozenset(kinds),
+            by_element,
+        )
         RULES.update(dict.fromkeys(names.split(), found))
         return function
 

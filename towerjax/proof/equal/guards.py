@@ -14,7 +14,15 @@ from fractions import Fraction
 from typing import Any
 
 from towerjax.proof.equal.equation_pair import EquationPair
-from towerjax.proof.equal.kinds import Kind, Known, NotOfOneKindError, part
+from towerjax.proof.equal.kinds import (
+    Count,
+    Flag,
+    HasRow,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    part,
+)
 
 _ANY_IS = {"gt": True, "ne": True, "eq": False, "le": False}
 _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
@@ -24,16 +32,14 @@ def as_flag(pair: EquationPair, value: Known) -> Known:
     """The value as a flag of rows, 0 or 1, with an identity of its own."""
     if value.kind is not Kind.ROWS:
         return value
-    what, number = pair.walk.new_number("flag")
-    return value._replace(number=(what, number), zeros=value.zeros | {number})
+    number = pair.walk.new_identity()
+    return value._replace(fact=Flag(number), zeros=value.zeros | {number})
 
 
 def counted_flag(value: Known) -> Any:
     """The flag whose rows a value counts, or None."""
-    if value.kind is not Kind.PART or value.number is None:
-        return None
-    what, flag = value.number
-    return flag if what == "count" else None
+    is_count = value.kind is Kind.PART and isinstance(value.fact, Count)
+    return value.fact.flag if is_count else None
 
 
 def comparison(pair: EquationPair) -> Known | None:
@@ -52,24 +58,22 @@ def comparison(pair: EquationPair) -> Known | None:
         if y.kind is Kind.ZERO and name in _ANY_IS:
             return has_any(flag, _ANY_IS[name])
         return None
-    is_flag = x.number is not None and x.number[0] == "flag"
-    if is_flag and y.kind is Kind.ZERO and name in ("gt", "ne"):
+    if isinstance(x.fact, Flag) and y.kind is Kind.ZERO and name in ("gt", "ne"):
         return x
     return None
 
 
 def has_any(flag: Any, is_any: bool) -> Known:
     """Whether a tower has a row with a flag, or none, as a maximum or minimum."""
-    kind, what = (Kind.MAXIMUM, "any") if is_any else (Kind.MINIMUM, "none")
-    return Known(kind, Fraction(0), number=(what, flag))
+    kind = Kind.MAXIMUM if is_any else Kind.MINIMUM
+    return Known(kind, Fraction(0), fact=HasRow(flag, is_any))
 
 
 def opposite(x: Known) -> Known:
     """The opposite of a maximum or minimum of booleans."""
+    if isinstance(x.fact, HasRow):
+        return has_any(x.fact.flag, not x.fact.is_any)
     is_largest = x.kind is Kind.MAXIMUM
-    what, flag = x.number or ("value", None)
-    if what in ("any", "none"):
-        return has_any(flag, what == "none")
     return Known(Kind.MINIMUM if is_largest else Kind.MAXIMUM, x.power)
 
 
@@ -90,8 +94,8 @@ def choice(pair: EquationPair) -> Known | None:
     predicate, *cases = pair.ins
     if len(cases) != 2:
         return None
-    is_flag = predicate.number is not None and predicate.number[0] == "flag"
-    if is_flag and predicate.kind is Kind.ROWS and cases[0].kind is Kind.ZERO:
+    is_flag = isinstance(predicate.fact, Flag) and predicate.kind is Kind.ROWS
+    if is_flag and cases[0].kind is Kind.ZERO:
         if pair.constant(2) == 1:
             return predicate
     return chosen_by_any(predicate, cases)
@@ -99,10 +103,10 @@ def choice(pair: EquationPair) -> Known | None:
 
 def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
     """The case for a tower that has a row with a flag, if both cases fit; else None."""
-    what, flag = predicate.number or ("value", None)
-    if what not in ("any", "none"):
+    if not isinstance(predicate.fact, HasRow):
         return None
-    without, with_any = cases if what == "any" else cases[::-1]
+    flag = predicate.fact.flag
+    without, with_any = cases if predicate.fact.is_any else cases[::-1]
     is_number = isinstance(without.note, int | float) and without.kind is Kind.COPY
     if is_number and without.note > 0 and counted_flag(with_any) == flag:
         return Known(Kind.AT_LEAST, with_any.power, note=flag)
@@ -111,7 +115,7 @@ def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
             return with_any
     if without.kind in (Kind.ZERO, Kind.COPY) and with_any.kind is Kind.MEAN:
         _, vanishes = with_any.note
-        if vanishes and with_any.number == ("count", flag):
+        if vanishes and with_any.fact == Count(flag):
             return with_any
     raise NotOfOneKindError(f"no rule for a choice by {predicate}")
 
@@ -128,13 +132,13 @@ def quotient_of_parts(pair: EquationPair) -> Known | None:
     if y.kind is Kind.AT_LEAST:
         if y.note not in x.zeros:
             raise NotOfOneKindError(f"no rule for {x} divided by {y}")
-        number = "count", y.note
+        fact = Count(y.note)
     elif y.kind is Kind.PART:
-        number = None  # a tower where it is 0 has NaN, and no way back
+        fact = None  # a tower where it is 0 has NaN, and no way back
     else:
         return None
-    vanishes = number is not None
-    return Known(Kind.MEAN, x.power, number=number, note=(y.power, vanishes))
+    vanishes = fact is not None
+    return Known(Kind.MEAN, x.power, fact=fact, note=(y.power, vanishes))
 
 
 def multiple_of_mean(mean: Known, power: Any) -> Known:
@@ -149,7 +153,7 @@ def product_with_mean(pair: EquationPair) -> Known | None:
             continue
         if other.kind is Kind.COPY:
             return multiple_of_mean(mean, other.power)
-        is_one = mean.number is not None and other.number == mean.number
+        is_one = mean.fact is not None and other.fact == mean.fact
         if other.kind is Kind.PART and is_one:
             return part(mean.power)
         raise NotOfOneKindError(f"no rule for {mean} times {other}")
@@ -167,7 +171,7 @@ def sum_with_mean(pair: EquationPair) -> Known | None:
         return mean
     if other.kind is Kind.COPY and other.power + power == mean.power:
         return mean
-    is_of_one = (x.kind, x.power, x.number) == (y.kind, y.power, y.number)
+    is_of_one = (x.kind, x.power, x.fact) == (y.kind, y.power, y.fact)
     if is_of_one:
         return mean._replace(note=(power, vanishes and other.note[1]))
     raise NotOfOneKindError(f"no rule for {x} added to {y}")

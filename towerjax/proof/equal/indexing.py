@@ -64,7 +64,7 @@ def _are_same(indices: Any) -> bool:
     return all(v.kind in _SAME and not v.power for v in indices)
 
 
-@rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED])
+@rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED], copies_as_rows=True)
 def _slice_at(pair: EquationPair) -> Known:
     """A slice at one place along dims without rows; in a loop, the current row."""
     x, *at = pair.ins
@@ -108,7 +108,7 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     return Known(x.note, x.power)
 
 
-@rule("dynamic_update_slice", kinds=[Kind.BUFFER])
+@rule("dynamic_update_slice", kinds=[Kind.BUFFER], copies_as_rows=True)
 def _update_at(pair: EquationPair) -> Known:
     """A slice that is written, by the rules of a slice."""
     (x, new, *at) = pair.ins
@@ -137,7 +137,7 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
     return [at.kind] * pair.shape(operand)[-1]
 
 
-@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER])
+@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER], copies_as_rows=True)
 def _gathered(pair: EquationPair) -> Known:
     """Elements of one table by indices, or each row by its own number."""
     (x, at) = pair.ins
@@ -188,7 +188,7 @@ def _by_order(pair: EquationPair, dims: Any) -> Known:
     return permuted(x, out_axis, at.note)
 
 
-@rule("towerjax_take")
+@rule("towerjax_take", copies_as_rows=True)
 def _rows_of_table(pair: EquationPair) -> Known:
     """The rows of a table that `tj.sparse.take` looks up, by the ids of each row."""
     x, at = pair.ins
@@ -243,6 +243,7 @@ def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
 @rule(
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
     kinds=[Kind.BUFFER, Kind.COLUMNS],
+    copies_as_rows=True,
 )
 def _scattered(pair: EquationPair) -> Known:
     """A gather that is written; rows that are added to a table make parts of it."""

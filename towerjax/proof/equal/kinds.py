@@ -5,6 +5,7 @@ with the power ``p`` says that the towers' values, put together as the kind says
 for ``b`` towers ``(b / a)^p`` times what they are for ``a`` towers.
 """
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from fractions import Fraction
@@ -72,8 +73,48 @@ class InPadding(enum.IntEnum):
     AS_EXAMPLE = 2
 
 
-LOWEST = ("lowest", PADDING)
-HIGHEST = ("highest", PADDING)
+class Identity(int):
+    """The identity of one value of a program, or of one flag."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneValue:
+    """One value of the program, with its derivative."""
+
+    number: Identity
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of each row, 0 or 1; that of PADDING says that a row is no padding."""
+
+    flag: Identity | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """The number of rows with a flag."""
+
+    flag: Identity | str
+
+
+@dataclasses.dataclass(frozen=True)
+class HasRow:
+    """Whether a tower has a row with a flag, or has none."""
+
+    flag: Identity | str
+    is_any: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class InfinitePadding:
+    """Rows whose padding is minus or plus infinity."""
+
+    sign: int
+
+
+LOWEST = InfinitePadding(-1)
+HIGHEST = InfinitePadding(1)
 
 
 class Power(Fraction):
@@ -90,10 +131,6 @@ class Power(Fraction):
 
 
 PERMUTED = "the tower's rows in another order"
-
-
-class Identity(int):
-    """The identity of one value of a program, or of one flag."""
 
 
 NO_ZEROS: frozenset[Any] = frozenset()
@@ -124,11 +161,8 @@ class Known(NamedTuple):
     blocks: int = 1
     # Where the value is 0: PADDING, and flags without which all of it is 0.
     zeros: frozenset[Any] = NO_ZEROS
-    # ("flag", id), ("count", id of a flag) or ("value", id): equal numbers are the same
-    # value with the same derivative. For a MAXIMUM or MINIMUM, ("any", id) or ("none",
-    # id) of a flag: whether a row has the flag. For ROWS, LOWEST or HIGHEST: padding is
-    # minus or plus infinity.
-    number: Any = None
+    # What else is known of it; equal values of one of these types are the same value.
+    fact: OneValue | Flag | Count | HasRow | InfinitePadding | None = None
     # For a COPY its number, if that is known; for other kinds as the kind says.
     note: Any = None
     in_padding: InPadding = InPadding.ANY
@@ -138,12 +172,12 @@ class Known(NamedTuple):
         """The same, without what holds only in one trip of a loop."""
         zeros = self.zeros & {PADDING}
         note = None if self.kind is Kind.COPY else self.note
-        return self._replace(zeros=zeros, number=None, note=note)
+        return self._replace(zeros=zeros, fact=None, note=note)
 
     def times_tower(self, power: Any) -> "Known":
         """The same kind with another power, as another value."""
         note = None if self.kind is Kind.COPY else self.note
-        return self._replace(power=power, number=None, note=note)
+        return self._replace(power=power, fact=None, note=note)
 
     def __str__(self) -> str:
         by = _told_power(self.power)

@@ -48,7 +48,6 @@ def _inside(
 @rule(
     """jit pjit closed_call core_call remat remat2 remat3 checkpoint custom_lin
     eval_jaxpr composite""",
-    knows_constants=True,
     knows_unknown=True,
     knows_identity=True,
     kinds=SPECIAL,
@@ -61,7 +60,6 @@ def _called(pair: EquationPair) -> list[Known]:
 
 @rule(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call",
-    knows_constants=True,
     knows_unknown=True,
     knows_identity=True,
 )
@@ -74,7 +72,6 @@ def _called_with_rule(pair: EquationPair) -> list[Known]:
 
 @rule(
     "call_hi_primitive",
-    knows_constants=True,
     knows_unknown=True,
     knows_identity=True,
     kinds=SPECIAL,
@@ -105,7 +102,7 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
 def _without_number(pair: EquationPair, value: Known) -> Known:
     if value.kind is Kind.MEAN:
         return pair.unknown(f"a function with its own derivative has {value}")
-    return value._replace(number=None)
+    return value._replace(fact=None)
 
 
 def _program_of(eqn: Any) -> Any:
@@ -123,7 +120,7 @@ def _program_of(eqn: Any) -> Any:
     raise ProgramsDifferError(f"{eqn.primitive.name} hides the program that it runs")
 
 
-@rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)
+@rule("cond", knows_unknown=True, knows_identity=True)
 def _branched(pair: EquationPair) -> list[Known]:
     """The kinds of the results of a branch, which all towers take together."""
     predicate, *ins = pair.ins
@@ -203,7 +200,6 @@ def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
 
 @rule(
     "while",
-    knows_constants=True,
     knows_unknown=True,
     knows_identity=True,
     kinds=SPECIAL,
@@ -266,7 +262,6 @@ def _refuse_unless_by_row(
 
 @rule(
     "scan",
-    knows_constants=True,
     knows_unknown=True,
     knows_identity=True,
     kinds=SPECIAL,
@@ -417,7 +412,7 @@ def _rows_of(pair: EquationPair, x: Known) -> Known:
     return pair.unknown(f"a loop over the tower's rows returns {x} for each row")
 
 
-@rule("custom_linear_solve", knows_constants=True, knows_unknown=True)
+@rule("custom_linear_solve", knows_unknown=True)
 def _solved(pair: EquationPair) -> list[Known]:
     """The kinds of the results of the equation's program `solve`."""
     lengths = pair.params["const_lengths"]

@@ -25,7 +25,7 @@ from towerjax.proof.equal.within import mapped_within
 _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 
 
-@rule("shard_map", knows_constants=True, knows_unknown=True, kinds=[Kind.STACKED])
+@rule("shard_map", knows_unknown=True, kinds=[Kind.STACKED])
 def _mapped(pair: EquationPair) -> list[Known]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:

@@ -33,14 +33,14 @@ def _refuse_other_axes(pair: EquationPair) -> None:
         raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
 
 
-@rule("axis_index", knows_constants=True)
+@rule("axis_index")
 def _tower_id(pair: EquationPair) -> Known:
     """The tower's own number."""
     _refuse_other_axes(pair)
     return Known(Kind.TOWER)
 
 
-@rule("psum psum_invariant", knows_constants=True)
+@rule("psum psum_invariant")
 def _added_over_towers(pair: EquationPair) -> list[Known]:
     """Parts add up to a copy; the sum of copies is T times a copy."""
     _refuse_other_axes(pair)
@@ -53,7 +53,7 @@ def _added_over_towers(pair: EquationPair) -> list[Known]:
     return found
 
 
-@rule("pmax pmin", knows_constants=True)
+@rule("pmax pmin")
 def _extreme_over_towers(pair: EquationPair) -> list[Known]:
     """The largest of the towers' maxima, or the smallest of their minima."""
     _refuse_other_axes(pair)
@@ -66,7 +66,7 @@ def _extreme_over_towers(pair: EquationPair) -> list[Known]:
     return found
 
 
-@rule("all_gather all_gather_invariant")
+@rule("all_gather all_gather_invariant", copies_as_rows=True)
 def _gathered_over_towers(pair: EquationPair) -> Known:
     """The towers' rows, joined along their dim, are the batch's rows."""
     _refuse_other_axes(pair)
@@ -88,7 +88,7 @@ def _gathered_over_towers(pair: EquationPair) -> Known:
     return copy(x.power)
 
 
-@rule("reduce_scatter psum_scatter")
+@rule("reduce_scatter psum_scatter", copies_as_rows=True)
 def _scattered_over_towers(pair: EquationPair) -> Known:
     """Each tower gets its rows of the sum of parts."""
     _refuse_other_axes(pair)
@@ -110,7 +110,7 @@ def _of_other_towers(x: Known, axis: int | None, order: Any) -> Known:
     return found._replace(zeros=x.zeros & {PADDING})
 
 
-@rule("ppermute", knows_constants=True, knows_identity=True)
+@rule("ppermute", knows_identity=True)
 def _passed_on(pair: EquationPair) -> list[Known]:
     """Each tower gets another tower's value: the same values in another order."""
     _refuse_other_axes(pair)
@@ -119,7 +119,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
             raise NotOfOneKindError("a permutation leaves towers out")
-    _, order = pair.walk.new_number("order")
+    order = pair.walk.new_identity()
     found = []
     for x, axis in zip(pair.ins, pair.rows_in, strict=True):
         if x.kind is Kind.ROWS and x.blocks == 1:
@@ -131,7 +131,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
     return found
 
 
-@rule("all_to_all", knows_identity=True)
+@rule("all_to_all", knows_identity=True, copies_as_rows=True)
 def _exchanged(pair: EquationPair) -> Known:
     """Rows exchanged for equally many rows of others: all rows in another order."""
     _refuse_other_axes(pair)
@@ -141,11 +141,11 @@ def _exchanged(pair: EquationPair) -> Known:
     is_even = pair.params["tiled"] and along == (axis, axis) == (pair.rows_out[0],) * 2
     if not is_even or x.kind is not Kind.ROWS or x.blocks > 1:
         raise NotOfOneKindError(f"no rule for all_to_all of {x}")
-    _, order = pair.walk.new_number("order")
+    order = pair.walk.new_identity()
     return _of_other_towers(x, axis, order)
 
 
-@rule("random_seed", knows_constants=True)
+@rule("random_seed")
 def _key_of_seed(pair: EquationPair) -> Known:
     """A key, which is a function of its seed."""
     [x] = pair.ins
@@ -154,7 +154,7 @@ def _key_of_seed(pair: EquationPair) -> Known:
     return function_of(pair.ins, "a key")
 
 
-@rule("random_fold_in", knows_constants=True)
+@rule("random_fold_in")
 def _key_of_number(pair: EquationPair) -> Known:
     """The tower's own key, if the tower's number is folded in; otherwise a function."""
     key, number = pair.ins
@@ -169,7 +169,7 @@ def _key_of_number(pair: EquationPair) -> Known:
     return function_of(pair.ins, "a key")
 
 
-@rule("random_split", knows_constants=True)
+@rule("random_split")
 def _keys_of_key(pair: EquationPair) -> Known:
     """Keys split from a tower's own key are its own; others need one key per row."""
     [key] = pair.ins
@@ -180,7 +180,7 @@ def _keys_of_key(pair: EquationPair) -> Known:
     return function_of([key], "a key")
 
 
-@rule("random_bits random_gamma")
+@rule("random_bits random_gamma", copies_as_rows=True)
 def _draw_of(pair: EquationPair) -> Known:
     """A draw of a tower's own key has one number per row; a shared key draws a copy."""
     key, *others = pair.ins

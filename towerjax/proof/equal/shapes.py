@@ -34,14 +34,14 @@ _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.SIZE}
 _LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
 
 
-@rule("iota", knows_constants=True)
+@rule("iota")
 def _counted_up(pair: EquationPair) -> Known:
     """The row numbers along a dim of rows; otherwise a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
     return Known(Kind.NUMBERS) if is_along else copy()
 
 
-@rule("dim_as_value", knows_constants=True, knows_identity=True)
+@rule("dim_as_value", knows_identity=True)
 def _size_as_number(pair: EquationPair) -> Known:
     """The number of a tower's rows, which is that of the batch divided by T."""
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
@@ -55,19 +55,19 @@ def _size_as_number(pair: EquationPair) -> Known:
     return copy(-1)
 
 
-@rule("platform_index", knows_constants=True)
+@rule("platform_index")
 def _platform_of_all(pair: EquationPair) -> Known:
     """A copy, because all towers are on devices of one platform."""
     return copy()
 
 
-@rule("random_wrap random_unwrap", knows_constants=True)
+@rule("random_wrap random_unwrap")
 def _key_as_bits(pair: EquationPair) -> Known:
     """The same key, as bits or as a key."""
     return pair.ins[0]
 
 
-@rule("broadcast_in_dim", knows_constants=True, knows_identity=True, kinds=[Kind.ORDER])
+@rule("broadcast_in_dim", knows_identity=True, kinds=[Kind.ORDER])
 def _broadcast(pair: EquationPair) -> Known:
     """The operand, repeated along new dims; rows stay along their dim."""
     x = pair.ins[0]
@@ -76,7 +76,7 @@ def _broadcast(pair: EquationPair) -> Known:
     dims = pair.params["broadcast_dimensions"]
     moved = None if r_in is None else dims[r_in]
     is_one = _size(pair.shape(0)) == _size(pair.out_shape())
-    kept = x if is_one else x._replace(number=None)
+    kept = x if is_one else x._replace(fact=None)
     if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is r_out is None:
         if 0 not in dims and pair.out_shape()[0] == pair.sizes.towers[0]:
             return Known(Kind.STACKED, x.power, note=Kind.COPY)
@@ -98,7 +98,7 @@ def _size(shape: tuple[Any, ...]) -> Any:
     return sorted(map(str, (x for x in shape if str(x) != "1")))
 
 
-@rule("tile", knows_constants=True, knows_identity=True)
+@rule("tile", knows_identity=True)
 def _repeated(pair: EquationPair) -> Known:
     """The operand, repeated; along rows its blocks are repeated."""
     [x] = pair.ins
@@ -106,7 +106,7 @@ def _repeated(pair: EquationPair) -> Known:
     [r_out] = pair.rows_out
     each = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
     is_one = all(both == (1, 1) for both in each)
-    kept = x if is_one else x._replace(number=None)
+    kept = x if is_one else x._replace(fact=None)
     changed = [i for i, (m, n) in enumerate(each) if m != n]
     if changed:
         from_one = changed == [r_out] and pair.sizes_along(0, changed[0]) == (1, 1)
@@ -122,7 +122,6 @@ def _repeated(pair: EquationPair) -> Known:
 
 @rule(
     "reshape",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.STACKED, Kind.SPREAD, Kind.ORDER],
 )
@@ -227,7 +226,7 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
     return rows(x.power)
 
 
-@rule("concatenate", kinds=[Kind.COLUMNS])
+@rule("concatenate", kinds=[Kind.COLUMNS], copies_as_rows=True)
 def _put_together(pair: EquationPair) -> Known:
     """The joined operands; along rows, blocks of rows stay blocks.
 
@@ -273,19 +272,19 @@ def _columns(pair: EquationPair, axis: int) -> Known:
     return Known(Kind.COLUMNS, note=tuple(columns))
 
 
-@rule("stack")
+@rule("stack", copies_as_rows=True)
 def _stacked_up(pair: EquationPair) -> Known:
     """The operands, stacked along a new dim."""
     return joined(pair.ins, "together with")
 
 
-@rule("unstack")
+@rule("unstack", copies_as_rows=True)
 def _unstacked(pair: EquationPair) -> Known:
     """Elements along a dim without rows."""
     return _some_of(pair, pair.params["axis"])
 
 
-@rule("rev")
+@rule("rev", copies_as_rows=True)
 def _reversed(pair: EquationPair) -> Known:
     """The operand, reversed; along rows it is another order of the rows."""
     [x] = pair.ins
@@ -297,7 +296,7 @@ def _reversed(pair: EquationPair) -> Known:
         return x
     if along not in pair.params["dimensions"]:
         return x
-    _, order = pair.walk.new_number("order")
+    order = pair.walk.new_identity()
     return permuted(x, along, (order, None))
 
 
@@ -313,7 +312,7 @@ def _some_of(pair: EquationPair, axis: int) -> Known:
     return x
 
 
-@rule("split")
+@rule("split", copies_as_rows=True)
 def _split_apart(pair: EquationPair) -> list[Known] | Known:
     """The pieces of the operand; along rows they must be whole blocks."""
     [x] = pair.ins
@@ -334,7 +333,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
     return found
 
 
-@rule("slice")
+@rule("slice", copies_as_rows=True)
 def _sliced(pair: EquationPair) -> Known:
     """A slice: all rows or whole blocks of rows, and any elements along other dims."""
     [x] = pair.ins
@@ -384,7 +383,7 @@ def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | 
     return int(number) if number is not None and number.denominator == 1 else None
 
 
-@rule("pad")
+@rule("pad", copies_as_rows=True)
 def _padded(pair: EquationPair) -> Known:
     """The operand, padded along dims without rows."""
     x, filler = pair.ins

@@ -13,6 +13,9 @@ from towerjax.proof.equal.kinds import (
     LINEAR,
     LOWEST,
     NO_ZEROS,
+    Count,
+    Flag,
+    InfinitePadding,
     Kind,
     Known,
     NotOfOneKindError,
@@ -43,7 +46,6 @@ _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 @rule(
     """reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor
     argmax argmin""",
-    knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED],
 )
@@ -75,9 +77,8 @@ def _reduction(pair: EquationPair) -> Known:
     if is_over:
         return _over_rows(pair, x, axes)
     if name in _SCALING:
-        is_infinite = x.number is not None and x.number == _CHANGES_NONE.get(name)
-        kept = x.number if is_infinite else None
-        return x.times_tower(x.power)._replace(number=kept)
+        kept = x.fact if _is_infinite(x, name) else None
+        return x.times_tower(x.power)._replace(fact=kept)
     if name.startswith("arg"):
         return x.times_tower(0)._replace(zeros=NO_ZEROS)
     return function_of([x], name)
@@ -104,22 +105,24 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
             raise NotOfOneKindError("padding counts in a sum over rows")
         found = part(x.power)
         is_all = len(axes) == len(pair.shape(0))
-        what, flag = x.number or ("", None)
-        if what == "flag" and is_all and holds_sums(pair.dtype(0)):
-            return found._replace(number=("count", flag))
+        if isinstance(x.fact, Flag) and is_all and holds_sums(pair.dtype(0)):
+            return found._replace(fact=Count(x.fact.flag))
         return found
     kind = _EXTREMES.get(pair.name)
     if kind is None:
         raise NotOfOneKindError(f"no rule for {pair.name} over the tower's rows")
-    what, number = x.number or ("value", None)
     is_whole = len(axes) == len(pair.shape(0)) and not pair.has_padding(x.zeros)
-    if what == "flag" and pair.name == "reduce_or" and is_whole:
-        return guards.has_any(number, True)
+    if isinstance(x.fact, Flag) and pair.name == "reduce_or" and is_whole:
+        return guards.has_any(x.fact.flag, True)
     is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
-    is_infinite = x.number is not None and x.number == _CHANGES_NONE.get(pair.name)
-    if pair.sizes.padded and not (is_false or is_infinite):
+    if pair.sizes.padded and not (is_false or _is_infinite(x, pair.name)):
         raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
     return Known(kind, x.power)
+
+
+def _is_infinite(x: Known, name: str) -> bool:
+    """Whether padding is the infinity that changes no such extreme."""
+    return isinstance(x.fact, InfinitePadding) and x.fact == _CHANGES_NONE.get(name)
 
 
 def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
@@ -135,7 +138,7 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
         return part(x.power)
     moved = tuple(i - sum(j < i for j in axes) for i in left)
     note = x.note._replace(dims=moved, each=x.note.each and not is_over)
-    return x._replace(note=note, number=None)
+    return x._replace(note=note, fact=None)
 
 
 def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
@@ -161,7 +164,7 @@ def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     raise NotOfOneKindError(f"no rule for {name} of {x}")
 
 
-@rule("reduce")
+@rule("reduce", copies_as_rows=True)
 def _reduction_by_a_function(pair: EquationPair) -> Known:
     """A reduction by a user's function, over dims without rows."""
     over = set(pair.params["dimensions"])
@@ -184,7 +187,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
             )
 
 
-@rule("cumsum cumprod cummax cummin cumlogsumexp")
+@rule("cumsum cumprod cummax cummin cumlogsumexp", copies_as_rows=True)
 def _cumulative(pair: EquationPair) -> Known:
     """A cumulative sum, product or extreme along a dim without rows."""
     [x] = pair.ins
@@ -197,7 +200,7 @@ def _cumulative(pair: EquationPair) -> Known:
     return function_of([x], pair.name)
 
 
-@rule("sort", knows_unknown=True, kinds=[Kind.SPREAD])
+@rule("sort", knows_unknown=True, kinds=[Kind.SPREAD], copies_as_rows=True)
 def _sorted(pair: EquationPair) -> list[Known]:
     """A sort along a dim without rows, which only moves elements of a row."""
     if pair.params["dimension"] in pair.rows_in:
@@ -215,7 +218,7 @@ def _in_another_order(pair: EquationPair) -> list[Known]:
     """A sort of rows: one order for all operands, with each row exactly once."""
     if len(pair.shape(0)) != 1:  # each column has its own order
         raise NotOfOneKindError("the tower's rows are sorted")
-    _, order = pair.walk.new_number("order")
+    order = pair.walk.new_identity()
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
 
@@ -237,7 +240,7 @@ def _places_in(value: Known) -> Known:
     return value.times_tower(0)
 
 
-@rule("top_k")
+@rule("top_k", copies_as_rows=True)
 def _best(pair: EquationPair) -> list[Known]:
     """The largest elements along a dim without rows, by the rule of a sort."""
     [x] = pair.ins
@@ -248,7 +251,7 @@ def _best(pair: EquationPair) -> list[Known]:
     return [x.times_tower(x.power), _places_in(x)]
 
 
-@rule("dot_general", knows_constants=True)
+@rule("dot_general")
 def _matrix_product(pair: EquationPair) -> Known:
     """A product; rows times rows, summed over the rows, are a part."""
     x, y = pair.ins
@@ -270,7 +273,7 @@ def _matrix_product(pair: EquationPair) -> Known:
     return copy(both.power - 1)
 
 
-@rule("conv_general_dilated")
+@rule("conv_general_dilated", copies_as_rows=True)
 def _convolution(pair: EquationPair) -> Known:
     """A convolution whose rows are images, or are summed into a kernel's gradient."""
     (x, y) = pair.ins
@@ -302,7 +305,8 @@ _WINDOW = {
 
 @rule(
     """reduce_window reduce_window_sum reduce_window_max reduce_window_min
-    select_and_scatter_add select_and_gather_add"""
+    select_and_scatter_add select_and_gather_add""",
+    copies_as_rows=True,
 )
 def _window(pair: EquationPair) -> Known:
     """A reduction of windows along dims without rows, a function of a row."""
@@ -327,7 +331,7 @@ def _window(pair: EquationPair) -> Known:
     return function_of(pair.ins, pair.name)
 
 
-@rule("fft")
+@rule("fft", copies_as_rows=True)
 def _transformed(pair: EquationPair) -> Known:
     """A Fourier transform, which is linear along the last dims."""
     [x] = pair.ins
@@ -340,7 +344,10 @@ def _transformed(pair: EquationPair) -> Known:
     return x
 
 
-@rule("cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve")
+@rule(
+    "cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve",
+    copies_as_rows=True,
+)
 def _of_matrices(pair: EquationPair) -> list[Known]:
     """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
@@ -352,7 +359,7 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
     return [found] * len(pair.rows_out)
 
 
-@rule("triangular_solve")
+@rule("triangular_solve", copies_as_rows=True)
 def _solution(pair: EquationPair) -> Known:
     """The solution of a triangular system, which is linear in its right-hand side."""
     (x, y) = pair.ins

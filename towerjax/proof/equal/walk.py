@@ -32,11 +32,15 @@ from towerjax.proof.equal.kinds import (
     NO_ZEROS,
     PADDING,
     ZERO,
+    Count,
+    Flag,
     Groups,
+    HasRow,
     Identity,
     Kind,
     Known,
     NotOfOneKindError,
+    OneValue,
     Power,
     function_of,
     rows,
@@ -112,10 +116,10 @@ class Walk:
         """Whether padding may count in a value that is known to be 0 in ``zeros``."""
         return self.sizes.padded and PADDING not in zeros
 
-    def new_number(self, what: str) -> tuple[str, Identity]:
+    def new_identity(self) -> Identity:
         """A new identity, which no other value has."""
         self._count += 1
-        return what, Identity(self._count)
+        return Identity(self._count)
 
     def closed(
         self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
@@ -246,7 +250,7 @@ class Walk:
         for value in pair.ins:
             if value.kind in SPECIAL - registered.kinds:
                 raise NotOfOneKindError(f"no rule for {pair.name} of {value}")
-        if not registered.knows_constants:
+        if registered.copies_as_rows:
             ins = [
                 _as_rows(x) if axis is not None else x
                 for x, axis in zip(pair.ins, pair.rows_in, strict=True)
@@ -276,8 +280,8 @@ class Walk:
             if len(found) > _MOST_FLAGS:
                 found &= {PADDING}
             value = value._replace(zeros=found)
-        if value.kind is Kind.PART and value.number is None:
-            value = value._replace(number=self.new_number("value"))
+        if value.kind is Kind.PART and value.fact is None:
+            value = value._replace(fact=OneValue(self.new_identity()))
         if value.power and not isinstance(value.power, Power):
             line = _line_of_power(pair, value.power)
             value = value._replace(power=Power(value.power, line))
@@ -324,13 +328,17 @@ def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
     def new(x: Any) -> Any:
         if isinstance(x, Groups):
             return x._replace(order=new(x.order))
+        if isinstance(x, OneValue):
+            return OneValue(new(x.number))
+        if isinstance(x, Flag | Count | HasRow):
+            return dataclasses.replace(x, flag=new(x.flag))
         if isinstance(x, tuple):
             return tuple(map(new, x))
         is_identity = type(x) is Identity and found.start < x <= found.end
         return Identity(x + shift) if is_identity else x
 
     zeros = frozenset(map(new, value.zeros))
-    return value._replace(number=new(value.number), note=new(value.note), zeros=zeros)
+    return value._replace(fact=new(value.fact), note=new(value.note), zeros=zeros)
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
@@ -356,7 +364,7 @@ def _as_rows(value: Known) -> Known:
 def _without_identity(value: Known) -> Known:
     """The value with its kind and power alone."""
     note = None if value.kind is Kind.COPY else value.note
-    return value._replace(zeros=NO_ZEROS, number=None, note=note)
+    return value._replace(zeros=NO_ZEROS, fact=None, note=note)
 
 
 def _is_same(x: Any, y: Any) -> bool:
@@ -378,7 +386,7 @@ def _of_plain_copies(pair: EquationPair) -> Known:
     return function_of(pair.ins, pair.name)._replace(zeros=NO_ZEROS)
 
 
-_NO_RULE = Registered(_of_plain_copies)
+_NO_RULE = Registered(_of_plain_copies, copies_as_rows=True)
 
 
 def kinds_of_results(

@@ -235,7 +235,7 @@ def in_padding(pair: EquationPair, result: int, value: Known) -> InPadding:
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     least = InPadding.ANY if is_inexact else InPadding.FINITE
     if value.kind in _OF_ANY_ROWS:
-        is_guarded = value.kind is Kind.MEAN and value.number is not None
+        is_guarded = value.kind is Kind.MEAN and value.fact is not None
         return InPadding.FINITE if is_guarded else least
     if value.kind in _WITHOUT_ROWS:
         # Its sum is one tower's, and a constant may be infinite.
