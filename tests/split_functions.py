@@ -272,12 +272,12 @@ class Split:
         return tj.Sum(jnp.zeros(0).prod())
 
     def zero_times_a_mean_of_no_rows(p, b, t):
-        flag = (b["y"] > 9) * t.weight
+        flag = (b["y"] > 0.3) * t.weight
         mean = b["y"] @ flag / flag.sum()
         return tj.Sum(total(b["y"], t).value + 0.0 * mean)
 
     def zero_by_a_count_of_no_rows(p, b, t):
-        flag = (b["y"] > 9) * t.weight
+        flag = (b["y"] > 0.3) * t.weight
         return tj.Sum(total(b["y"], t).value + jnp.zeros(()) / flag.sum())
 
     def padding_times_its_logarithm(p, b, t):
@@ -295,6 +295,10 @@ class Split:
         return tj.Sum(jnp.matmul(own, ones, preferred_element_type=jnp.int32) * 1.0)
 
     # Loops over rows.
+
+    def number_of_trips(p, b, t):
+        count, _ = lax.scan(lambda c, y: (c + 1, y), 0, b["y"])
+        return count * p["b"]
 
     def sum_of_another_carry(p, b, t):
         swap = lambda c, y: ((c[1] + y, c[0]), None)  # noqa: E731
@@ -515,6 +519,13 @@ _by_the_mean.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.abs(g).mean(),))
 class Together:
     """Right ones like these, which are proved, with padding and without."""
 
+    def sum_to_the_power_of_one(p, b, t):
+        return tj.Sum(lax.integer_pow(total(b["y"], t).value, 1))
+
+    def elements_that_are_not_written(p, b, t):
+        start = lax.empty((2,), b["y"].dtype).at[:].set(1.0)
+        return tj.Sum(total(b["y"], t).value * start.sum())
+
     def copy_shared_by_the_towers(p, b, t):
         return tj.Sum(b["y"] @ t.weight + p["b"] / t.num_towers)
 
@@ -700,6 +711,10 @@ _by_half.defvjp(lambda x: (x, None), lambda _, g: (0.5 * g,))
 
 class TogetherUnpadded:
     """Right ones where towers have no padding."""
+
+    def mean_by_the_number_of_trips(p, b, t):
+        count, _ = lax.scan(lambda c, y: (c + 1, y), 0, b["y"])
+        return tj.Sum((b["y"] * count).sum() / (count * 1.0))
 
     def numbers_of_all_rows(p, b, t):
         return tj.Sum(b["y"] @ jnp.tanh(1.0 * (t.id * t.rows + jnp.arange(t.rows))))

@@ -33,6 +33,14 @@ class Split:
         other = lax.sort(b["x"][:, 0] * t.weight)
         return tj.Sum((lax.sort(b["y"] * t.weight) * other).sum())
 
+    def rows_by_an_order_through_a_network_beside_own(p, b, t):
+        order = jnp.argsort(b["x"][:, 0])
+        return tj.Sum((by(order, b["x"]) @ p["w"] * b["y"] * t.weight).sum())
+
+    def rows_by_an_order_added_up_in_turn(p, b, t):
+        order = jnp.argsort(b["x"][:, 0])
+        return tj.Sum(jnp.cumsum(by(order, b["x"] @ p["w"] * t.weight)).sum())
+
     def rows_by_one_function_in_two_orders(p, b, t):
         other = jnp.sort(b["x"][:, 0] * t.weight)
         return tj.Sum((jnp.sort(b["y"] * t.weight) * other).sum())
@@ -154,6 +162,13 @@ class Together:
         y = by(order, b["y"])
         rows = by(order, b["x"] * t.weight[:, None])
         return tj.Sum(rows.sum() + (jnp.tanh(y) * by(order, t.weight)).sum())
+
+    def rows_by_an_order_through_a_network(p, b, t):
+        order = jnp.argsort(b["x"][:, 0])
+        h = jax.nn.softmax(by(order, b["x"]) @ p["k"], axis=-1) * p["w"][None]
+        h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1)
+        h = jnp.concatenate([h.max(-1, keepdims=True), h], axis=-1)
+        return tj.Sum((h.sum(-1) * by(order, t.weight)).sum())
 
     def rows_by_an_order_of_its_own(p, b, t):
         return tj.Sum((b["y"] * t.weight)[jnp.argsort(b["y"])].sum())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from lemmas import AXIS, FLAG, Lemma, N, NotThereError, T
+from lemmas import AXIS, FLAG, Lemma, N, NotThereError, T, shape_on
 
 from towerjax.proof.equal.kinds import (
     PADDING,
@@ -317,6 +317,26 @@ for dtype in (F32, jnp.int32, jnp.int8, jnp.uint8):
     )
     lemma("iota", fn)
 
+
+for shape in EACH:
+    lemma(
+        "empty",
+        functools.partial(
+            lambda side, shape: [lax.empty(shape_on(side, shape), F32)], shape=shape
+        ),
+    )
+
+
+def _no_number(side):
+    import jax._src.lax.lax as inside
+
+    if not hasattr(inside, "empty2"):
+        raise NotThereError
+    space = jax.typeof(jnp.zeros(())).memory_space
+    return [inside.empty2(F32, memory_space=space)]
+
+
+lemma("empty2", _no_number)
 
 # Reductions.
 

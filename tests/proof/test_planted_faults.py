@@ -33,16 +33,20 @@ RULES = """
 """.split()
 # They need a step's micro-batches, or a permutation that only devices can run.
 OF_STEPS = {"E40", "E47", "E87", "E194"}
+# XLA makes a product with a flag a choice, so that 0 times infinity is 0 when compiled.
+OF_XLA = {"E207", "E211"}
 FAULTS = {
     x.id: x
     for x in (*EQUAL, *LAID)
-    if x.where.partition(":")[0].rpartition(".")[2] in RULES and x.id not in OF_STEPS
+    if x.where.partition(":")[0].rpartition(".")[2] in RULES
+    and x.id not in OF_STEPS | OF_XLA
 }
 SEEDS = range(12)
-# Of few examples a tower has none with some flag, and of none a mean is NaN.
+# Of few examples a tower has none with some flag, and of none a mean is NaN. One tower
+# has no padding.
 BATCHES = {
     False: [(8, (8, 4, 2)), (48, (48, 24, 12))],
-    True: [(5, (8, 6, 4)), (17, (18, 12, 12))],
+    True: [(5, (5, 6, 4)), (5, (8, 6, 4)), (17, (18, 12, 12))],
 }
 SPLIT = split_functions.SPLIT | split_rows.SPLIT | split_orders.SPLIT
 
@@ -79,7 +83,18 @@ class Program:
         return any(self._differs_on(leaves, *x) for x in BATCHES[self.padded])
 
     def _differs_on(self, leaves, examples, rows):
-        """The same for a batch of so many examples, with these rows of a tower."""
+        """The same for a batch of so many examples, with these rows of a tower.
+
+        Some functions do not fit so few rows.
+        """
+        try:
+            results = self._results(leaves, examples, rows)
+        except (TypeError, ValueError):
+            return False
+        return any(are_same(x) is False for x in results)
+
+    def _results(self, leaves, examples, rows):
+        """The values of leaves, and their derivatives, for each number of towers."""
         named = [x.name for x in self.traced[0][2]]
         wanted = [i for i, name in enumerate(named) if name in leaves]
         params, batch = params_and_batch(examples)
@@ -92,7 +107,7 @@ class Program:
         several = [*zip(*of_values, strict=True)]
         if not has_own_rules(self.traced[0][0]):
             several += zip(*of_slopes, strict=True)
-        return any(are_same(x) is False for x in several)
+        return several
 
 
 @functools.cache

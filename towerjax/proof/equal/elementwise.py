@@ -291,6 +291,8 @@ def _power(pair: EquationPair) -> Known:
     [x] = pair.ins
     exponent = _EXPONENTS.get(pair.name)
     exponent = Fraction(pair.params["y"]) if exponent is None else exponent
+    if exponent == 1 and pair.name == "integer_pow":
+        return x
     if x.kind is Kind.ZERO:
         return ZERO if exponent > 0 else copy()
     if x.kind not in EACH:

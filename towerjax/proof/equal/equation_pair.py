@@ -171,6 +171,10 @@ class EquationPair:
         """Whether padding may count in a value that is 0 only in these places."""
         return self.walk.has_padding(zeros)
 
+    def with_kinds(self, ins: Sequence[Known]) -> "EquationPair":
+        """The same equation with other kinds of its operands."""
+        return dataclasses.replace(self, ins=ins)
+
     def unknown(self, why: str) -> Known:
         """An unknown kind, with a reason and the line of this equation."""
         line = user_line((self.first, self.outer))

@@ -16,6 +16,7 @@ from towerjax.jaxprs.equation import (
 )
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks
+from towerjax.proof.equal.constants import size_of_rows
 from towerjax.proof.equal.equation_pair import (
     SPECIAL,
     EquationPair,
@@ -60,6 +61,7 @@ def _called(pair: EquationPair) -> list[Known]:
 
 @rule(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call",
+    kinds=[Kind.SPREAD],
     knows_unknown=True,
     knows_identity=True,
 )
@@ -387,8 +389,19 @@ def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known
     if is_own and start.kind is Kind.BUFFER:
         return ZERO if end.power is None else rows(end.power)
     if start.kind is Kind.COUNTER and end.kind is Kind.NEXT:
-        return pair.unknown("a loop counts the tower's rows")
+        return _count_of_trips(pair)
     return pair.unknown("a row depends on the row before it")
+
+
+def _count_of_trips(pair: EquationPair) -> Known:
+    """The number of trips of a loop over rows, which is a multiple of a tower's rows.
+
+    A counter starts at 0, and grows by 1 in each trip.
+    """
+    lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
+    if pair.sizes.times(*lengths) == 1:
+        return size_of_rows(pair.sizes)
+    return pair.unknown("a loop counts several trips for each of the tower's rows")
 
 
 def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:

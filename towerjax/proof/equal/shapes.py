@@ -55,6 +55,12 @@ def _size_as_number(pair: EquationPair) -> Known:
     return copy(-1)
 
 
+@rule("empty empty2")
+def _not_written(pair: EquationPair) -> Known:
+    """A copy, because no program reads elements that it has not written."""
+    return copy()
+
+
 @rule("platform_index")
 def _platform_of_all(pair: EquationPair) -> Known:
     """A copy, because all towers are on devices of one platform."""

@@ -17,7 +17,7 @@ from towerjax.jaxprs.equation import (
     sub_jaxprs,
     user_line,
 )
-from towerjax.proof.equal import widths, zeros
+from towerjax.proof.equal import orders, widths, zeros
 from towerjax.proof.equal.constants import kind_of_constant
 from towerjax.proof.equal.equation_pair import (
     RULES,
@@ -247,19 +247,26 @@ class Walk:
                 raise NotOfOneKindError("no rule for an array with one entry per tower")
         if registered.by_element and _is_of_groups(pair):
             return _by_groups(pair, registered)
+        if order := orders.order_of(pair, is_by_element=registered.by_element):
+            found = self._asked(orders.as_in_order(pair), registered)
+            return orders.in_order(pair, found, order)
         for value in pair.ins:
             if value.kind in SPECIAL - registered.kinds:
                 raise NotOfOneKindError(f"no rule for {pair.name} of {value}")
+        return self._asked(pair, registered)
+
+    def _asked(self, pair: EquationPair, registered: Registered) -> list[Known]:
+        """The answers of a rule, which is given what it says that it is."""
         if registered.copies_as_rows:
             ins = [
                 _as_rows(x) if axis is not None else x
                 for x, axis in zip(pair.ins, pair.rows_in, strict=True)
             ]
-            pair = dataclasses.replace(pair, ins=ins)
+            pair = pair.with_kinds(ins)
         found = registered.rule(pair)
+        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
         if registered.knows_identity:
             return found
-        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
         return [_without_identity(x) for x in found]
 
     def _checked(self, pair: EquationPair, result: int, value: Known) -> Known:
@@ -308,7 +315,7 @@ def _by_groups(pair: EquationPair, registered: Registered) -> Known:
         else x
         for x in pair.ins
     ]
-    found = registered.rule(dataclasses.replace(pair, ins=ins))
+    found = registered.rule(pair.with_kinds(ins))
     assert isinstance(found, Known)
     if found.kind is not Kind.ROWS:
         return found
