@@ -37,6 +37,11 @@ class Split:
         order = jnp.argsort(b["x"][:, 0])
         return tj.Sum((by(order, b["x"]) @ p["w"] * b["y"] * t.weight).sum())
 
+    def elements_by_an_order_and_by_own_labels(p, b, t):
+        order = jnp.argsort(b["x"][:, 0])
+        label = (b["y"] > 0).astype(int)
+        return tj.Sum((b["x"][order, label] * by(order, t.weight)).sum())
+
     def rows_by_an_order_added_up_in_turn(p, b, t):
         order = jnp.argsort(b["x"][:, 0])
         return tj.Sum(jnp.cumsum(by(order, b["x"] @ p["w"] * t.weight)).sum())
@@ -162,6 +167,10 @@ class Together:
         y = by(order, b["y"])
         rows = by(order, b["x"] * t.weight[:, None])
         return tj.Sum(rows.sum() + (jnp.tanh(y) * by(order, t.weight)).sum())
+
+    def elements_by_an_order(p, b, t):
+        order = jnp.argsort(b["x"][:, 0])
+        return tj.Sum((b["x"][order, 1] ** 2 * by(order, t.weight)).sum())
 
     def rows_by_an_order_through_a_network(p, b, t):
         order = jnp.argsort(b["x"][:, 0])

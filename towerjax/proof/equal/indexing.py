@@ -129,8 +129,8 @@ def _update_at(pair: EquationPair) -> Known:
     return joined([x, new], "together with")
 
 
-def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
-    """The kind of each column of indices."""
+def _columns_of(pair: EquationPair, operand: int) -> list[Kind | Known]:
+    """The kind of each column of indices; of an order, all that is known."""
     at = pair.ins[operand]
     if at.kind is Kind.COLUMNS:
         return [*at.note]
@@ -152,8 +152,8 @@ def _gathered(pair: EquationPair) -> Known:
         known = x.kind in (Kind.ROWS, Kind.BUFFER) and x.blocks == 1
         if is_row and known and _is_loop_over(pair, 0, axis):
             return _of_this_row(x)
-    if at.kind is Kind.ORDER:
-        return _by_order(pair, dims)
+    if order := _order_in(at):
+        return _by_order(pair, dims, order)
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or x.kind is Kind.BUFFER:
         raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
@@ -171,21 +171,33 @@ def _gathered(pair: EquationPair) -> Known:
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _by_order(pair: EquationPair, dims: Any) -> Known:
+def _order_in(at: Known) -> Known | None:
+    """The order of rows that indices have, alone or in one of their columns."""
+    if at.kind is Kind.ORDER:
+        return at
+    columns = at.note if at.kind is Kind.COLUMNS else ()
+    return next((x for x in columns if isinstance(x, Known)), None)
+
+
+def _by_order(pair: EquationPair, dims: Any, order: Known) -> Known:
     """All rows in another order, each exactly once."""
     (x, at) = pair.ins
     (axis, at_axis) = pair.rows_in
     [out_axis] = pair.rows_out
     sizes = pair.params["slice_sizes"]
-    others = [i for i in range(len(sizes)) if i != axis]
-    is_by_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
+    columns = dict(zip(dims.start_index_map, _columns_of(pair, 1), strict=True))
+    is_by_row = axis in dims.collapsed_slice_dims
+    is_by_row &= columns.pop(axis, None) in (order, Kind.ORDER)
+    # Other columns are the same for all rows, and other dims are taken whole.
+    is_by_row &= all(kind in _SAME for kind in columns.values())
+    others = [i for i in range(len(sizes)) if i != axis and i not in columns]
     is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
     is_each = pair.times_rows(0, axis) == 1 and (at_axis, len(pair.shape(1))) == (0, 2)
     is_plain = x.kind is Kind.ROWS and x.blocks == 1 and out_axis is not None
-    if not (is_by_row and is_each and is_plain):
+    if not (is_by_row and is_each and is_plain and _keeps_by_fill(pair, x)):
         raise NotOfOneKindError(f"no rule for elements of {x} at {at}")
     assert out_axis is not None
-    return permuted(x, out_axis, at.note)
+    return permuted(x, out_axis, order.note)
 
 
 @rule("towerjax_take", copies_as_rows=True)

@@ -21,7 +21,6 @@ _WITHIN_ROWS = frozenset(
     reduce_min reduce_or reduce_and reduce_prod argmax argmin cumsum cummax cummin
     cumprod cumlogsumexp stop_gradient reduce_precision""".split()
 )
-_ALONG = ("dimension", "axis")
 
 
 def order_of(pair: EquationPair, *, is_by_element: bool) -> Groups | None:
@@ -41,9 +40,7 @@ def order_of(pair: EquationPair, *, is_by_element: bool) -> Groups | None:
     order = next(iter(notes))
     pairs = zip(pair.ins, pair.rows_in, strict=True)
     is_own = all(x.note.dims == (axis,) for x, axis in pairs if x.kind is Kind.SPREAD)
-    along = {pair.params[key] for key in _ALONG if key in pair.params}
-    is_along = along & {axis for axis in pair.rows_in if axis is not None}
-    return order if order.order is not None and is_own and not is_along else None
+    return order if order.order is not None and is_own else None
 
 
 def as_in_order(pair: EquationPair) -> EquationPair:

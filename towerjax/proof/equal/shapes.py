@@ -232,7 +232,7 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
     return rows(x.power)
 
 
-@rule("concatenate", kinds=[Kind.COLUMNS], copies_as_rows=True)
+@rule("concatenate", kinds=[Kind.COLUMNS, Kind.ORDER])
 def _put_together(pair: EquationPair) -> Known:
     """The joined operands; along rows, blocks of rows stay blocks.
 
@@ -244,14 +244,15 @@ def _put_together(pair: EquationPair) -> Known:
     if len(some) == 1:
         return ins[some[0]]
     if axis not in pair.rows_in:
-        if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
+        if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS, Kind.ORDER}:
             return _columns(pair, axis)
         if axis == pair.rows_out[0]:
             raise NotOfOneKindError("arrays without rows are joined to a dim of rows")
         return joined(ins, "together with")
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("the tower's rows are joined with other values")
-    if not pair.kinds <= {Kind.ROWS, Kind.ZERO}:
+    ins = [rows(x.power) if x.kind is Kind.COPY else x for x in ins]
+    if not {x.kind for x in ins} <= {Kind.ROWS, Kind.ZERO}:
         raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
     times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
     found = joined([x._replace(blocks=1) for x in ins], "together with")
@@ -265,12 +266,18 @@ def _put_together(pair: EquationPair) -> Known:
     return found._replace(blocks=int(sum(blocks)))
 
 
+_AS_COLUMNS = {Kind.NUMBERS, Kind.ROWS, Kind.COPY, Kind.ZERO, Kind.COLUMNS}
+
+
 def _columns(pair: EquationPair, axis: int) -> Known:
     """Indices that have the row numbers in some of their columns."""
-    columns: list[Kind] = []
+    columns: list[Kind | Known] = []
     is_last = axis == len(pair.out_shape()) - 1
     for i, x in enumerate(pair.ins):
-        known = x.kind in {Kind.NUMBERS, Kind.ROWS, Kind.ZERO, Kind.COLUMNS}
+        if x.kind is Kind.ORDER and is_last and pair.shape(i)[axis] == 1:
+            columns.append(x)
+            continue
+        known = x.kind in _AS_COLUMNS
         if not (known and is_last) or x.power or x.blocks > 1:
             raise NotOfOneKindError("no rule for these indices of the tower's rows")
         size = pair.shape(i)[axis]

@@ -252,6 +252,8 @@ class Walk:
             return orders.in_order(pair, found, order)
         for value in pair.ins:
             if value.kind in SPECIAL - registered.kinds:
+                if unknown:
+                    return unknown[0]
                 raise NotOfOneKindError(f"no rule for {pair.name} of {value}")
         return self._asked(pair, registered)
 
