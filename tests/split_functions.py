@@ -296,6 +296,21 @@ class Split:
 
     # Loops over rows.
 
+    def smallest_of_the_largest_of_chunks(p, b, t):
+        smaller = lambda c, y: (jnp.minimum(c, y.max()), None)  # noqa: E731
+        smallest, _ = lax.scan(smaller, 9.0, b["y"].reshape(2, -1))
+        return lax.pmin(lax.stop_gradient(smallest), t.axis_names)
+
+    def largest_in_a_loop_that_is_added_to(p, b, t):
+        larger = lambda c, y: (jnp.maximum(c, y) + y, None)  # noqa: E731
+        largest, _ = lax.scan(larger, 0.0, b["y"])
+        return lax.pmax(lax.stop_gradient(largest), t.axis_names)
+
+    def padding_that_is_largest_in_a_loop(p, b, t):
+        larger = lambda c, y: (jnp.maximum(c, y), None)  # noqa: E731
+        largest, _ = lax.scan(larger, -jnp.inf, b["y"])
+        return lax.pmax(lax.stop_gradient(largest), t.axis_names)
+
     def number_of_trips(p, b, t):
         count, _ = lax.scan(lambda c, y: (c + 1, y), 0, b["y"])
         return count * p["b"]
@@ -711,6 +726,16 @@ _by_half.defvjp(lambda x: (x, None), lambda _, g: (0.5 * g,))
 
 class TogetherUnpadded:
     """Right ones where towers have no padding."""
+
+    def largest_of_chunks(p, b, t):
+        larger = lambda c, y: (jnp.maximum(c, y.max()), None)  # noqa: E731
+        largest, _ = lax.scan(larger, -jnp.inf, b["y"].reshape(2, -1))
+        return lax.pmax(lax.stop_gradient(largest), t.axis_names)
+
+    def smallest_in_a_loop(p, b, t):
+        smaller = lambda c, y: (jnp.minimum(c, y), None)  # noqa: E731
+        smallest, _ = lax.scan(smaller, p["b"], b["y"])
+        return lax.pmin(lax.stop_gradient(smallest), t.axis_names)
 
     def mean_by_the_number_of_trips(p, b, t):
         count, _ = lax.scan(lambda c, y: (c + 1, y), 0, b["y"])

@@ -729,6 +729,10 @@ BODIES = {
     "takes off": lambda c, x: (c - x, x),
     "sums of chosen": lambda c, x: (jnp.where(x > 0, c + x, c), x),
     "last": lambda c, x: (x, x),
+    "largest": lambda c, x: (jnp.maximum(c, x), x * 2),
+    "smallest": lambda c, x: (jnp.minimum(c, x), x),
+    "largest, then added": lambda c, x: (jnp.maximum(c, x) + x, x),
+    "largest or smallest": lambda c, x: (jnp.minimum(jnp.maximum(c, x), x), x),
 }
 
 
@@ -777,6 +781,23 @@ def _in_chunks(side, x):
 
     return jax.tree.leaves(lax.scan(body, jnp.zeros(x.shape[1:], x.dtype), chunks))
 
+
+def _largest_in_chunks(side, start, x):
+    if side.rows % 2:
+        raise NotThereError
+    chunks = x.reshape(2, side.rows // 2, *x.shape[1:])
+
+    def body(carry, chunk):
+        largest, smallest, count = carry
+        largest = jnp.maximum(largest, chunk.max(0))
+        smallest = jnp.minimum(chunk.min(0), smallest)
+        return (largest, smallest, count + 1), chunk.max(0)
+
+    return jax.tree.leaves(lax.scan(body, (start, start, 0), chunks))
+
+
+lemma("scan", _largest_in_chunks, (), (N,))
+lemma("scan", _largest_in_chunks, (2,), ROWS)
 
 for shape in ((N,), ROWS):
     for dtype in (F32, I32, jnp.int8):

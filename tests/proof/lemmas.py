@@ -48,7 +48,7 @@ N = "rows"  # a dim of a tower's rows; (N, 2) is twice as many, (N, 1, 2) half a
 T = "towers"  # a dim with an entry for each tower
 FLAG = Identity(10**6)  # of examples alone
 ORDER = Identity(10**6 + 1)
-_MOST = 120  # combinations of kinds that a lemma is held for; more are drawn from
+_MOST = 80  # combinations of kinds that a lemma is held for; more are drawn from
 
 FULL = {
     "1 and 2": world_of((1, 2), (8, 4)),

@@ -36,12 +36,12 @@ def test_every_rule_has_a_lemma():
     assert not CASES.keys() & NOT_DRAWN
 
 
-def held(name, worlds, every=1):
-    """The tally of a primitive's lemmas; of many, each of ``every``."""
+def held(name, worlds, *, each_in=1, every=1):
+    """The tally of a primitive's lemmas, each held in some of the worlds in turn."""
     tally = lemmas.Tally()
     for number, each in enumerate(CASES[name][::every]):
-        for world in worlds:
-            lemmas.hold(each, world, number, tally)
+        for i in range(each_in):
+            lemmas.hold(each, worlds[(number + i) % len(worlds)], number, tally)
     return tally
 
 
@@ -55,6 +55,6 @@ def test_what_a_rule_says_holds(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_what_a_rule_says_holds_in_all_worlds(name):
-    tally = held(name, lemmas.WORLDS)
+    tally = held(name, [*lemmas.WORLDS], each_in=3)
     assert tally.held or name in OF_SOME_VERSIONS
     assert not tally.broken, "\n".join(map(str, tally.broken[:5]))

@@ -24,10 +24,12 @@ from towerjax.proof.equal.kinds import (
 _EXTREME_OF = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
 
 
-@rule("max min", knows_identity=True, by_element=True)
+@rule("max min", knows_identity=True, by_element=True, kinds=[Kind.SO_FAR])
 def _larger(pair: EquationPair) -> Known:
     """The larger of two values stays the larger, if both have the same power."""
     x, y = pair.ins
+    if Kind.SO_FAR in pair.kinds:
+        return _largest_so_far(pair)
     if found := guards.at_least_one(pair):
         return found
     extremes = [v for v in pair.ins if v.kind in _EXTREME_OF]
@@ -40,6 +42,37 @@ def _larger(pair: EquationPair) -> Known:
     if not pair.kinds <= EACH:
         raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
     return joined(pair.ins, "compared with")
+
+
+def _largest_so_far(pair: EquationPair) -> Known:
+    """The largest of a carry and a trip's value, in a loop over rows or chunks.
+
+    Padding is a row in a loop over rows, where nothing says that it is no larger.
+    """
+    x, y = pair.ins
+    one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
+    extreme = Kind.MAXIMUM if pair.name == "max" else Kind.MINIMUM
+    is_of_rows = pair.walk.loop is not None
+    fits = other.kind is Kind.COPY
+    fits |= other.kind is (Kind.ROW if is_of_rows else extreme)
+    fits &= one.power in (None, other.power)
+    fits &= isinstance(one.note, int) or one.note[1] is extreme
+    if not fits or (is_of_rows and pair.sizes.padded):
+        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
+    number = one.note if isinstance(one.note, int) else one.note[0]
+    return one._replace(power=other.power, note=(number, extreme))
+
+
+def extreme_of_trips(before: Known, start: Known, end: Known) -> Known | None:
+    """The kind of a carry that only grew, or only fell, in all trips; else None."""
+    if end.kind is not Kind.SO_FAR or not isinstance(end.note, tuple):
+        return None
+    number, extreme = end.note
+    fits = before.kind in (Kind.COPY, Kind.ZERO, extreme) and number == start.note
+    is_even = before.power == end.power
+    if start.kind is not Kind.SO_FAR or not (fits and is_even):
+        raise NotOfOneKindError(f"no rule for a loop that starts at {before}")
+    return Known(extreme, end.power)
 
 
 @rule(

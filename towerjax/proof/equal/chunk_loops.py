@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.jaxprs.equation import loop_sizes, open_jaxpr
+from towerjax.proof.equal.choices import extreme_of_trips
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     ZERO,
@@ -97,9 +98,11 @@ def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -
     """The kind of a carry after all trips."""
     if end.kind is Kind.UNKNOWN:
         return end
-    if (end.kind, end.note) != (Kind.SO_FAR, start.note):
-        return pair.unknown("a chunk of rows depends on the chunk before it")
     try:
+        if extreme := extreme_of_trips(before, start, end):
+            return extreme
+        if (end.kind, end.note) != (Kind.SO_FAR, start.note):
+            raise NotOfOneKindError("a chunk of rows depends on the chunk before it")
         return before if end.power is None else joined([before, part(end.power)])
     except NotOfOneKindError as error:
         return pair.unknown(str(error))

@@ -197,11 +197,12 @@ def _sum_so_far(pair: EquationPair) -> Known:
     adds_sums = pair.walk.loop is None and pair.walk.in_chunks
     other = as_part(other) if adds_sums else other
     is_taken_off = pair.name == "sub" and one is y
-    if other.kind is Kind.ZERO and not is_taken_off:
+    if other.kind is Kind.ZERO and not is_taken_off and isinstance(one.note, int):
         return one
     is_even = one.power in (None, other.power)
     addends = (Kind.PART,) if adds_sums else (Kind.ROW, Kind.COPY)
     adds = other.kind in addends and is_even and not is_taken_off
+    adds &= isinstance(one.note, int)  # it is no extreme
     if not adds:
         raise NotOfOneKindError(f"no rule for a sum of {one} and {other}")
     if not adds_sums and pair.has_padding(other.zeros):

@@ -15,6 +15,7 @@ from towerjax.jaxprs.equation import (
     trace_hidden,
 )
 from towerjax.proof.equal import guards
+from towerjax.proof.equal.choices import extreme_of_trips
 from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks
 from towerjax.proof.equal.constants import size_of_rows
 from towerjax.proof.equal.equation_pair import (
@@ -381,6 +382,11 @@ def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known
     """The kind of a carry after all rows."""
     if end.kind is Kind.UNKNOWN:
         return end
+    try:
+        if extreme := extreme_of_trips(first, start, end):
+            return extreme
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
     is_own = start.kind is end.kind and start.note == end.note
     if is_own and start.kind is Kind.SO_FAR:
         if end.power is None:
