@@ -39,9 +39,9 @@ class Recording(Walk):
         super().__init__(*args, **kwargs)
         self.visits: collections.Counter[int] = collections.Counter()
 
-    def _run(self, first: Any, second: Any, ins: Any, outer: Any) -> Any:
+    def _run(self, first: Any, second: Any, ins: Any, scope: Any) -> Any:
         self.visits[id(open_jaxpr(first))] += 1
-        return super()._run(first, second, ins, outer)
+        return super()._run(first, second, ins, scope)
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ def walk_of(programs, inputs, axes, padded):
     walk = Recording(sizes, axes)
     ins = one_tower.kinds_of_inputs(inputs, padded)
     try:
-        walk.closed(first.jaxpr, second.jaxpr, ins, None)
+        walk.closed(first.jaxpr, second.jaxpr, ins)
     except ProgramsDifferError:
         return None
     return walk

@@ -159,7 +159,7 @@ def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str
     one = traced_arrays(first.args)
     two = traced_arrays(second.args)
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
-    kinds = walk.closed(*jaxprs, ins, None)
+    kinds = walk.closed(*jaxprs, ins)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
     found = []

@@ -52,7 +52,7 @@ def _largest_so_far(pair: EquationPair) -> Known:
     x, y = pair.ins
     one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
     extreme = Kind.MAXIMUM if pair.name == "max" else Kind.MINIMUM
-    is_of_rows = pair.walk.loop is not None
+    is_of_rows = pair.scope.loop is not None
     fits = other.kind is Kind.COPY
     fits |= other.kind is (Kind.ROW if is_of_rows else extreme)
     fits &= one.power in (None, other.power)

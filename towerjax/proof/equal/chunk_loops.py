@@ -40,7 +40,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
     """The kinds of a loop's results over chunks: sums, and what it keeps per row."""
-    if pair.walk.loop is not None or pair.walk.in_chunks:
+    if pair.scope.loop is not None or pair.scope.in_chunks:
         raise NotOfOneKindError(
             "a loop over chunks of rows is inside another loop over rows"
         )
@@ -58,12 +58,8 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
             zip(given[consts:start], is_kept, strict=True)
         )
     ]
-    pair.walk.in_chunks = True
-    try:
-        ins = [*shared, *carry, *[_of_a_trip(pair, x) for x in given[start:]]]
-        outs = pair.walk.closed(*programs, ins, (pair.first, pair.outer))
-    finally:
-        pair.walk.in_chunks = False
+    ins = [*shared, *carry, *[_of_a_trip(pair, x) for x in given[start:]]]
+    outs = pair.inside(programs, ins, in_chunks=True)
     ends = [
         before if kept else _sum_of_trips(pair, before, *both)
         for before, kept, *both in zip(

@@ -194,7 +194,7 @@ def _sum_so_far(pair: EquationPair) -> Known:
     """The sum of a carry and what a trip adds to it, in a loop over rows or chunks."""
     x, y = pair.ins
     one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
-    adds_sums = pair.walk.loop is None and pair.walk.in_chunks
+    adds_sums = pair.scope.loop is None and pair.scope.in_chunks
     other = as_part(other) if adds_sums else other
     is_taken_off = pair.name == "sub" and one is y
     if other.kind is Kind.ZERO and not is_taken_off and isinstance(one.note, int):

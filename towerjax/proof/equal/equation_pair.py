@@ -94,6 +94,15 @@ def is_size(x: Any) -> bool:
     return isinstance(x, int | np.integer)
 
 
+class Scope(NamedTuple):
+    """Where an equation runs: what is around it, and which of a tower's rows it has."""
+
+    site: Site | None = None  # the equation that runs its program
+    loop: tuple[Any, Any] | None = None  # the lengths of a loop over rows
+    in_chunks: bool = False  # whether it has some of a tower's rows, as in a chunk
+    within: frozenset[str] = frozenset()  # axes of a tower's own devices
+
+
 @dataclasses.dataclass(frozen=True)
 class EquationPair:
     """The same equation of both programs, with the kinds of its operands."""
@@ -101,12 +110,27 @@ class EquationPair:
     walk: Any  # the walk of the two programs
     first: JaxprEqn
     second: JaxprEqn
-    outer: Site | None
+    scope: Scope
     ins: Sequence[Known]
     rows_in: Sequence[int | None]  # the dim of rows of each operand
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
     towers_out: Sequence[int | None]
+
+    @property
+    def site(self) -> Site:
+        """The equation, and those around it."""
+        return self.first, self.scope.site
+
+    def inside(
+        self, programs: Sequence[Any], ins: Sequence[Known], **scope: Any
+    ) -> list[Known]:
+        """The kinds of the results of programs that the equation runs.
+
+        ``scope`` has the fields of its scope that are others inside.
+        """
+        new = self.scope._replace(site=self.site, **scope)
+        return self.walk.closed(*programs, ins, new)
 
     @property
     def name(self) -> str:
@@ -177,7 +201,7 @@ class EquationPair:
 
     def unknown(self, why: str) -> Known:
         """An unknown kind, with a reason and the line of this equation."""
-        line = user_line((self.first, self.outer))
+        line = user_line(self.site)
         return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
 
 

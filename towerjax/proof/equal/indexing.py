@@ -29,9 +29,9 @@ _INTO_TABLE = {"scatter-max": Kind.MAXIMUM, "scatter-min": Kind.MINIMUM}
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
     """Whether the enclosing loop runs over a dim of an operand."""
-    if pair.walk.loop is None or axis is None:
+    if pair.scope.loop is None or axis is None:
         return False
-    return pair.sizes_along(operand, axis) == pair.walk.loop.lengths
+    return pair.sizes_along(operand, axis) == pair.scope.loop
 
 
 def _of_this_row(x: Known) -> Known:

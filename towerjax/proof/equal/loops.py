@@ -35,16 +35,8 @@ from towerjax.proof.equal.kinds import (
     part,
     rows,
 )
-from towerjax.proof.equal.walk import RowLoop
 
 _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
-
-
-def _inside(
-    pair: EquationPair, programs: Sequence[Any], ins: Sequence[Known]
-) -> list[Known]:
-    """The kinds of the results of the programs inside an equation."""
-    return pair.walk.closed(*programs, ins, (pair.first, pair.outer))
 
 
 @rule(
@@ -57,7 +49,7 @@ def _inside(
 def _called(pair: EquationPair) -> list[Known]:
     """The kinds of the results of the called program."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
-    return _inside(pair, programs, pair.ins)
+    return pair.inside(programs, pair.ins)
 
 
 @rule(
@@ -70,7 +62,7 @@ def _called_with_rule(pair: EquationPair) -> list[Known]:
     """The kinds of the called program, as other values if it has its own derivative."""
     ins = [_without_number(pair, x) for x in pair.ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
-    return [_without_number(pair, x) for x in _inside(pair, programs, ins)]
+    return [_without_number(pair, x) for x in pair.inside(programs, ins)]
 
 
 @rule(
@@ -92,7 +84,7 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
             f"the program has another {min(kinds)} for another number of towers"
         )
     if kinds == {"RematTraced"}:
-        return _inside(pair, programs, pair.ins)
+        return pair.inside(programs, pair.ins)
     if SPECIAL & pair.kinds:
         raise NotOfOneKindError(
             "a function with its own derivative has an operand that no rule covers"
@@ -134,7 +126,7 @@ def _branched(pair: EquationPair) -> list[Known]:
     if not (is_alike or is_any):
         raise NotOfOneKindError(f"no rule for a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
-    each = [_inside(pair, both, ins) for both in zip(*branches, strict=True)]
+    each = [pair.inside(both, ins) for both in zip(*branches, strict=True)]
     if is_any:
         return [_by_any(pair, predicate, both) for both in zip(*each, strict=True)]
     return [_either_of(pair, values) for values in zip(*each, strict=True)]
@@ -222,12 +214,12 @@ def _while_it_holds(pair: EquationPair) -> list[Known]:
     is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
 
     def trip(carry: list[Known]) -> list[Known]:
-        ends = _inside(pair, of_body, [*ins[tests:start], *carry])
+        ends = pair.inside(of_body, [*ins[tests:start], *carry])
         return _each_for_itself(ends) if is_by_row else ends
 
     carry = ins[start:]
     carry = _settled(pair, trip, _each_for_itself(carry) if is_by_row else carry)
-    [test] = _inside(pair, of_test, [*ins[:tests], *carry])
+    [test] = pair.inside(of_test, [*ins[:tests], *carry])
     if test.kind is Kind.UNKNOWN:
         return [test] * len(carry)
     if test.kind in (Kind.COPY, Kind.ZERO) and not test.power:
@@ -290,10 +282,10 @@ def _scanned(pair: EquationPair) -> list[Known]:
     xs = ins[start:]
 
     def trip(carry: list[Known]) -> list[Known]:
-        return _inside(pair, programs, [*ins[:consts], *carry, *xs])[:carry_size]
+        return pair.inside(programs, [*ins[:consts], *carry, *xs])[:carry_size]
 
     carry = _settled(pair, trip, ins[consts:start])
-    outs = _inside(pair, programs, [*ins[:consts], *carry, *xs])
+    outs = pair.inside(programs, [*ins[:consts], *carry, *xs])
     kept = [x.bare() for x in outs[carry_size:]]
     for i, x in enumerate(kept):
         if x.kind in SPECIAL or x.kind is Kind.MEAN:
@@ -305,7 +297,7 @@ def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Known]:
     """The kinds of a loop over rows, in which no row depends on another row."""
-    if pair.walk.loop is not None or Kind.SO_FAR in pair.kinds:
+    if pair.scope.loop is not None or Kind.SO_FAR in pair.kinds:
         raise NotOfOneKindError("a loop over the tower's rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
@@ -320,22 +312,18 @@ def _over_own_rows(
     ]
 
     def trip(carry: list[Known]) -> list[Known]:
-        return _inside(pair, programs, [*given[:consts], *carry, *each])
+        return pair.inside(programs, [*given[:consts], *carry, *each], loop=lengths)
 
-    pair.walk.loop = RowLoop(lengths)
-    try:
+    outs = trip(carry)
+    counts = [x.kind is Kind.COUNTER for x in carry]
+    is_next = [x.kind is Kind.NEXT for x in outs[:carry_size]]
+    if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
+        # A carry that starts at 0 and is not a counter is a sum.
+        carry = [
+            _sum_of_carry(i) if x.kind is Kind.COUNTER and not is_next[i] else x
+            for i, x in enumerate(carry)
+        ]
         outs = trip(carry)
-        counts = [x.kind is Kind.COUNTER for x in carry]
-        is_next = [x.kind is Kind.NEXT for x in outs[:carry_size]]
-        if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
-            # A carry that starts at 0 and is not a counter is a sum.
-            carry = [
-                _sum_of_carry(i) if x.kind is Kind.COUNTER and not is_next[i] else x
-                for i, x in enumerate(carry)
-            ]
-            outs = trip(carry)
-    finally:
-        pair.walk.loop = None
     starts = given[consts:start]
     ends = [
         first if kept else _end_of(pair, first, *both)
@@ -440,4 +428,4 @@ def _solved(pair: EquationPair) -> list[Known]:
     programs = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
     solve = [eqn.params["jaxprs"].solve for eqn in (pair.first, pair.second)]
     assert [open_jaxpr(x) for x in solve] == programs
-    return _inside(pair, solve, ins)
+    return pair.inside(solve, ins)

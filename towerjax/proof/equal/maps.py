@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs.equation import axes_of_dims, manual_axes, open_jaxpr
-from towerjax.proof.equal.equation_pair import EquationPair, Sizes, rule
+from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes, rule
 from towerjax.proof.equal.kinds import (
     InPadding,
     Kind,
@@ -33,12 +33,12 @@ def _mapped(pair: EquationPair) -> list[Known]:
     axis = _axis_of(pair)
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
-    walk = Walk(sizes, [axis], has_keys=False)
+    alone = manual_axes(pair.first) - {axis}
+    walk = Walk(sizes, [axis], has_keys=False, alone=alone)
     walk.kinds = pair.walk.kinds
-    walk.within = walk.alone = manual_axes(pair.first) - {axis}
     splits = [_dim_split(spec, axis) for spec in pair.params["in_specs"]]
     ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
-    outs = walk.closed(bodies[0], bodies[1], ins, (pair.first, pair.outer))
+    outs = walk.closed(*bodies, ins, Scope(pair.site, within=alone))
     avals = zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)
     specs = pair.params["out_specs"]
     each = zip(outs, avals, specs, strict=True)

@@ -23,7 +23,7 @@ _KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.Z
 
 def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless the collective is over all towers."""
-    if pair.walk.in_chunks:
+    if pair.scope.in_chunks:
         raise NotOfOneKindError(
             f"no rule for {pair.name} of a chunk of each tower's rows"
         )

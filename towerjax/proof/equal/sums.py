@@ -180,7 +180,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
     """Raise unless the reducing function is the same in both programs."""
     first, second = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
     given = [copy()] * (len(first.constvars) + len(first.invars))
-    for found in pair.walk.closed(first, second, given, (pair.first, pair.outer)):
+    for found in pair.inside((first, second), given):
         if found.kind not in (Kind.COPY, Kind.ZERO) or found.power:
             raise NotOfOneKindError(
                 f"no rule for a reduction by a function that gives {found}"

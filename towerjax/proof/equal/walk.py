@@ -9,7 +9,6 @@ from jax.extend.core import JaxprEqn, Literal
 
 from towerjax.jaxprs.equation import (
     PLAIN,
-    Site,
     is_foreign,
     is_ref,
     named_axes,
@@ -25,6 +24,7 @@ from towerjax.proof.equal.equation_pair import (
     EquationPair,
     ProgramsDifferError,
     Registered,
+    Scope,
     Sizes,
     failed,
 )
@@ -69,14 +69,8 @@ _PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
 )
+_TOP = Scope()
 _MOST_FLAGS = 8  # the most flags without which one value is known to vanish
-
-
-@dataclasses.dataclass(frozen=True)
-class RowLoop:
-    """The loop over rows that is being walked."""
-
-    lengths: tuple[Any, Any]  # in either program
 
 
 class _Walked(NamedTuple):
@@ -91,24 +85,26 @@ class _Walked(NamedTuple):
 class Walk:
     """One walk of two programs.
 
-    ``axes`` are the names of the axis of all towers. With ``has_keys``, a tower's own
-    key stands for one key per row.
+    ``axes`` are the names of the axis of all towers, and ``alone`` those of axes that
+    have one device. With ``has_keys``, a tower's own key stands for one key per row.
 
     Attributes:
       kinds: The kinds of the variables of each program, by the id of the first program.
     """
 
     def __init__(
-        self, sizes: Sizes, axes: Sequence[str], *, has_keys: bool = True
+        self,
+        sizes: Sizes,
+        axes: Sequence[str],
+        *,
+        has_keys: bool = True,
+        alone: frozenset[str] = frozenset(),
     ) -> None:
         self.sizes = sizes
         self.axes = frozenset(axes)
         self.has_keys = has_keys
-        self.loop: RowLoop | None = None
         self.kinds: dict[int, dict[Any, Known]] = {}
-        self.in_chunks = False  # in a loop over chunks of rows
-        self.within: frozenset[str] = frozenset()  # axes of a tower's own devices
-        self.alone: frozenset[str] = frozenset()  # axes that have one device
+        self.alone = alone
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -122,14 +118,14 @@ class Walk:
         return Identity(self._count)
 
     def closed(
-        self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
+        self, first: Any, second: Any, ins: Sequence[Known], scope: Scope = _TOP
     ) -> list[Known]:
         """The kinds of two programs' results, given those of their arguments.
 
         The programs are walked once for the same kinds. Each call gives results that
         are values of their own, because the arguments' values may be others.
         """
-        key = id(first), id(second), tuple(ins), self.loop, self.in_chunks, self.within
+        key = id(first), id(second), tuple(ins), scope._replace(site=None)
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
@@ -138,7 +134,7 @@ class Walk:
                 )
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
-            out = self._run(first, second, [*consts, *ins], outer)
+            out = self._run(first, second, [*consts, *ins], scope)
             kept = first, second  # kept, so that their ids stay unique
             self._known[key] = _Walked(out, start, self._count, kept)
             return out
@@ -148,7 +144,7 @@ class Walk:
         return [_renumbered(x, found, shift) for x in found.out]
 
     def _run(
-        self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
+        self, first: Any, second: Any, ins: Sequence[Known], scope: Scope
     ) -> list[Known]:
         a = open_jaxpr(first)
         b = open_jaxpr(second)
@@ -174,7 +170,7 @@ class Walk:
         for one, two in _eqn_pairs(a, b):
             pairs = zip(one.invars, two.invars, strict=True)
             operands = [read(*pair) for pair in pairs]
-            outs = self.equation(one, two, operands, outer)
+            outs = self.equation(one, two, operands, scope)
             env |= zip(one.outvars, outs, strict=True)
             twin |= zip(one.outvars, two.outvars, strict=True)
         self.kinds[id(a)] = env
@@ -185,10 +181,10 @@ class Walk:
         return kind_of_constant(self.sizes, first, second)
 
     def equation(
-        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Known], outer: Site | None
+        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Known], scope: Scope
     ) -> list[Known]:
         """The kinds of the results of an equation."""
-        pair = EquationPair(self, one, two, outer, ins, (), (), (), ())
+        pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
         count = len(one.outvars)
         try:
             pair = self._with_axes(pair)
@@ -328,7 +324,7 @@ def _by_groups(pair: EquationPair, registered: Registered) -> Known:
 def _line_of_power(pair: EquationPair, power: Any) -> str:
     """The line where a result of the equation got its power."""
     lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
-    return lines.get(power) or user_line((pair.first, pair.outer))
+    return lines.get(power) or user_line(pair.site)
 
 
 def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
@@ -417,7 +413,7 @@ def kinds_of_results(
     """
     first, second = programs
     try:
-        return Walk(sizes, axes).closed(first, second, ins, None)
+        return Walk(sizes, axes).closed(first, second, ins)
     except ProgramsDifferError as error:
         unknown = Known(Kind.UNKNOWN, why=str(error))
         return [unknown] * len(open_jaxpr(first).outvars)

@@ -38,15 +38,14 @@ def mapped_within(pair: EquationPair) -> list[Known]:
         raise NotOfOneKindError("a shard_map in a tower is over the towers")
     split = _axes_of_rows(pair)
     given = [_given_part(pair, x) for x in pair.ins]
-    before = pair.walk.within, pair.walk.in_chunks
-    pair.walk.within |= axes - split
-    # The devices of one place in all towers do not have all rows.
-    pair.walk.in_chunks |= bool(split)
-    try:
-        bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
-        outs = pair.walk.closed(*bodies, given, (pair.first, pair.outer))
-    finally:
-        pair.walk.within, pair.walk.in_chunks = before
+    bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
+    outs = pair.inside(
+        bodies,
+        given,
+        within=pair.scope.within | (axes - split),
+        # The devices of one place in all towers do not have all rows.
+        in_chunks=pair.scope.in_chunks or bool(split),
+    )
     return [_of_parts(pair, i, x, split) for i, x in enumerate(outs)]
 
 
@@ -98,7 +97,7 @@ def _of_parts(
 def is_within(pair: EquationPair) -> bool:
     """Whether an equation communicates among a tower's devices with all its rows."""
     axes = frozenset(named_axes(pair.first))
-    return bool(axes) and axes <= pair.walk.within
+    return bool(axes) and axes <= pair.scope.within
 
 
 def met_within(pair: EquationPair) -> list[Known]:
