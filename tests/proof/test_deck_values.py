@@ -39,4 +39,4 @@ ALL_DECKS = [
 def test_a_value_of_any_deck_is_what_is_said_of_it(deck, padded):
     counts, odd = held(*deck, padded)
     assert not odd, odd[:5]
-    assert sum(counts.values()) > 400
+    assert sum(counts.values()) > 50
