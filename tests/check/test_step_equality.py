@@ -354,7 +354,7 @@ def test_what_cannot_be_traced_for_other_rows_is_unknown():
         return mean(errors(params, batch), tower)
 
     found = says_of(train(loss_fn))
-    assert "number of rows, raises AssertionError" in found["step"].why
+    assert "traced for one tower of 24 rows, raises AssertionError" in found["step"].why
 
 
 @pytest.mark.few_fast(1)

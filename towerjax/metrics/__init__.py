@@ -1,8 +1,5 @@
 """Metric states that merge: the value is exact over any split of the data."""
 
-import typing as _typing
-
-import towerjax.types.notes as _notes
 from towerjax.metrics.rows import ratio as ratio
 from towerjax.metrics.state import compute as compute
 from towerjax.metrics.state import from_clu as from_clu
@@ -34,6 +31,3 @@ from towerjax.metrics.thresholds import (
     specificity_at_sensitivity as specificity_at_sensitivity,
 )
 from towerjax.metrics.weighted import Additive as Additive
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _notes.later_in_module(__name__)
