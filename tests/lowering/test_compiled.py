@@ -130,7 +130,9 @@ def test_one_trace_one_compile_and_donated_buffers(
     how = {"executor": executor, "cross_tower_ops": ops}
     strategy = mirrored(towers, count, tower_loop, **how)
     optimizer = optax.sgd(1e-3, momentum=0.9)
-    step = tj.build_train_step(counting, optimizer, strategy, remainder="pad")
+    # A proof of equality traces the loss of one tower, too.
+    options = {"remainder": "pad", "audit": False}
+    step = tj.build_train_step(counting, optimizer, strategy, **options)
     state = step.init(params(), local=LOCAL)
     placed = step.place_batch(batch())
     program = step.program(state, placed)

@@ -532,6 +532,7 @@ def metrics_named(names, params, batch, tower):
     return found | own_states(rounded, tower.weight, tower.id * len(rounded))
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D, way, names, sizes",

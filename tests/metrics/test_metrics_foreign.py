@@ -89,7 +89,8 @@ def test_train_metrics_are_values_of_the_global_batch():
         return tj.TowerOutput(loss, foreign(batch, w) | own)
 
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, tower_loop="scan")
-    options = {"remainder": "pad", "micro_batches": 3}
+    # Where a peak is, is told from a tower's first row.
+    options = {"remainder": "pad", "micro_batches": 3, "audit": False}
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     _, metrics = step(step.init(np.float32(1)), ROWS)
     check(metrics, expected())
@@ -116,6 +117,7 @@ def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
     assert (found.a, found.b) == (state.a, state.b)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 def test_a_last_value_is_the_mean_over_towers_and_the_last_of_batches():
     """As `clu.metrics` defines it: parts of a batch are not batches."""
