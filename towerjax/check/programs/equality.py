@@ -190,13 +190,15 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     a, b = [np.asarray(key_data(x)) for x in (first, second)]
     if a.shape == b.shape:
         found = walk.constant(a, b)
-        return _any_value(found) if found.kind is not Kind.UNKNOWN else unknown
+        # An argument that grows with the devices is another argument, and no mistake.
+        is_same = found.kind is not Kind.UNKNOWN and not found.power
+        return _any_value(found) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
         return unknown
     if a.shape[1:] == b.shape[1:]:
         found = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
-        if found.kind is Kind.UNKNOWN or not are_copies:
+        if found.kind is Kind.UNKNOWN or found.power or not are_copies:
             return Known(Kind.UNKNOWN, why=f"each device is given a different {name}")
         return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
