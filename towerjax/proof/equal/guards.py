@@ -38,8 +38,9 @@ def as_flag(pair: EquationPair, value: Known) -> Known:
 
 def counted_flag(value: Known) -> Any:
     """The flag whose rows a value counts, or None."""
-    is_count = value.kind is Kind.PART and isinstance(value.fact, Count)
-    return value.fact.flag if is_count else None
+    if value.kind is Kind.PART and isinstance(value.fact, Count):
+        return value.fact.flag
+    return None
 
 
 def comparison(pair: EquationPair) -> Known | None:

@@ -38,7 +38,7 @@ def _mapped(pair: EquationPair) -> list[Known]:
     walk.kinds = pair.walk.kinds
     splits = [_dim_split(spec, axis) for spec in pair.params["in_specs"]]
     ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
-    outs = walk.closed(*bodies, ins, Scope(pair.site, within=alone))
+    outs = walk.closed(bodies[0], bodies[1], ins, Scope(pair.site, within=alone))
     avals = zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)
     specs = pair.params["out_specs"]
     each = zip(outs, avals, specs, strict=True)
