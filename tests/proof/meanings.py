@@ -339,7 +339,7 @@ def _is_spread(case):
     first, _ = order
     placed = case.world.orders.get(first)
     pairs = zip(case.world.sides, merged, strict=True)
-    rows = [x.reshape(-1, *x.shape[2:]) for _, x in pairs]
+    rows = [x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for _, x in pairs]
     if placed is None:
         # Some order: the examples are the same ones, and padding is 0.
         if case.world.padded:
