@@ -7,7 +7,12 @@ import jax
 import numpy as np
 
 from towerjax.check.audit.advice import advise
-from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
+from towerjax.check.audit.comparison import (
+    AuditReport,
+    NotAudited,
+    SplitError,
+    join_reports,
+)
 from towerjax.check.audit.two_towers import Audit, StepToAudit
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
@@ -42,8 +47,9 @@ def run_audit(
     over a tower's own axes shows as a difference.
 
     The rows are the batch's first ones. They are few, or, if the function does not
-    accept so few, as many as a tower function gets in one of ``calls``; one only if it
-    gets one.
+    accept so few, as many as a tower function gets in one of ``calls``; at least
+    two. If it gets one row, towers of one row are compared as well, since they may run
+    another program.
 
     If batches may be padded, one more comparison gives the second tower half as many
     rows and the one tower more padding, so that a value which counts padding differs.
@@ -63,7 +69,11 @@ def run_audit(
             refuse_padding(total, unmasked)
         audit = audit.unpadded()
     try:
-        return _run_or_advise(audit)
+        report = _run_or_advise(audit)
+        if -(-len(feed.batches(rows, 1)) // calls) == 1 < audit.each:
+            alone = _run_or_advise(Audit(step, 1, pads=audit.pads))
+            report = join_reports([report, alone])
+        return report
     except NotAudited:
         if audit.pads:  # a leaf that differs without padding is wrong in any case
             _run_or_advise(audit.unpadded())
@@ -82,17 +92,14 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
     """The audit, traced for the smallest number of rows that the function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
-    each = -(-total // calls)
-    called_with = min(each, total // 2)
+    called_with = min(-(-total // calls), total // 2)
     called_with -= 0 if pads else called_with % split  # dropped rows are not padded
     if not called_with:
         raise NotAudited(
             f"The audit needs rows for two towers, but the batch has {total}. Give at"
             f" least {2 * split} rows."
         )
-    # A tower of one row may run another program than a tower of several.
-    least = 1 if each == 1 else 2
-    *few, most = dict.fromkeys([max(min(called_with, _ROWS), least), called_with])
+    *few, most = dict.fromkeys([max(min(called_with, _ROWS), 2), called_with])
     for size in few:
         try:
             return Audit(step, size + -size % split, pads=pads)

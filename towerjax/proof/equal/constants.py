@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.proof.equal.equation_pair import Sizes
 from towerjax.proof.equal.kinds import (
@@ -24,7 +25,7 @@ POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
     """The kind of a literal, or of an array that a program closes over."""
-    if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+    if isinstance(first, Tracer) or isinstance(second, Tracer):
         # A value of the program around a step, which has no number yet.
         why = "the program closes over other values for another number of towers"
         return copy() if first is second else Known(Kind.UNKNOWN, why=why)
