@@ -85,11 +85,13 @@ def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     integers.
     """
     value = _given(self, variable, value, "assign")
-    _warn_if_dropped("assign")
     if isinstance(variable, MirroredVar):
-        return _replace_value(variable, fit(variable, value))
-    check_towers(variable, self.num_towers)
-    return _replace_value(variable, fit_copies(variable, value, self.num_towers))
+        new = fit(variable, value)
+    else:
+        check_towers(variable, self.num_towers)
+        new = fit_copies(variable, value, self.num_towers)
+    _warn_if_dropped("assign")
+    return _replace_value(variable, new)
 
 
 def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
@@ -115,9 +117,9 @@ def _combine(
 ) -> Variable:
     what = f"assign_{combine.__name__}"
     value = _given(strategy, variable, value, what)
-    _warn_if_dropped(what)
     if isinstance(variable, MirroredVar):
         new = jax.tree.map(combine, variable.value, fit(variable, value))
+        _warn_if_dropped(what)
         return _replace_value(variable, new)
     raise ValueError(
         f"strategy.{what} of {label(variable)} is unclear. To change each tower's copy"
@@ -156,7 +158,6 @@ def update_var(
     """
     check_callable("fn", fn, "fn(value, *args)")
     args, kwargs = _given(self, variable, (args, kwargs), "update")
-    _warn_if_dropped("update")
     copies = [variable.value]
     if isinstance(variable, TowerLocal):
         check_towers(variable, self.num_towers)
@@ -169,9 +170,12 @@ def update_var(
         )
         raise
     if isinstance(variable, MirroredVar):
-        return _replace_value(variable, fit(variable, news[0]))
-    rows = jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *news)
-    return _replace_value(variable, fit(variable, rows))
+        new = fit(variable, news[0])
+    else:
+        rows = jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *news)
+        new = fit(variable, rows)
+    _warn_if_dropped("update")
+    return _replace_value(variable, new)
 
 
 def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
