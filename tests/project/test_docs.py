@@ -582,6 +582,14 @@ class Unproved:
         k = jax.pure_callback(np.abs, like, batch["k"], vmap_method="expand_dims")
         return tj.Weighted.mean(batch["x"] @ params["w"] * k, tower.weight)
 
+    def best(params, batch, tower):
+        scores = batch["x"] @ params["w"]
+        return tj.Weighted.mean(scores - scores[jnp.argmax(scores)], tower.weight)
+
+    def key_as_number(params, batch, tower):
+        noise = jax.random.key_data(tower.rng)[0] / 2.0**32
+        return tj.Weighted.mean(batch["x"] @ params["w"] + noise, tower.weight)
+
     def merged(params, batch, tower):
         loss = tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)
         return tj.TowerOutput(loss, {"least": Least(batch["x"].min())})
