@@ -63,6 +63,22 @@ BRANCHES = {
     "more than 5": lambda e: 2 * e if len(e) > 5 else e,
     "at least 60": lambda e: 2 * e if len(e) >= 60 else e,
 }
+ONE_ROW = {
+    "a factor": lambda e: e * {1: 2.0}.get(len(e), 1.0),
+    "a factor of two rows": lambda e: e * {1: 3.0, 2: 2.0}.get(len(e), 1.0),
+    "operands": lambda e: (e - 1) ** 3 if len(e) > 1 else (1 - e) ** 3,
+    "a line": lambda e: jnp.sin(e) if len(e) == 1 else jnp.cos(e),
+    "an argument": lambda e: jnp.clip(e, 0.0, 1.0 if len(e) == 1 else 2.0),
+    "an axis": lambda e: e * jnp.ones((2, 3)).sum(0 if len(e) == 1 else 1)[0],
+    "an index": lambda e: e * jnp.arange(1.0, 4)[int(len(e) == 1)],
+    "a power": lambda e: jnp.power(e, 1 if len(e) == 1 else 2),
+    "the rows": lambda e: e * len(e),
+    "a table": lambda e: (
+        e * jnp.take_along_axis(e[:, None], jnp.zeros((len(e), 1), int), 1)[:, 0]
+        if len(e) > 1
+        else e
+    ),
+}
 CASES = [
     # what the branch asks for, rows of the batch, towers, remainder
     *[(name, 16, 4, "error") for name in [*BRANCHES][:6]],
@@ -107,6 +123,27 @@ def test_pairs_of_a_padded_batch_are_not_proved():
     assert not is_proved(step_of(of_pairs, 4, "pad"), batch)
     full = step_of(of_pairs, 4, "error")
     assert not is_proved(full, batch_of(16))  # pairs are not known as such
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+def test_a_branch_on_one_row_is_not_proved(name, remainder):
+    loss_fn = loss_of(ONE_ROW[name])
+    batch = batch_of(4)
+    alone = run(loss_fn, 1, batch, remainder)
+    assert abs(run(loss_fn, 4, batch, remainder) - alone) > 1e-3 * abs(alone)
+    assert not is_proved(step_of(loss_fn, 4, remainder), batch)
+
+
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+def test_towers_of_one_row_are_proved_where_jax_alone_takes_another_way(remainder):
+    def loss_fn(params, batch, tower):
+        scores = batch["x"] * params["w"][None]
+        label = jnp.abs(batch["y"]).astype(jnp.int32) % 3
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, label)
+        return tj.Weighted.mean(losses, tower.weight)
+
+    assert is_proved(step_of(loss_fn, 4, remainder), batch_of(4))
 
 
 @pytest.mark.parametrize("rows", [16, 15, 13, 8, 5, 4, 3, 2])

@@ -27,11 +27,13 @@ from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
     MergedLeaf,
+    TowerProgram,
     equal_to_one_tower,
     has_own_derivatives,
     worst_of,
 )
-from towerjax.step.plan import Plan
+from towerjax.proof.equal.same_path import way_of
+from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.types import Reduction
 
@@ -87,13 +89,59 @@ def _equalities(step: StepToProve) -> list[Equality]:
     found = list[Equality]()
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
-        traced = traced_passes(step, alone)
-        found = _of_passes(traced, step)
+        traced, found = _of_programs(step, alone)
         programs = [x for each in traced for x in each.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return found
-    traced = traced_passes(step, whole)
-    return worst_of(found + _of_passes(traced, step))
+    return worst_of(found + _of_programs(step, whole)[1])
+
+
+def _of_programs(
+    step: StepToProve, passes: Passes
+) -> tuple[list[PassToProve], list[Equality]]:
+    """Return the traced passes, and the answers for their programs.
+
+    JAX traces other equations for a dim of 1. If a tower has one row, a leaf is also
+    proved if it is proved for two rows a tower, and the function takes the same way for
+    both; see `same_path`.
+    """
+    traced = traced_passes(step, passes)
+    found = _of_passes(traced, step)
+    unknown = any(x.says == "unknown" for x in found)
+    if not unknown or step.rows != step.strategy.placement.row_shards:
+        return traced, found
+    examples = None if step.examples is None else 2 * step.examples
+    more = {"rows": 2 * step.rows, "examples": examples, "programs": ()}
+    doubled = dataclasses.replace(step, **more)
+    try:
+        again = traced_passes(doubled, passes)
+    except NotTracedError:
+        return traced, found
+    if not all(map(_take_one_way, traced, again)):
+        return traced, found
+    proved = {x.leaf for x in _of_passes(again, doubled) if x.says == "proved"}
+    return traced, [
+        dataclasses.replace(x, says="proved", why="")
+        if x.says == "unknown" and x.leaf in proved
+        else x
+        for x in found
+    ]
+
+
+def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
+    """Whether a pass takes the way that it takes for twice the rows.
+
+    Its own program and one tower's have to take the same way.
+    """
+
+    def of(each: PassToProve) -> tuple[TowerProgram, TowerProgram]:
+        [own, *_] = [x for x in each.programs if x.towers > 1]
+        [*_, one_tower] = [x for x in each.programs if x.towers == 1]
+        return own, one_tower
+
+    pairs = zip(of(single), of(doubled), strict=True)
+    own, one_tower = [way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs]
+    return own is not None and own == one_tower
 
 
 def line_of_own_devices(traced: Traced) -> str:

@@ -58,14 +58,14 @@ _HAS_ROWS = {
 
 # Parameters that are not compared: sizes, which follow from shapes or which rules
 # check; precision; and programs, which are walked.
-_NOT_COMPARED = frozenset(
+NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
     cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
     donated_invars call reps _prim""".split()
 )
 # Parameters that say where arrays are, which changes no number.
-_PLACES = frozenset(
+PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
 )
@@ -217,12 +217,12 @@ class Walk:
         # The rule for a permutation of towers checks it for both numbers of towers.
         of_rule = set() if is_within(pair) else {"perm"}
         keys = (one.params | two.params).keys()
-        for key in keys - _NOT_COMPARED - _PLACES - of_rule:
+        for key in keys - NOT_COMPARED - PLACES - of_rule:
             x = one.params.get(key)
             y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
                 continue  # rules of derivatives, or of an unknown primitive
-            if x is not y and not _is_same(x, y):
+            if x is not y and not is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(
                     f"{key} of {name} depends on the number of towers"
@@ -372,7 +372,8 @@ def _without_identity(value: Known) -> Known:
     return value._replace(zeros=NO_ZEROS, fact=None, note=note)
 
 
-def _is_same(x: Any, y: Any) -> bool:
+def is_same(x: Any, y: Any) -> bool:
+    """Whether two parameters of equations are the same."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return np.array_equal(x, y)
     return type(x) is type(y) and bool(x == y)
