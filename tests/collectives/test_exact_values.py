@@ -202,7 +202,6 @@ def test_predictions_may_be_keys_where_a_batch_is_padded():
     np.testing.assert_array_equal(jax.random.key_data(out), jax.random.key_data(keys))
 
 
-@pytest.mark.sampled
 @pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction():
     towers = 3
@@ -231,7 +230,9 @@ def test_evaluation_reads_tower_local_values_by_their_reduction():
         }
 
     batch = np.ones((2 * towers - 1, 5), np.float32)
-    metrics = tj.build_eval_step(metric_fn, strategy)(state, batch)
+    # It reads statistics that depend on the towers.
+    evaluate = tj.build_eval_step(metric_fn, strategy, audit=False)
+    metrics = evaluate(state, batch)
     read = tj.towers.read_local(
         {name: state.local[name] for name in kinds if name != "none"}
     )
