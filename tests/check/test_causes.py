@@ -49,7 +49,7 @@ def source_of(deck, name):
     return {n for first, last in spans for n in range(first, last)}
 
 
-@pytest.mark.few_fast(8)
+@pytest.mark.few_fast(5)
 @pytest.mark.filterwarnings("ignore:(?s)not proved")
 @pytest.mark.parametrize("deck, name", LOSSES)
 def test_a_refusal_names_a_line_of_the_wrong_loss(deck, name):

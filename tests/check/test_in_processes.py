@@ -226,6 +226,7 @@ call_in_process("x", 1, time.sleep, 600)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_one_that_waits_for_it():
     variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
     parent = subprocess.Popen([sys.executable, "-c", STARTS], env=variables)

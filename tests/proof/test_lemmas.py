@@ -45,7 +45,7 @@ def held(name, worlds, *, each_in=1, every=1):
     return tally
 
 
-@pytest.mark.few_fast(24)
+@pytest.mark.few_fast(16)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_what_a_rule_says_holds(name):
     tally = held(name, ["1 and 3, padded"], every=7)

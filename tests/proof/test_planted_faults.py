@@ -152,7 +152,7 @@ def precise():
         yield
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_is_found(name):
     assert finds(FAULTS[name]) is not None

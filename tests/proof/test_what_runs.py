@@ -109,6 +109,7 @@ def is_proved(step, batch):
         return False
 
 
+@pytest.mark.few_fast(5)
 @pytest.mark.parametrize("name, rows, towers, remainder", CASES)
 def test_a_branch_on_the_number_of_rows_is_not_proved(name, rows, towers, remainder):
     loss_fn = loss_of(BRANCHES[name])
@@ -125,6 +126,7 @@ def test_pairs_of_a_padded_batch_are_not_proved():
     assert not is_proved(full, batch_of(16))  # pairs are not known as such
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("name", ONE_ROW)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_a_branch_on_one_row_is_not_proved(name, remainder):
@@ -146,6 +148,7 @@ def test_towers_of_one_row_are_proved_where_jax_alone_takes_another_way(remainde
     assert is_proved(step_of(loss_fn, 4, remainder), batch_of(4))
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("rows", [16, 15, 13, 8, 5, 4, 3, 2])
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_a_mean_is_proved_for_any_number_of_examples(rows, remainder):

@@ -206,6 +206,7 @@ def test_that_no_batch_came_twice_is_noted():
     assert twice.notes == () and "note:" not in str(twice)
 
 
+@pytest.mark.slow
 def test_a_training_that_hangs_is_killed_after_the_timeout():
     text = r"of 2 steps at once did not end within 8 s, and was killed\. .*: hangs"
     with pytest.raises(tj.testing.ProgramDied, match=text):

@@ -77,6 +77,7 @@ def test_the_missing_compiler_of_absent_devices_is_told_first(shell, monkeypatch
         assert (code, out, error) == (2, "", f"towerjax report: {text}\n")
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_ended_after_the_timeout(shell):
     code, _, error = shell(
         "check", "of_user:main", "--devices", "1", "2", "--timeout", "8"

@@ -1,4 +1,4 @@
-"""Two traces of a function for other numbers of rows: did its code take one way?
+"""Whether the traces of a function for two numbers of rows took one way through it.
 
 JAX itself traces other equations for a dim of one row: it drops the dim from a gather,
 and leaves reshapes and broadcasts out. So the program of a tower of one row cannot be
