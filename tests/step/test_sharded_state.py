@@ -142,6 +142,7 @@ def test_a_state_of_another_layout_is_refused_and_placed():
         mirrored_step(step.init(start()), rows())
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("state, ops", [
     ("mirrored", tj.AllReduce()),

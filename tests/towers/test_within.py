@@ -176,6 +176,7 @@ OVER_ONE = by_shard_map(axis_names={"model"})
 OVER_ALL = by_shard_map()
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "strategy"), [
     (plain_loss_fn, wide(4, **FSDP)),
