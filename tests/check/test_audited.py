@@ -363,6 +363,16 @@ def test_a_program_is_audited_once(counted, tmp_path, cache):
     assert len(counted) == 7
 
 
+@pytest.mark.parametrize("patience_s, lines", [(0.0, 1), (60.0, 0)])
+def test_a_long_proof_says_that_it_runs(monkeypatch, capsys, patience_s, lines):
+    monkeypatch.setattr(first_call, "_PATIENCE_S", patience_s)
+    step = tj.build_train_step(scaled(2.0), optax.sgd(0.1), FOUR)
+    step.check(step.init(PARAMS), BATCH)
+    step(step.init(PARAMS), BATCH)
+    said = capsys.readouterr().err
+    assert said.count("towerjax: proving that the step is equal to one tower") == lines
+
+
 @pytest.mark.slow
 def test_an_audit_result_stays_beside_the_programs_of_a_cache(
     counted, tmp_path, monkeypatch, cache

@@ -26,6 +26,7 @@ from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, tol
 from towerjax.check.equality.traced_passes import StepToProve
 from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch
+from towerjax.mesh.processes import calls_after, print_line
 from towerjax.mesh.transfer import readable
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
@@ -34,6 +35,7 @@ from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
+_PATIENCE_S = 5.0  # after which a proof says that it runs
 _MOST_EXAMPLES = 8  # of which batches that may be padded are proved
 
 
@@ -214,7 +216,8 @@ def _prove(
       SplitError: A leaf is proved to depend on the split, or differs in the sample.
       NotProved: A leaf is not proved, or none is merged, and a proof is asked for.
     """
-    equality = to_prove()
+    with calls_after(_PATIENCE_S, _say_that_it_is_proved):
+        equality = to_prove()
     equality.refuse()
     _found(step, seconds=step.checked.seconds + equality.seconds)
     if not equality.leaves and is_asked:
@@ -234,6 +237,12 @@ def _prove(
         examples = *examples, equality.examples
     unproved = {**before, **new}
     _found(step, note="; ".join(notes), unproved=unproved, examples=examples)
+
+
+def _say_that_it_is_proved() -> None:
+    """Print why a first call takes so long."""
+    if jax.process_index() == 0:
+        print_line(f"proving that the step is equal to one tower. {LEAVE_OUT}")
 
 
 def _sample(
