@@ -327,8 +327,14 @@ def _rows(draw, known, shapes, dtype):
         return world.flags[known.fact.flag]
     split = split_rows(world, joined, fill, each)
     is_plain = not known.zeros and known.fact is None
-    if is_plain and known.in_padding is InPadding.AS_EXAMPLE and each == 1:
-        split = [joined[at] for at in world.repeated]
+    is_whole = each.denominator == 1
+    if is_plain and known.in_padding is InPadding.AS_EXAMPLE and is_whole:
+        of_rows = joined.reshape(int(total / each), int(each), *joined.shape[1:])
+        repeated = [of_rows[at] for at in world.repeated]
+        split = [
+            x.reshape(len(x), x.shape[1] * x.shape[2], *joined.shape[1:])
+            for x in repeated
+        ]
     found = []
     for own in split:
         x = np.moveaxis(own, 2, 1)
