@@ -1489,7 +1489,7 @@ EQUAL = (
        "return copy()", _split("number_of_trips")),
     _m("E210", "an update may read what each tower has",
        "check.equality.read_by_update:per_tower_values_read",
-       "if not isinstance(v, Literal) and v in own:", "if False:",
+       "if not isinstance(v, Literal) and v in per_tower:", "if False:",
        "step_equality::an_update_that_reads_a_value_of_each_tower_is_not_proved"),
     _m("E96", "a byte holds any number of rows", f"{_EQUAL}widths:why_not_held",
        "or bool(x.power)", "", _split("count_of_own_rows_in_a_byte")),

@@ -86,14 +86,14 @@ def _why_not_traced(step: StepToProve) -> str:
 
 def _equalities(step: StepToProve) -> list[Equality]:
     whole = step.plan.passes
-    found = list[Equality]()
+    answers = list[Equality]()
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
-        traced, found = _of_programs(step, alone)
+        traced, answers = _of_programs(step, alone)
         programs = [x for each in traced for x in each.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
-            return found
-    return worst_of(found + _of_programs(step, whole)[1])
+            return answers
+    return worst_of(answers + _of_programs(step, whole)[1])
 
 
 def _of_programs(
@@ -106,25 +106,25 @@ def _of_programs(
     both; see `same_path`.
     """
     traced = traced_passes(step, passes)
-    found = _of_passes(traced, step)
-    unknown = any(x.says == "unknown" for x in found)
+    answers = _of_passes(traced, step)
+    unknown = any(x.says == "unknown" for x in answers)
     if not unknown or step.rows != step.strategy.placement.row_shards:
-        return traced, found
+        return traced, answers
     examples = None if step.examples is None else 2 * step.examples
     more = {"rows": 2 * step.rows, "examples": examples, "programs": ()}
     doubled = dataclasses.replace(step, **more)
     try:
         again = traced_passes(doubled, passes)
     except NotTracedError:
-        return traced, found
+        return traced, answers
     if not all(map(_take_one_way, traced, again)):
-        return traced, found
+        return traced, answers
     proved = {x.leaf for x in _of_passes(again, doubled) if x.says == "proved"}
     return traced, [
         dataclasses.replace(x, says="proved", why="")
         if x.says == "unknown" and x.leaf in proved
         else x
-        for x in found
+        for x in answers
     ]
 
 

@@ -25,15 +25,15 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
     if not traced.plan.accepts or traced.plan.by_tower:
         return []
     passes = iter(traced.passes)
-    given = traced.plan.passes.run(lambda *_: next(passes).out, traced.args)
+    merged = traced.plan.passes.run(lambda *_: next(passes).out, traced.args)
     program = traced.finish.jaxpr
-    pairs = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_per_tower)
+    pairs = jax.tree_util.tree_leaves_with_path(merged, is_leaf=_is_per_tower)
     variables = iter(program.invars)
-    own = {}
+    per_tower = {}
     for path, x in pairs:
         of_value = [next(variables) for _ in jax.tree.leaves(x)]
         if _is_per_tower(x):
-            own |= dict.fromkeys(of_value, jax.tree_util.keystr(path[-1:]))
+            per_tower |= dict.fromkeys(of_value, jax.tree_util.keystr(path[-1:]))
     is_state = jax.tree.leaves(_of_state(traced.shapes))
     results = [v for v, kept in zip(program.outvars, is_state, strict=True) if kept]
     eqns = needed_eqns(program.eqns, results)
@@ -41,9 +41,10 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
         *[(v, user_line((eqn, None))) for eqn in eqns for v in eqn.invars],
         *[(v, "") for v in results],
     ]:
-        if not isinstance(v, Literal) and v in own:
+        if not isinstance(v, Literal) and v in per_tower:
             at = f", at {line}" if line else ""
-            why = f"it reads {own[v]}, which each tower has a value of its own of{at}"
+            name = per_tower[v]
+            why = f"it reads {name}, which each tower has a value of its own of{at}"
             return [Equality(UPDATE, "unknown", why)]
     return []
 

@@ -116,32 +116,32 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     One is the step's own, and one is a single tower with all examples of the batch. If
     batches may be padded, the step's own is also compared with one tower of a number of
     rows that is no power of the number of towers, so that a count of rows is never
-    taken for one. A step of one tower without micro-batches is
-    compared with two towers of as many rows.
+    taken for one. A step of one tower without micro-batches is compared with two
+    towers of as many rows.
     """
-    own = RowSplit(step.strategy.num_towers, step.rows, micro_batches)
-    if own.number == 1:
-        own = RowSplit(2, step.rows)
-    each = step.strategy.placement.row_shards
-    total = own.number * own.rows
+    of_step = RowSplit(step.strategy.num_towers, step.rows, micro_batches)
+    if of_step.number == 1:
+        of_step = RowSplit(2, step.rows)
+    row_shards = step.strategy.placement.row_shards
+    total = of_step.number * of_step.rows
     examples = total if step.examples is None else step.examples
-    one_tower = RowSplit(1, examples + -examples % each)
+    one_tower = RowSplit(1, examples + -examples % row_shards)
     if not step.padded:
-        return [one_tower, own]
+        return [one_tower, of_step]
     # Multiples of a tower's rows, which functions that view rows in groups accept.
     counts = [
-        count * own.rows
-        for count in range(2, own.number + 6)
-        if not _is_power(count, own.number)
+        count * of_step.rows
+        for count in range(2, of_step.number + 6)
+        if not _is_power(count, of_step.number)
     ]
     padded, *more = [RowSplit(1, x) for x in counts if x != one_tower.rows]
-    if one_tower.rows != own.rows:
-        return [padded, own, one_tower]
+    if one_tower.rows != of_step.rows:
+        return [padded, of_step, one_tower]
     # Rows would have the size of other dims. Towers of more rows stand between.
-    larger = own._replace(rows=2 * own.rows)
+    larger = of_step._replace(rows=2 * of_step.rows)
     if larger.rows == padded.rows:
         padded = more[0]
-    return [own, padded, larger, one_tower]
+    return [of_step, padded, larger, one_tower]
 
 
 def _is_power(count: int, towers: int) -> bool:

@@ -145,9 +145,9 @@ def _require_same_settings() -> None:
     """
     settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    own = versions | {"towerjax": __version__} | settings
+    compared = versions | {"towerjax": __version__} | settings
     exchange = Exchange("settings", "the settings", threading.Event())
-    of_all = exchange.all_gather(own)
+    of_all = exchange.all_gather(compared)
     problems = [
         f"{name} is {first} on process 0, but {other[name]} on process {process}"
         for process, other in enumerate(of_all)

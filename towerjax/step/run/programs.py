@@ -165,9 +165,8 @@ class Programs:
         devices = self.placement.devices
         with one_thread_at_a_time(devices):
             out = self._call(program, first, batch, *step_flag)
-            bound_in_flight(
-                devices, *out[1:], out[0]
-            )  # the next call may donate out[0]
+            # The next call may donate out[0].
+            bound_in_flight(devices, *out[1:], out[0])
         return out
 
     def _call(
