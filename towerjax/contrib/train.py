@@ -52,9 +52,6 @@ def train_step(
         any clipping, in float32.
       options: As for `tj.build_train_step`.
 
-    Returns:
-      A step, as `tj.build_train_step` returns it.
-
     Raises:
       ValueError: An option has an unknown value. At ``init``: the optimizer's state has
         no learning rate, or several. At the first call: the loss already has a metric
