@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from lemmas import AXIS, FLAG, Lemma, N, NotThereError, T, shape_on
+from lemmas import AXIS, FLAG, B, Lemma, N, NotThereError, T, shape_on
 
 from towerjax.proof.equal.kinds import (
     PADDING,
+    ZERO,
     Flag,
+    Kind,
+    Known,
     rows,
 )
 
@@ -578,6 +581,17 @@ for dtype in INDEXED:
             return [lax.dynamic_slice(x, (i, j), sizes(side.rows))]
 
         lemma("dynamic_slice", sliced, shape, (), (), dtypes=(dtype, I32, I32))
+    own_rows = lambda side, x, i, j: [  # noqa: E731
+        lax.dynamic_slice(x, (i, j), (side.rows, 2))
+    ]
+    at = [ZERO, Known(Kind.TOWER), Known(Kind.FIRST_ROW)], [ZERO]
+    lemma("dynamic_slice", own_rows, (B, 2), (), (), dtypes=(dtype, I32, I32),
+          kinds=(None, *at))  # fmt: skip
+    write_rows = lambda side, x, y, i, j: [  # noqa: E731
+        lax.dynamic_update_slice(x, y, (i, j))
+    ]
+    lemma("dynamic_update_slice", write_rows, (B, 2), (N, 2), (), (),
+          dtypes=(dtype, dtype, I32, I32), kinds=([ZERO], None, *at))  # fmt: skip
     for shape, new in ((ROWS, (N, 1)), (ROWS, (1, 2)), ((4, 2), (2, 2))):
         fn = lambda side, x, y, i, j: [  # noqa: E731
             lax.dynamic_update_slice(x, y, (i, j))
@@ -627,6 +641,8 @@ WRITES = (
     ((N, 3), (N,), (N,), lambda x, i, y: (x.at[jnp.arange(len(x)), i], y)),
     ((N, 3), (2,), (N, 2), lambda x, i, y: (x.at[:, i], y)),
     ((N, 2), (N,), (N, 2), lambda x, i, y: (x.at[i], y)),
+    ((B, 2), (N,), (N, 2), lambda x, i, y: (x.at[i], y)),
+    ((3, 2), (N,), (N, 2), lambda x, i, y: (x.at[i], y)),
 )
 for name, method in (
     ("scatter", "set"), ("scatter-add", "add"), ("scatter-mul", "multiply"),

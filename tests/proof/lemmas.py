@@ -37,6 +37,7 @@ from towerjax.proof.equal.kinds import (
     InPadding,
     Kind,
     Known,
+    NumberInBatch,
     copy,
     part,
     rows,
@@ -46,6 +47,7 @@ from towerjax.proof.equal.walk import Walk
 AXIS = "towers"
 N = "rows"  # a dim of a tower's rows; (N, 2) is twice as many, (N, 1, 2) half as many
 T = "towers"  # a dim with an entry for each tower
+B = "batch"  # a dim of the rows of all towers, of a batch without padding
 FLAG = Identity(10**6)  # of examples alone
 ORDER = Identity(10**6 + 1)
 _MOST = 80  # combinations of kinds that a lemma is held for; more are drawn from
@@ -91,6 +93,10 @@ def shape_on(side, template):
             found.append(side.rows)
         elif size == T:
             found.append(side.towers)
+        elif size == B:
+            if min(side.counts) < side.rows:
+                raise NotThereError
+            found.append(side.towers * side.rows)
         elif isinstance(size, tuple):
             _, times, by = (*size, 1)[:3]
             if side.rows * times % by:
@@ -196,6 +202,8 @@ def _plain_kinds_for(template, dtype, world):
             found.append(Known(Kind.NUMBERS))
         if template[:1] == (N,) and is_whole and len(template) == 1 and not is_flag:
             found.append(Known(Kind.ORDER, note=(ORDER, None)))
+            if not world.padded and np.dtype(dtype).itemsize >= 4:
+                found.append(rows()._replace(fact=NumberInBatch()))
         if N in template:
             note = Groups((template.index(N),), True, (ORDER, None))
             found.append(Known(Kind.SPREAD, Fraction(0), note=note))
@@ -325,6 +333,8 @@ def _rows(draw, known, shapes, dtype):
         fill = functools.partial(np.full, fill_value=end, dtype=dtype)
     if isinstance(known.fact, Flag):
         return world.flags[known.fact.flag]
+    if isinstance(known.fact, NumberInBatch):
+        return [np.arange(x.towers * x.rows).reshape(x.towers, -1) for x in world.sides]
     split = split_rows(world, joined, fill, each)
     is_plain = not known.zeros and known.fact is None
     is_whole = each.denominator == 1

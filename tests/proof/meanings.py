@@ -20,6 +20,7 @@ from towerjax.proof.equal.kinds import (
     InfinitePadding,
     InPadding,
     Kind,
+    NumberInBatch,
 )
 
 
@@ -548,6 +549,8 @@ def _fact_holds(case):
     if isinstance(fact, InfinitePadding):
         end = np.inf * fact.sign
         return all((as_wide(x) == end).all() for x in _padding_of(case))
+    if isinstance(fact, NumberInBatch):
+        return all((x.ravel() == np.arange(x.size)).all() for x in case.values)
     flag = getattr(fact, "flag", None)
     if flag not in case.world.flags or case.known.kind is Kind.MEAN:
         return True

@@ -15,6 +15,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    NumberInBatch,
     copy,
     function_of,
     joined,
@@ -86,7 +87,8 @@ def _comparison(pair: EquationPair) -> Known:
     x, y = pair.ins
     if pair.name == "lt" and y.kind is Kind.ZERO:
         own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
-        if x.kind in own or x.kind is Kind.ORDER:
+        is_number = isinstance(x.fact, NumberInBatch)
+        if x.kind in own or x.kind is Kind.ORDER or is_number:
             return copy(note=False)
     if x.kind is Kind.NUMBERS and pair.name == "lt":
         is_each = pair.times_rows(0, pair.rows_in[0]) == 1

@@ -17,6 +17,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    NumberInBatch,
     added,
     as_part,
     copy,
@@ -163,7 +164,8 @@ def _sum_of_two(pair: EquationPair) -> Known:
         at = 0 if x.kind is Kind.NUMBERS else 1
         is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
         if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
-            return rows()
+            is_vector = len(pair.shape(at)) == 1
+            return rows()._replace(fact=NumberInBatch() if is_vector else None)
         raise NotOfOneKindError("no rule for a sum with a tower's first row number")
     own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}
     if kinds & own:

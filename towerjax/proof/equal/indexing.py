@@ -12,6 +12,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    NumberInBatch,
     added,
     copy,
     joined,
@@ -78,6 +79,11 @@ def _slice_at(pair: EquationPair) -> Known:
         whole = _are_same(others) and pair.rows_out[0] is None
         if whole and _is_loop_over(pair, 0, axis):
             return _of_this_row(x)
+    if x.kind is Kind.COPY and axis is None and pair.rows_out[0] is not None:
+        place = pair.rows_out[0]
+        taken = [eqn.params["slice_sizes"][place] for eqn in (pair.first, pair.second)]
+        if _are_rows_of_batch(pair, 0, place, at) and pair.sizes.times(*taken) == 1:
+            return rows(x.power)
     if axis != pair.rows_out[0] or x.kind not in LINEAR | {Kind.KEY}:
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and sizes[axis] != pair.shape(0)[axis]:
@@ -92,6 +98,22 @@ def _slice_at(pair: EquationPair) -> Known:
     if axis is None and is_by_row and x.kind in (Kind.COPY, Kind.ROW):
         return joined([x, *[v.times_tower(x.power) for v in at if v.kind is Kind.ROW]])
     raise NotOfOneKindError(_AMONG_ROWS)
+
+
+def _are_rows_of_batch(
+    pair: EquationPair, operand: int, axis: int, at: list[Known]
+) -> bool:
+    """Whether a dim has the rows of the batch, and a slice starts at the tower's."""
+    pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
+    is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
+    is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    others = [v for i, v in enumerate(at) if i != axis]
+    return is_whole and at[axis].kind is Kind.FIRST_ROW and _are_same(others)
+
+
+def _is_flag(pair: EquationPair) -> bool:
+    """Whether the array has flags, which no towers add up."""
+    return pair.dtype(0) == jnp.bool_
 
 
 def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
@@ -120,6 +142,17 @@ def _update_at(pair: EquationPair) -> Known:
         if not (is_here and is_one and _is_loop_over(pair, 0, axis)):
             raise NotOfOneKindError(_AMONG_ROWS)
         return _with_this_row(pair, x, new)
+    place = pair.rows_in[1]
+    if (
+        x.kind is Kind.ZERO
+        and axis is None
+        and place is not None
+        and not _is_flag(pair)
+    ):
+        is_each = pair.times_rows(1, place) == 1 and new.blocks == 1
+        is_each &= new.kind in (Kind.ROWS, Kind.ZERO)
+        if is_each and _are_rows_of_batch(pair, 0, place, at):
+            return part(new.power)  # of each row all towers but one have 0
     if new.kind is Kind.BUFFER or axis != pair.rows_in[1] or not _are_same(at):
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
@@ -306,6 +339,10 @@ def _into_table(pair: EquationPair, x: Known, new: Known) -> Known:
         if pair.has_padding(new.zeros):
             raise NotOfOneKindError("padding counts in a sum over rows")
         return added([x, part(new.power)])
+    is_each = isinstance(pair.ins[1].fact, NumberInBatch) and not _is_flag(pair)
+    is_each &= pair.name == "scatter" and "CLIP" not in str(pair.params["mode"])
+    if is_each and x.kind is Kind.ZERO:
+        return part(new.power)  # no two rows have one number
     kind = _INTO_TABLE.get(pair.name)
     is_even = new.kind is Kind.ROWS and x.power == new.power and not pair.sizes.padded
     if kind is not None and x.kind is Kind.COPY and is_even:

@@ -113,6 +113,11 @@ class InfinitePadding:
     sign: int
 
 
+@dataclasses.dataclass(frozen=True)
+class NumberInBatch:
+    """Rows that are each row's number in the whole batch, which has no padding."""
+
+
 LOWEST = InfinitePadding(-1)
 HIGHEST = InfinitePadding(1)
 
@@ -162,7 +167,9 @@ class Known(NamedTuple):
     # Where the value is 0: PADDING, and flags without which all of it is 0.
     zeros: frozenset[Any] = NO_ZEROS
     # What else is known of it; equal values of one of these types are the same value.
-    fact: OneValue | Flag | Count | HasRow | InfinitePadding | None = None
+    fact: OneValue | Flag | Count | HasRow | InfinitePadding | NumberInBatch | None = (
+        None
+    )
     # For a COPY its number, if that is known; for other kinds as the kind says.
     note: Any = None
     in_padding: InPadding = InPadding.ANY
