@@ -231,6 +231,22 @@ for dtype in (F32, jnp.int8, jnp.int32, jnp.bool_):
             lambda side, x, new: [lax.reshape(x, new(side.rows, side.towers))], new=new
         )
         lemma("reshape", fn, shape, dtypes=dtype)
+    for shape, new, dims in (
+        (ROWS, lambda n: (2 * n,), (1, 0)),
+        (ROWS, lambda n: (n, 2), (1, 0)),
+        (ROWS, lambda n: (2, n), (1, 0)),
+        (ROWS, lambda n: (2, n, 1), (1, 0)),
+        ((2, N), lambda n: (n, 2), (1, 0)),
+        ((2, N), lambda n: (2 * n,), (1, 0)),
+        ((2, N, 2), lambda n: (n, 4), (1, 2, 0)),
+        ((2, (N, 1, 2), 2), lambda n: (n, 2), (1, 0, 2)),
+        ((2, 3), lambda n: (3, 2), (1, 0)),
+    ):
+
+        def reshaped(side, x, new=new, dims=dims):
+            return [lax.reshape(x, new(side.rows), dims)]
+
+        lemma("reshape", reshaped, shape, dtypes=dtype)
 
 for dtype in (F32, jnp.int32, jnp.bool_):
     for first, second, dim in (

@@ -43,6 +43,12 @@ def deviation_of_groups(errors):
     return errors + deviation.mean()
 
 
+def pairs_of_columns(errors):
+    """Each two values of a table with two columns, read column by column."""
+    table = jnp.stack([errors, 2 * errors + 1], axis=1)
+    return table.reshape(-1, order="F").reshape(-1, 2)
+
+
 def of_pairs(params, batch, tower):
     """The differences of neighbours, without the last row of an odd number."""
     errors = errors_of(params, batch)
@@ -62,6 +68,7 @@ BRANCHES = {
     "one row": lambda e: 2 * e if len(e) == 1 else e,
     "more than 5": lambda e: 2 * e if len(e) > 5 else e,
     "at least 60": lambda e: 2 * e if len(e) >= 60 else e,
+    "columns first": lambda e: pairs_of_columns(e).prod(1),
 }
 ONE_ROW = {
     "a factor": lambda e: e * {1: 2.0}.get(len(e), 1.0),
@@ -87,6 +94,7 @@ CASES = [
     ("one row", 4, 4, "pad"),
     ("more than 5", 15, 3, "error"),
     ("at least 60", 61, 8, "pad"),
+    ("columns first", 12, 4, "error"),
 ]
 
 

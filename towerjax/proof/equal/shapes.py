@@ -1,5 +1,6 @@
 """Rules for equations that reshape elements or take some of them."""
 
+import dataclasses
 from fractions import Fraction
 from typing import Any
 
@@ -133,6 +134,8 @@ def _repeated(pair: EquationPair) -> Known:
 )
 def _reshaped(pair: EquationPair) -> Known:
     """The operand in another shape; blocks of rows stay blocks, if no row is cut."""
+    if pair.params["dimensions"] is not None:  # as for order="F"
+        pair = _transposed_before(pair)
     x = pair.ins[0]
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
@@ -161,6 +164,35 @@ def _reshaped(pair: EquationPair) -> Known:
     if blocks is not None:
         return x._replace(blocks=blocks)
     return _as_groups(pair, x, r_in)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTransposed(EquationPair):
+    """A reshape whose operand is transposed before."""
+
+    def shape(self, operand: int) -> tuple[Any, ...]:
+        """The shape of the transposed operand in the first program."""
+        shape = super().shape(operand)
+        return tuple(shape[i] for i in self.params["dimensions"])
+
+    def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
+        """The sizes of a dim of the transposed operand, in both programs."""
+        return super().sizes_along(operand, self.params["dimensions"][axis])
+
+
+def _transposed_before(pair: EquationPair) -> EquationPair:
+    """The reshape, as one of the operand with its dims in the order that it reads."""
+    place = {old: new for new, old in enumerate(pair.params["dimensions"])}
+    [x] = pair.ins
+    if x.kind is Kind.SPREAD:
+        dims = tuple(place[i] for i in x.note.dims)
+        x = x._replace(note=x.note._replace(dims=dims))
+    moved = {
+        name: [None if axis is None else place[axis] for axis in getattr(pair, name)]
+        for name in ("rows_in", "towers_in")
+    }
+    fields = {x.name: getattr(pair, x.name) for x in dataclasses.fields(pair)}
+    return _OfTransposed(**fields | moved | {"ins": [x]})
 
 
 def _split_over_towers(pair: EquationPair, x: Known) -> Known:
@@ -201,7 +233,8 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     times = pair.sizes.times(*pairs)
     each = Fraction(times or 0) / blocks
     if pair.sizes.padded or not is_size(pairs[0]):
-        return blocks if each.denominator == 1 else None
+        of_old = pair.times_rows(0, r_in) or Fraction(0)
+        return blocks if (each.denominator, of_old.denominator) == (1, 1) else None
     return blocks if not any(n % blocks for n in pairs) else None
 
 
