@@ -79,7 +79,7 @@ def _laid_otherwise(pair: EquationPair) -> Known:
     return pair.ins[0]
 
 
-@rule("transpose", knows_identity=True, kinds=[Kind.SPREAD])
+@rule("transpose", knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED])
 def _transposed(pair: EquationPair) -> Known:
     """The operand; groups of rows lie along the new numbers of their dims."""
     [x] = pair.ins

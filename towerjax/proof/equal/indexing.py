@@ -1,5 +1,6 @@
 """Rules for reads and writes of elements by indices that a program computes."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from towerjax.proof.equal.kinds import (
     added,
     copy,
     joined,
+    of_one_tower,
     part,
     permuted,
     product_of,
@@ -127,7 +129,7 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     is_whole = all(sizes[i] == shape[i] for i in others)
     if not (is_own and is_whole and _are_same([at[i] for i in others])):
         raise NotOfOneKindError("a tower reads the value of another tower")
-    return Known(x.note, x.power)
+    return of_one_tower(x, pair.rows_out[0])
 
 
 @rule("dynamic_update_slice", kinds=[Kind.BUFFER], copies_as_rows=True)
@@ -170,7 +172,11 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind | Known]:
     return [at.kind] * pair.shape(operand)[-1]
 
 
-@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER], copies_as_rows=True)
+@rule(
+    "gather",
+    kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER, Kind.STACKED],
+    copies_as_rows=True,
+)
 def _gathered(pair: EquationPair) -> Known:
     """Elements of one table by indices, or each row by its own number."""
     (x, at) = pair.ins
@@ -178,6 +184,8 @@ def _gathered(pair: EquationPair) -> Known:
     (axis, at_axis) = pair.rows_in
     [out_axis] = pair.rows_out
     sizes = pair.params["slice_sizes"]
+    if x.kind is Kind.STACKED:
+        return _own_by_index(pair, x, at, dims)
     if x.kind is Kind.ZERO:
         x = copy() if axis is None else rows()
     if at.kind is Kind.COUNTER and axis is not None:
@@ -202,6 +210,22 @@ def _gathered(pair: EquationPair) -> Known:
         if by_number or whole or _is_batched(dims, axis, at_axis, at):
             return x
     raise NotOfOneKindError(_AMONG_ROWS)
+
+
+def _own_by_index(pair: EquationPair, x: Known, at: Known, dims: Any) -> Known:
+    """The tower's own value of all towers' values, read by the tower's number."""
+    axis = pair.towers_in[0]
+    sizes = pair.params["slice_sizes"]
+    is_own = at.kind is Kind.TOWER and dims.start_index_map == (axis,)
+    is_own &= axis in dims.collapsed_slice_dims and _size_of(pair.shape(1)) == 1
+    others = [i for i in range(len(sizes)) if i != axis]
+    if not is_own or any(sizes[i] != pair.shape(0)[i] for i in others):
+        raise NotOfOneKindError("a tower reads the value of another tower")
+    return of_one_tower(x, pair.rows_out[0])
+
+
+def _size_of(shape: tuple[Any, ...]) -> int:
+    return math.prod(int(n) for n in shape)
 
 
 def _order_in(at: Known) -> Known | None:

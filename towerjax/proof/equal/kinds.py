@@ -122,6 +122,16 @@ LOWEST = InfinitePadding(-1)
 HIGHEST = InfinitePadding(1)
 
 
+@dataclasses.dataclass(frozen=True)
+class RowsInTurn:
+    """Rows that towers get in turn: tower t has the rows t, t + T, t + 2 T, ...
+
+    As the note of STACKED it says that the towers' values are such rows.
+    """
+
+    value = "the tower's rows in another order"  # for errors, as that of a `Kind`
+
+
 class Power(Fraction):
     """A power of the number of towers, and the line where a value got it."""
 
@@ -228,6 +238,19 @@ def rows(power: Any = 0, blocks: int = 1) -> Known:
 def permuted(x: Known, axis: int, order: Any) -> Known:
     """The kind of rows in another order along their dim."""
     return Known(Kind.SPREAD, x.power, note=Groups((axis,), True, order))
+
+
+def of_one_tower(x: Known, axis: int | None) -> Known:
+    """The kind of one tower's value, from that of the values of all towers.
+
+    ``axis`` is its dim of rows.
+    """
+    if x.note is Kind.TOWER:
+        return Known(Kind.TOWER)
+    if axis is None or x.note not in (Kind.ROWS, RowsInTurn()):
+        return Known(x.note, x.power)
+    own = rows(x.power)._replace(in_padding=InPadding.AS_EXAMPLE)
+    return own if x.note is Kind.ROWS else permuted(own, axis, x.note)
 
 
 def part(power: Any = 0) -> Known:

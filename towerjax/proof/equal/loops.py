@@ -35,6 +35,10 @@ from towerjax.proof.equal.kinds import (
     part,
     rows,
 )
+from towerjax.proof.equal.micro_batches import (
+    over_micro_batches,
+    runs_over_micro_batches,
+)
 
 _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
 
@@ -267,6 +271,8 @@ def _scanned(pair: EquationPair) -> list[Known]:
     start = consts + carry_size
     lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
     programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
+    if runs_over_micro_batches(pair, lengths):
+        return over_micro_batches(pair, programs)
     if lengths[0] == lengths[1] and runs_over_chunks(pair):
         return over_chunks(pair, programs)
     _refuse_special(pair.ins)

@@ -19,6 +19,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    RowsInTurn,
     copy,
     joined,
     permuted,
@@ -39,6 +40,8 @@ _LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
 def _counted_up(pair: EquationPair) -> Known:
     """The row numbers along a dim of rows; otherwise a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
+    if pair.towers_out[0] == 0 and len(pair.out_shape()) == 1:
+        return Known(Kind.STACKED, note=Kind.TOWER)
     return Known(Kind.NUMBERS) if is_along else copy()
 
 
@@ -150,7 +153,7 @@ def _reshaped(pair: EquationPair) -> Known:
         raise NotOfOneKindError(f"no rule for {x} in another shape")
     if x.kind is Kind.ZERO or x.kind in _OF_EACH_ROW:
         return x
-    if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is None:
+    if x.kind is Kind.COPY and pair.towers_out[0] is not None and r_in is None:
         return _split_over_towers(pair, x)
     if r_in is None or r_out is None:
         raise NotOfOneKindError(f"no rule for {x} in another shape")
@@ -196,12 +199,22 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
 
 
 def _split_over_towers(pair: EquationPair, x: Known) -> Known:
-    """The rows of the batch, ``[B, ...]``, as rows of all towers, ``[T, b, ...]``."""
+    """The rows of the batch, ``[B, ...]``, as rows of all towers, ``[T, b, ...]``.
+
+    As ``[b, T, ...]`` towers get them in turn.
+    """
     shape = pair.out_shape()
-    is_split = pair.rows_out[0] == 1 and shape[2:] == pair.shape(0)[1:]
-    if not is_split or shape[0] != pair.sizes.towers[0] or pair.sizes.padded:
+    old = pair.shape(0)
+    [towers] = pair.towers_out
+    [own] = pair.rows_out
+    start = min(towers or 0, own or 0)
+    is_split = own is not None and abs((towers or 0) - own) == 1
+    is_split &= (shape[:start], shape[start + 2 :]) == (old[:start], old[start + 1 :])
+    is_all = shape[towers or 0] == pair.sizes.towers[0]
+    if not (is_split and is_all) or pair.sizes.padded:
         raise NotOfOneKindError(f"no rule for {x} in another shape")
-    return Known(Kind.STACKED, x.power, note=Kind.ROWS)
+    note = Kind.ROWS if start == towers else RowsInTurn()
+    return Known(Kind.STACKED, x.power, note=note)
 
 
 def _joined_over_towers(pair: EquationPair, x: Known) -> Known:

@@ -1,0 +1,165 @@
+"""Loops over micro-batches: a scan with one trip for each, whose sums meet in a carry.
+
+Such a loop is a map over towers. A trip is a tower: it has the rows of one micro-batch,
+and what it adds to a carry is its part of a sum. After the loop the carry is the whole
+sum, the same for any number of micro-batches. Around the loop an array ``[n, B / n,
+...]`` has the values of all micro-batches.
+
+A carry may be the number of the trip, too, as in ``fori_loop``. Any other carry weighs
+a micro-batch by those before it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from towerjax.jaxprs.equation import all_eqns, loop_sizes, open_jaxpr
+from towerjax.proof.equal.choices import extreme_of_trips
+from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
+from towerjax.proof.equal.kinds import (
+    Groups,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    RowsInTurn,
+    added,
+    copy,
+    of_one_tower,
+)
+from towerjax.proof.equal.walk import Walk
+
+_SHARED = (Kind.COPY, Kind.ZERO, Kind.UNKNOWN, Kind.STACKED)
+_EXTREMES = (Kind.MAXIMUM, Kind.MINIMUM)
+
+
+def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> bool:
+    """Whether a scan has one trip for each tower, and is around all of them."""
+    return lengths == pair.sizes.towers and not pair.walk.axes
+
+
+def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
+    """The kinds of a loop's results: sums over all trips, and what it keeps of each."""
+    if pair.scope.in_chunks or pair.scope.loop is not None:
+        raise NotOfOneKindError("a loop over micro-batches is inside another loop")
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    bodies = [open_jaxpr(x) for x in programs]
+    befores = [x.bare() for x in pair.ins[consts:start]]
+    changes = [_change_of(bodies[0], consts + i, i) for i in range(carry_size)]
+    shared = [_shared(pair, x.bare()) for x in pair.ins[:consts]]
+    carry = [
+        _in_a_trip(pair, number, x, change)
+        for number, (x, change) in enumerate(zip(befores, changes, strict=True))
+    ]
+    slices = [_slice_of(pair, i) for i in range(start, len(pair.ins))]
+    sizes = Sizes(pair.sizes.towers, _rows_of_trips(bodies, pair.sizes.towers))
+    walk = Walk(sizes, (), has_keys=False)
+    walk.kinds = pair.walk.kinds
+    scope = Scope(pair.site, in_chunks=True)
+    outs = walk.closed(*programs, [*shared, *carry, *slices], scope)
+    ends = [
+        _after_all_trips(pair, before, change, *both)
+        for before, change, *both in zip(
+            befores, changes, carry, outs[:carry_size], strict=True
+        )
+    ]
+    kept = enumerate(outs[carry_size:], carry_size)
+    return [*ends, *[_stacked(pair, walk, bodies, i, x) for i, x in kept]]
+
+
+def _change_of(body: Any, operand: int, result: int) -> str:
+    """The way in which a trip changes a carry: "kept", "counted" or "other"."""
+    before = body.invars[operand]
+    after = body.outvars[result]
+    if after is before:
+        return "kept"
+    makers = [eqn for eqn in body.eqns if after in eqn.outvars]
+    if makers and makers[0].primitive.name == "add" and before.aval.shape == ():
+        x, y = makers[0].invars
+        is_next = x is before and isinstance(y, Literal) and y.val == 1
+        if is_next and before.aval.dtype.kind in "iu":
+            return "counted"
+    return "other"
+
+
+def _shared(pair: EquationPair, x: Known) -> Known:
+    """The kind of a value that all trips get whole."""
+    return x if x.kind in _SHARED else pair.unknown(f"each micro-batch uses {x}")
+
+
+def _in_a_trip(pair: EquationPair, number: int, x: Known, change: str) -> Known:
+    """The kind of a carry in any trip, which says what a trip may do with it."""
+    if change == "kept":
+        return _shared(pair, x)
+    if change == "counted" and x.kind is Kind.ZERO and not pair.params["reverse"]:
+        return Known(Kind.TOWER)
+    return x if x.kind is Kind.UNKNOWN else Known(Kind.SO_FAR, None, note=number)
+
+
+def _slice_of(pair: EquationPair, operand: int) -> Known:
+    """The kind of one trip's slice of an array ``[n, ...]``."""
+    x = pair.ins[operand].bare()
+    if x.kind is Kind.STACKED and pair.towers_in[operand] == 0:
+        return of_one_tower(x, None if pair.rows_in[operand] is None else 0)
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    return pair.unknown(f"a micro-batch gets a slice of {x}")
+
+
+def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int, int]:
+    """The rows of a micro-batch: the least size that grows as their number falls."""
+    a, b = towers
+    pairs = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
+    each = [
+        (m, n)
+        for first, second in pairs
+        for m, n in zip(first, second, strict=False)
+        if m != n and m * a == n * b
+    ]
+    return min(each, default=(b, a))
+
+
+def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
+    """The shapes of a program's arguments and of all values in it."""
+    yield from (v.aval.shape for v in body.invars)
+    eqns: Iterator[JaxprEqn] = all_eqns(body)
+    for eqn in eqns:
+        yield from (getattr(v.aval, "shape", ()) for v in eqn.outvars)
+
+
+def _after_all_trips(
+    pair: EquationPair, before: Known, change: str, start: Known, end: Known
+) -> Known:
+    """The kind of a carry after all trips."""
+    if change == "kept":
+        return before
+    if start.kind is Kind.TOWER:
+        return copy(1)  # the number of trips
+    if end.kind is Kind.UNKNOWN:
+        return end
+    try:
+        if extreme := extreme_of_trips(before, start, end):
+            return copy(extreme.power)
+        if (end.kind, end.note) != (Kind.SO_FAR, start.note):
+            raise NotOfOneKindError("a micro-batch depends on the one before it")
+        return before if end.power is None else added([before, copy(end.power)])
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+
+
+def _stacked(
+    pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Known
+) -> Known:
+    """The kind of the values that all trips return, one after another."""
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    avals = [body.outvars[result].aval for body in bodies]
+    axis = walk.sizes.axes(*avals)[0]
+    if x.kind is Kind.SPREAD and x.note == Groups((0,), True, RowsInTurn()):
+        return Known(Kind.STACKED, x.power, note=RowsInTurn())
+    is_first = x.kind is Kind.ROWS and axis == 0 and x.blocks == 1
+    is_whole = axis is None and x.kind in (Kind.COPY, Kind.PART, *_EXTREMES)
+    if not is_first and not is_whole:
+        return pair.unknown(f"each micro-batch returns {x}")
+    return Known(Kind.STACKED, x.power, note=x.kind)
