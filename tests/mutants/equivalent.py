@@ -5,7 +5,7 @@
 SAME: dict[tuple[str, str], str] = {
     ("towerjax.mesh.transfer:place_own", "constant: 1 -> 2"):
         "what several processes do places the same arrays on one",
-    ("towerjax.step.make.members:Members.begin", "constant: 0 -> 1"):
+    ("towerjax.make.members:Members.begin", "constant: 0 -> 1"):
         "all members begin at one number",
     ("towerjax.sweeps.train:Sweep.best", "constant: 0 -> 1"):
         "a dict of which the keys alone are read, in their order",

@@ -56,9 +56,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked
+    step: Step[Any], state: PyTree, batch: PlacedBatch, **fields: Any
 ) -> Prepared:
-    """Compile a step for such a batch, and check it as ``asked`` says."""
+    """Compile a step for such a batch, and check it as these fields of `Asked` say."""
+    asked = Asked(**fields)
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 import towerjax as tj
+from towerjax.make.gradient import addend_of, has_denominator, is_sum_of_means
 from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import addend_of, has_denominator, is_sum_of_means
 from towerjax.step.passes.meets import bound_here, differentiate, meet, sum_inside
 from towerjax.types import PyTree, Reduction, Sum
 

@@ -11,9 +11,10 @@ from jax.extend.core import get_opaque_trace_state
 
 import towerjax as tj
 from towerjax.data.placer import PlacedBatch
+from towerjax.make.checked import step_of
+from towerjax.make.gradient import has_denominator
+from towerjax.make.train import next_extra, with_loss
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import has_denominator
-from towerjax.step.make.train import next_extra, with_loss
 from towerjax.step.passes.meets import bound
 from towerjax.step.passes.one_pass import Pass
 from towerjax.step.passes.split_program import LOSSES, SplitProgram
@@ -420,7 +421,7 @@ def model_train_step(
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
     given = strategy, options, passes, update, policy
-    return Step(training_plan(*given, other_losses=_minimized))
+    return step_of(training_plan(*given, other_losses=_minimized))
 
 
 def model_step(
@@ -437,7 +438,7 @@ def model_step(
     trains = "train_op" in tower_fn.wanted
     given = strategy, how.step, passes, results, policy
     plan = unguarded_plan(*given, changes_state=trains)
-    return Step(plan, placer=None if like is None else like.placer)
+    return step_of(plan, placer=None if like is None else like.placer)
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:

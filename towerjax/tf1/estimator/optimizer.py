@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import towerjax as tj
-from towerjax.metrics import ratio
-from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import (
+from towerjax.make.gradient import (
     as_one_mean,
     check_params_of_model,
     has_denominator,
@@ -25,7 +23,9 @@ from towerjax.step.make.gradient import (
     sum_of_loss,
     sums_of_terms,
 )
-from towerjax.step.make.train import pass_loss
+from towerjax.make.train import pass_loss
+from towerjax.metrics import ratio
+from towerjax.metrics.weighted import Weighted
 from towerjax.step.state.train_state import TrainState
 from towerjax.tf1.estimator.losses import (
     TowersOfStep,

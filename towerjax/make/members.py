@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from towerjax.make.checked import step_of
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.step.plan import Passes, Plan, StepOptions, state_ins
@@ -71,7 +72,7 @@ class Members:
                 " tj.sweep(..., order='in_turn'), or leave specs out."
             )
         plan = _plan_of_members(build, strategy, options, together=together)
-        return cls(Step(plan), together, first_state)
+        return cls(step_of(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.data.batch_rows import Remainder
-from towerjax.step.make.of_loss import LossPass, pass_of
+from towerjax.make.checked import step_of
+from towerjax.make.of_loss import LossPass, pass_of
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import (
     Passes,
@@ -118,7 +119,7 @@ def build_step(
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
-    return Step(planned(with_specs(strategy, specs), options))
+    return step_of(planned(with_specs(strategy, specs), options))
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
@@ -130,7 +131,7 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
     given = strategy, of_step, passes, results, Read(strategy)
-    return Step(unguarded_plan(*given))
+    return step_of(unguarded_plan(*given))
 
 
 @api_boundary
