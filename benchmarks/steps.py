@@ -14,8 +14,9 @@ from jax import lax
 
 from benchmarks.models import Model
 from towerjax.data.batch_rows import split_rows
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.make.train import build_train_step
-from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.executors import over_devices

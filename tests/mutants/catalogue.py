@@ -704,7 +704,7 @@ VALUES = (
 )
 
 TESTING = (
-    _m("T01", "assert_replicates is blind to a leaf", "check.audit.comparison:judge",
+    _m("T01", "assert_replicates is blind to a leaf", "check.comparison:judge",
        "names := compared_of(want)", "names := compared_of(want)[-1:]",
        "audit::the_numbers_of_a_finding_are_those_of_numpy"),
     _m("T02", "assert_replicates keeps the order of the rows",
@@ -713,7 +713,7 @@ TESTING = (
     _m("T05", "assert_same leaves the last leaf out", "testing.steps:assert_same",
        "for name in left:\n", "for name in list(left)[:-1]:\n",
        "testing::differences_are_told_leaf_by_leaf"),
-    _m("T06", "assert_same does not see NaN", "check.audit.comparison:gaps",
+    _m("T06", "assert_same does not see NaN", "check.comparison:gaps",
        "nan=np.inf",
        "nan=0.0", "testing::trees_that_are_not_alike_are_told"),
     _m("T07", "the oracle of one tower has all towers",
@@ -1157,7 +1157,7 @@ AUDITS = (
        "check.audit.run_towers:_moved", "by).astype", "0 * by).astype",
        f"{_LATER}[of other parameters-a_gated_deviation]"),
     _m("U24", "a loss in 32 bits has the tolerance of its 16-bit inputs",
-       "check.audit.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
+       "check.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
        "audit::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
     _m("U29", "a factor that the proof knows is not told",
        "check.audit.advice:_refuted_in", 'x.says == "refuted"', 'x.says == "wrong"',
@@ -1169,7 +1169,7 @@ AUDITS = (
        "check.audit.run_towers:compare", "if alone.is_made:", "if False:",
        "audit::a_made_row_may_have_a_loss_that_is_not_finite"),
     _m("U26", "all is judged, though leaves are named",
-       "check.audit.comparison:judge", "leaves is None or leaves(n)", "True",
+       "check.comparison:judge", "leaves is None or leaves(n)", "True",
        "audit::only_the_leaves_that_are_asked_for_are_judged"),
     _m("U27", "where rounding decides the gradients all splits are run",
        "check.audit.two_towers:_rounding_decides", "2 * len(decided) <=",

@@ -55,7 +55,7 @@ SAME: dict[tuple[str, str], str] = {
      "flipped: self.placement.num_processes > 1 -> "
      "self.placement.num_processes >= 1"):
         "one process agrees with itself",
-    ("towerjax.check.audit.comparison:_gap_of_leaf",
+    ("towerjax.check.comparison:_gap_of_leaf",
      "flipped: got is not None and want is not None -> "
      "(got is not None or want is not None)"):
         "an assertion of ours, which holds",

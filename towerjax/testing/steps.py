@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.check.audit.comparison import AuditReport, gaps, judge
 from towerjax.check.audit.run_towers import DRAWS, RowsToRun, Towers, compare
+from towerjax.check.comparison import AuditReport, gaps, judge
 from towerjax.data import feed
 from towerjax.data.placer import Placer
 from towerjax.loop.history import History
