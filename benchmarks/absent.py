@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec
 import towerjax as tj
 from benchmarks.harness import begin, options_of, parser_of
 from benchmarks.steps import keep_if_not_finite
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.mesh.absent import Absent
-from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.mesh.placement import Placement
 from towerjax.tools import StepReport
 from towerjax.types import Layout, PyTree
 from towerjax.types.tables import in_bytes

@@ -34,9 +34,9 @@ from benchmarks.harness import (
 )
 from benchmarks.models import Model
 from benchmarks.networks import NETWORKS
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.jaxprs.tags import DEVICE_AXIS
+from towerjax.make.train import build_train_step
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.train import build_train_step
 from towerjax.towers import on_towers
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree

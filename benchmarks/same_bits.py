@@ -22,8 +22,8 @@ from benchmarks.harness import begin, options_of, parser_of
 from towerjax import collectives
 from towerjax.collectives import CrossTowerOps
 from towerjax.loop.run import run
+from towerjax.make.train import build_train_step
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.train import build_train_step
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.tf1.estimator.model_fn import ModelSpec

@@ -14,10 +14,11 @@ from jax import lax
 
 from benchmarks.models import Model
 from towerjax.data.batch_rows import split_rows
-from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.jaxprs.tags import DEVICE_AXIS
+from towerjax.make.train import build_train_step
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.train import build_train_step
 from towerjax.towers.executors import over_devices
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree

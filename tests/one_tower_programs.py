@@ -11,7 +11,8 @@ from jax.extend.random import define_prng_impl
 import towerjax as tj
 from towerjax.check.equality.of_step import equalities_of
 from towerjax.check.equality.traced_passes import StepToProve
-from towerjax.mesh.placement import TOWER_AXIS, TowerAxes
+from towerjax.jaxprs.tags import TOWER_AXIS
+from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
 from towerjax.proof.equal.one_tower import (
     Given,

@@ -14,14 +14,14 @@ from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.stopping import EarlyStopping
 from towerjax.loop.writers import JsonLines, TensorBoard
+from towerjax.make.builders import build_eval_step, build_predict_step, build_step
+from towerjax.make.gradient import value_and_grad
+from towerjax.make.of_loss import of_loss
+from towerjax.make.train import apply_gradients, build_train_step
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.make.builders import build_eval_step, build_predict_step, build_step
-from towerjax.step.make.gradient import value_and_grad
-from towerjax.step.make.of_loss import of_loss
-from towerjax.step.make.train import apply_gradients, build_train_step
 from towerjax.step.state.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Mirrored, OneDevice

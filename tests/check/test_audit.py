@@ -29,7 +29,10 @@ from layouts import cases
 
 import towerjax as tj
 from towerjax.check.audit.audit import run_audit
-from towerjax.check.audit.comparison import (
+from towerjax.check.audit.later_batches import Splits
+from towerjax.check.audit.run_towers import _local_of
+from towerjax.check.audit.two_towers import _rounding_decides
+from towerjax.check.comparison import (
     AuditReport,
     Compared,
     Finding,
@@ -38,11 +41,9 @@ from towerjax.check.audit.comparison import (
     _sizes,
     gaps,
     judge,
+    rounded,
     rounding_of,
 )
-from towerjax.check.audit.later_batches import Splits
-from towerjax.check.audit.run_towers import _local_of, rounded
-from towerjax.check.audit.two_towers import _rounding_decides
 from towerjax.check.equality.told import NotProved
 from towerjax.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key

@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 import towerjax as tj
 from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
-from towerjax.check.audit.comparison import AuditReport, NotAudited
+from towerjax.check.comparison import AuditReport, NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.sweeps.bench import _timed

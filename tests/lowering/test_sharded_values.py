@@ -14,11 +14,11 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from towerjax.jaxprs import tags
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering import scatters
 from towerjax.lowering.sharded_values import Shard, Shards, Targets
 from towerjax.lowering.shards import on_shards
 from towerjax.lowering.xla import inline_and_merge
-from towerjax.mesh.placement import DEVICE_AXIS
 
 D = 2
 

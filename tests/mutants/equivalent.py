@@ -5,7 +5,7 @@
 SAME: dict[tuple[str, str], str] = {
     ("towerjax.mesh.transfer:place_own", "constant: 1 -> 2"):
         "what several processes do places the same arrays on one",
-    ("towerjax.step.make.members:Members.begin", "constant: 0 -> 1"):
+    ("towerjax.make.members:Members.begin", "constant: 0 -> 1"):
         "all members begin at one number",
     ("towerjax.sweeps.train:Sweep.best", "constant: 0 -> 1"):
         "a dict of which the keys alone are read, in their order",
@@ -55,7 +55,7 @@ SAME: dict[tuple[str, str], str] = {
      "flipped: self.placement.num_processes > 1 -> "
      "self.placement.num_processes >= 1"):
         "one process agrees with itself",
-    ("towerjax.check.audit.comparison:_gap_of_leaf",
+    ("towerjax.check.comparison:_gap_of_leaf",
      "flipped: got is not None and want is not None -> "
      "(got is not None or want is not None)"):
         "an assertion of ours, which holds",

@@ -128,7 +128,7 @@ def test_a_first_call_takes_one_derivative_outside_the_tower(calls):
     order = [device, derivative, towers]
     # What a device runs is traced twice: as one tower a device, and as it is.
     assert [x for x in calls[0] if x in order] == 2 * order
-    assert ("step/make/gradient.py", "value_and_grad") not in calls[0]
+    assert ("make/gradient.py", "value_and_grad") not in calls[0]
 
 
 def test_how_many_calls_a_step_takes(calls):

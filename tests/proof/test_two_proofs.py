@@ -12,7 +12,7 @@ from proved_programs import programs_of
 from walked_values import walk_of
 
 from towerjax.jaxprs.equation import open_jaxpr
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.proof import analysis
 from towerjax.proof.equal.equation_pair import RULES
 from towerjax.proof.equal.kinds import Kind, copy

@@ -10,7 +10,6 @@ import jax
 
 from towerjax.check.audit.advice import crosses_rows
 from towerjax.check.audit.audit import run_audit
-from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.audit.kept import (
     audit_result_of,
     folders_of_records,
@@ -20,6 +19,7 @@ from towerjax.check.audit.kept import (
     refuse_unasked,
     told_not_audited,
 )
+from towerjax.check.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
 from towerjax.check.equality.read_by_update import per_tower_values_read
 from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
@@ -56,9 +56,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked
+    step: Step[Any], state: PyTree, batch: PlacedBatch, **fields: Any
 ) -> Prepared:
-    """Compile a step for such a batch, and check it as ``asked`` says."""
+    """Compile a step for such a batch, and check it as these fields of `Asked` say."""
+    asked = Asked(**fields)
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)

@@ -1,4 +1,4 @@
-"""Answers about a step without a call: proof, program, report, locations of NaN."""
+"""The `Checks` of a step: its proof, audit, program, report, and locations of NaN."""
 
 import dataclasses
 import functools
@@ -8,7 +8,10 @@ import jax
 import numpy as np
 
 from towerjax.check.equality.told import NO_ROWS
+from towerjax.check.first_call import audited as audited
+from towerjax.check.first_call import before_first as before_first
 from towerjax.check.first_call import equality_of_step, prove_alone
+from towerjax.check.first_call import prepare as prepare
 from towerjax.check.report.report import StepReport, report_on, time_program
 from towerjax.data.batch_rows import count_examples, without_replicated
 from towerjax.data.placer import PlacedBatch

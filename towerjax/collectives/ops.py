@@ -14,8 +14,9 @@ from jax import lax
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Packing, Sums, sum_packed
 from towerjax.collectives.reduce import add_pairwise, add_rows, hide_complex, take_first
 from towerjax.jaxprs import tags
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 from towerjax.types.options import check_whole, short_repr
 

@@ -18,7 +18,8 @@ from towerjax.collectives.sparse_rows import (
     sum_dtype,
     widen_indices,
 )
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.jaxprs.tags import DEVICE_AXIS
+from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree, Reduction
 from towerjax.types.options import is_whole, refuse_option
 from towerjax.types.refusals import a_type

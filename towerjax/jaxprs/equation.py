@@ -423,3 +423,13 @@ def format_line(file: str, line: int, function: str) -> str:
     path = path.relative_to(here if below else path.parent.parent)
     inside = f" ({function.split('<locals>.')[-1]})" if function else ""
     return f"{path}:{line}{inside}"
+
+
+def arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
+    """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
+    for each in all_jaxprs(jaxpr):
+        body = open_jaxpr(each)
+        yield from getattr(each, "consts", ())
+        for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
+            if isinstance(var, Literal) and np.ndim(var.val):
+                yield var.val

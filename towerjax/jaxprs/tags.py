@@ -1,4 +1,4 @@
-"""Names that towerjax gives to values and scopes of a program, for its proof."""
+"""Names that towerjax gives to axes, values and scopes of a program, for its proof."""
 
 
 class Tag(str):
@@ -39,3 +39,10 @@ REDUCED, GATHERED, MERGED = TOWER_CALLS = (
     Tag("tower.all_gather"),
     Tag("tower.merge_call"),
 )
+
+# The axes of a program. No user writes such names by chance: a psum over the device
+# axis alone would leave out towers that share a device. Users get the tower axis, which
+# is over all towers.
+DEVICE_AXIS = "towerjax_device"
+LOCAL_AXIS = "towerjax_local"
+TOWER_AXIS = "towerjax_tower"

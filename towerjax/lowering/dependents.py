@@ -20,7 +20,7 @@ from towerjax.jaxprs.equation import (
     refs,
     sub_jaxprs,
 )
-from towerjax.mesh.placement import LOCAL_AXIS
+from towerjax.jaxprs.tags import LOCAL_AXIS
 from towerjax.types.trees import widen_dtype
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from towerjax.collectives.reduce import hide_complex
 from towerjax.jaxprs.equation import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.types import PyTree
 
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs.equation import IDENTITIES
 from towerjax.jaxprs.interpreter import evaluate_eqn
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.gathers import gather, gather_cast, scatter
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
+from towerjax.mesh.placement import Placement, split_spec
 from towerjax.types import Layout as Where
 from towerjax.types import PyTree
 from towerjax.types.trees import widen_dtype

@@ -31,8 +31,9 @@ from towerjax.jaxprs.equation import (
     user_line,
 )
 from towerjax.jaxprs.interpreter import Interpreter, as_call, with_programs
+from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS
 from towerjax.lowering.in_turn import map_in_turn, scan_and_add
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 from towerjax.types.trees import has_tracers, parts_of, put_parts
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import (
     Device,
@@ -27,12 +28,6 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
 from towerjax.types.trees import is_key
-
-# Names that no user writes by chance: a psum over the device axis alone would leave out
-# towers that share a device. Users get the tower axis, which is over all towers.
-DEVICE_AXIS = "towerjax_device"
-LOCAL_AXIS = "towerjax_local"
-TOWER_AXIS = "towerjax_tower"
 
 SPECS = {
     Layout.MIRRORED: PartitionSpec(),

@@ -37,7 +37,7 @@ from towerjax.jaxprs.equation import (
     trace_hidden,
     user_line,
 )
-from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
+from towerjax.jaxprs.tags import DEVICE_AXIS, TOWER_AXIS
 from towerjax.proof import findings
 from towerjax.proof.marks import (
     ALL,

@@ -21,7 +21,7 @@ from towerjax.jaxprs.equation import (
     trace_hidden,
     user_line,
 )
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.findings import Analysis, ReplicationError
 from towerjax.types.refusals import listed

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias, get_args
 
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
+from towerjax.step.passes.in_order import RunPass
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
+from towerjax.step.state.accumulators import mark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -53,10 +54,6 @@ class StepOptions:
         cast_ints(self)
 
 
-RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
-"""``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
-
-
 Next: TypeAlias = Callable[..., Sequence[PyTree]]
 """``(donated, kept, what passes merged, what they looked at) -> results``, traced.
 
@@ -64,68 +61,68 @@ Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
 """
 
 
-WholeSteps: TypeAlias = Callable[..., tuple[PyTree, Any]]
-"""``(donated, kept, batch) -> (results, the proof of all)``, traced.
+class Passes(Protocol):
+    """What the towers of a step compute: passes, or whole steps.
 
-It runs whole steps in place of passes. Its results are given to `Next` as merged.
-"""
+    `PassesInOrder` are known before they are traced. The passes of a model function are
+    found while it is traced (`tf1/estimator/model_passes.py`). A sweep runs whole steps
+    (`make/members.py`).
+    """
 
+    @property
+    def each(self) -> tuple[Pass, ...]:
+        """The passes that are known before a trace; none if there are whole steps."""
+        ...
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Passes:
-    """Passes one after another, each given the merged result of the one before."""
+    @property
+    def why_not_proved(self) -> str:
+        """Why no proof of equality can read how towers are merged; "" if one can."""
+        ...
 
-    each: tuple[Pass, ...]  # none where there are whole steps
-    # ``(first pass, what was merged so far) -> passes``, where they are found while
-    # they are traced; such a pass is given all that was merged.
-    found: Callable[[Pass, list[PyTree]], Iterator[Pass]] | None = None
-    # From what all passes merged, the values that an audit compares.
-    compared: Callable[[list[PyTree]], list[PyTree]] = list
-    # Why no proof of equality can read how towers are merged; "" if one can.
-    why_not_proved: str = ""
-    # Why one tower computes something else than several on purpose; "" if it does not.
-    why_not_audited: str = ""
-    # Whether the update of the state is a part of what towers trace.
-    hold_update: bool = False
-    whole_steps: WholeSteps | None = None  # in place of passes
+    @property
+    def why_not_audited(self) -> str:
+        """Why one tower differs from several on purpose; "" if it does not."""
+        ...
+
+    @property
+    def hold_update(self) -> bool:
+        """Whether the update of the state is a part of what towers trace."""
+        ...
 
     @property
     def is_of_one_loss(self) -> bool:
         """Whether the one gradient is that of a pass's loss, which it follows from."""
-        return len(self.each) == 1 and self.each[0].trained is not None
+        ...
 
     def changed(self, **fields: Any) -> "Passes":
-        """The same with these fields of each pass."""
-        each = tuple(dataclasses.replace(x, **fields) for x in self.each)
-        return dataclasses.replace(self, each=each)
+        """Return the same passes, with these fields of each."""
+        ...
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """``(donated, kept, what each merged, what each looked at)``.
-
-        Whole steps get the batch in place of what is merged.
-        """
-        donated, kept, *batch = args
-        if self.whole_steps is not None:
-            return donated, kept, batch, []
-        state = TrainState(**donated, **kept)
-        merged = list[PyTree]()
-        finite = list[PyTree]()
-        for each in self.in_turn(merged):
-            before = (unmark_per_tower(self.given(merged)),) if merged else ()
-            out = call(each, (state, *batch, before))
-            merged.append(out[0])
-            finite.append(out[1])
-        return donated, kept, merged, finite
+        """Run the passes, and return ``(donated, kept, all merged, all looked at)``."""
+        ...
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """The passes; ``merged`` has what those so far have merged."""
-        if self.found is None:
-            return iter(self.each)
-        return self.found(self.each[0], merged)
+        """Yield the passes; ``merged`` has what those so far have merged."""
+        ...
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """The merged results that the next pass, or the update, is given."""
-        return merged[-1] if self.found is None else [*merged]
+        """Return the merged results that the next pass, or the update, is given."""
+        ...
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """Return the values that an audit compares, from what all passes merged."""
+        ...
+
+    def run_whole_steps(
+        self, donated: PyTree, kept: PyTree, merged: PyTree
+    ) -> tuple[PyTree, Any]:
+        """Run whole steps, and return their results in place of ``merged``.
+
+        The second result is the proof of these steps. Passes return what they merged,
+        and None.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

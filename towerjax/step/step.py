@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import jax
 
@@ -24,12 +24,23 @@ from towerjax.types.boundary import api_boundaries, api_boundary
 from towerjax.types.notes import explain_missing
 from towerjax.types.refusals import check_like
 
-if TYPE_CHECKING:
-    from towerjax.check.audit.comparison import AuditReport
-    from towerjax.check.first_call import Prepared
-    from towerjax.check.report.report import StepReport
-
 _Result = TypeVar("_Result")
+
+
+class Checks(Protocol):
+    """The questions that a step is asked beside its calls; a builder hands them in.
+
+    `towerjax.check.questions` answers them. Each takes the step first.
+    """
+
+    before_first: Callable[..., None]
+    prepare: Callable[..., Any]
+    prove_traced: Callable[..., None]
+    prove_step: Callable[..., Proof]
+    program_of: Callable[..., Program]
+    report_step: Callable[..., Any]
+    audited: Callable[..., Any]
+    locate_nonfinite: Callable[..., tuple[Location, ...]]
 
 
 @api_boundaries
@@ -41,9 +52,15 @@ class Step(Generic[_Result]):
     call.
     """
 
-    def __init__(self, plan: Plan, *, placer: Placer | None = None) -> None:
-        """The step of a plan; ``placer`` replaces the one that its options make."""
+    def __init__(
+        self, plan: Plan, checks: Checks, *, placer: Placer | None = None
+    ) -> None:
+        """Make the step of a plan, with the checks that it is asked for.
+
+        ``placer`` replaces the one that the plan's options make.
+        """
         self.plan = plan
+        self.checks = checks
         self.strategy = strategy = plan.strategy
         self.options = options = plan.options
         placement = strategy.placement
@@ -71,8 +88,8 @@ class Step(Generic[_Result]):
         return self.audit_report is not None
 
     @property
-    def audit_report(self) -> "AuditReport | None":
-        """The report of an audit of the step or of the same program."""
+    def audit_report(self) -> Any:
+        """The `AuditReport` of the step or of the same program; None without one."""
         return self.checked.report
 
     @property
@@ -100,12 +117,12 @@ class Step(Generic[_Result]):
           >>> float(state.params), metrics["loss"].tolist()
           (5.0, [5.0, 9.0])
         """
-        from towerjax.check.questions import prove_traced
+        prove = self.checks.prove_traced
 
         def fn(state: TrainState, batch: PyTree) -> _Result:
             given = self.plan.states.as_state(state)
             placed = self.placer.fit_traced(batch)
-            hook = functools.partial(prove_traced, self, state=given, batch=placed)
+            hook = functools.partial(prove, self, state=given, batch=placed)
             out = self.programs.trace(split_state(given), placed, hook)
             return self.plan.states.result(given, out, placed)
 
@@ -330,12 +347,10 @@ class Step(Generic[_Result]):
           >>> proof, proof.unproved
           (Proof(collectives: psum of 16 bytes; equal to one tower), {})
         """
-        from towerjax.check.questions import prove_step
-
         state = params
         if not isinstance(state, TrainState):
             state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
-        return prove_step(self, state, batch)
+        return self.checks.prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
         """The compiled program for such a batch; it is compiled if needed.
@@ -347,13 +362,9 @@ class Step(Generic[_Result]):
         Returns:
           A ``Program``: ``.call.as_text()`` is the text of the compiler.
         """
-        from towerjax.check.questions import program_of
+        return self.checks.program_of(self, state, batch)
 
-        return program_of(self, state, batch)
-
-    def report(
-        self, state: PyTree, batch: PyTree, *, timed_calls: int = 0
-    ) -> "StepReport":
+    def report(self, state: PyTree, batch: PyTree, *, timed_calls: int = 0) -> Any:
         """Report what the compiled step for such a batch sends, holds and takes.
 
         Args:
@@ -369,11 +380,9 @@ class Step(Generic[_Result]):
         Raises:
           ValueError: As a step's call.
         """
-        from towerjax.check.questions import report_step
+        return self.checks.report_step(self, state, batch, timed_calls)
 
-        return report_step(self, state, batch, timed_calls)
-
-    def audit(self, state: PyTree, batch: PyTree) -> "AuditReport":
+    def audit(self, state: PyTree, batch: PyTree) -> Any:
         """Compare the merged results of two towers and of one, for the same rows.
 
         All run on one device. The two towers get as many rows each as a tower function
@@ -405,9 +414,7 @@ class Step(Generic[_Result]):
           ...     [finding.leaf for finding in error.findings]
           ['loss', 'gradient']
         """
-        from towerjax.check.first_call import audited
-
-        return audited(self, state, batch)
+        return self.checks.audited(self, state, batch)
 
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None
@@ -436,19 +443,15 @@ class Step(Generic[_Result]):
           >>> at.tower, at.leaf, at.part, at.kind
           (1, 'params/w', 'gradient', 'infinity')
         """
-        from towerjax.check.questions import locate_nonfinite
+        return self.checks.locate_nonfinite(self, state, batch, number)
 
-        return locate_nonfinite(self, state, batch, number)
-
-    def prepare(self, state: PyTree, batch: PlacedBatch, **asked: Any) -> "Prepared":
+    def prepare(self, state: PyTree, batch: PlacedBatch, **asked: Any) -> Any:
         """Compile and check the step for such a batch, as its first call does.
 
         ``asked`` are fields of `Asked`. Returns the program, the messages of proof and
         audit that were not told yet, and the seconds that these took.
         """
-        from towerjax.check.first_call import Asked, prepare
-
-        return prepare(self, state, batch, Asked(**asked))
+        return self.checks.prepare(self, state, batch, **asked)
 
     def before_first(
         self, traced: Traced, state: TrainState, batch: PlacedBatch
@@ -459,9 +462,7 @@ class Step(Generic[_Result]):
         """
         if self.options.audit is False:  # nothing of check/ is imported
             return
-        from towerjax.check.first_call import before_first
-
-        before_first(self, traced, state, batch)
+        self.checks.before_first(self, traced, state, batch)
 
     def settle(self) -> None:
         """Wait for all steps so far and raise if one was refused, at the end of a loop.

@@ -16,7 +16,7 @@ from towerjax.loop.direction import Direction, sign_of
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
-from towerjax.step.make.members import Members, Numbers
+from towerjax.make.members import Members, Numbers
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid

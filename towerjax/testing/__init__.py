@@ -1,9 +1,9 @@
 """Functions for users' tests: audit a loss function, compare steps with one tower."""
 
-from towerjax.check.audit.comparison import AuditReport as AuditReport
-from towerjax.check.audit.comparison import Finding as Finding
-from towerjax.check.audit.comparison import Refuted as Refuted
-from towerjax.check.audit.comparison import SplitError as SplitError
+from towerjax.check.comparison import AuditReport as AuditReport
+from towerjax.check.comparison import Finding as Finding
+from towerjax.check.comparison import Refuted as Refuted
+from towerjax.check.comparison import SplitError as SplitError
 from towerjax.check.equality.told import NotProved as NotProved
 from towerjax.check.programs.processes import ProgramDied as ProgramDied
 from towerjax.check.programs.programs import ProgramReport as ProgramReport

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.check.audit.comparison import NotAudited, Refuted, SplitError, gaps
+from towerjax.check.comparison import NotAudited, Refuted, SplitError, gaps
 from towerjax.check.programs.child import FORM
 from towerjax.check.programs.compare import check_rtol
 from towerjax.check.programs.processes import (

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.check.audit.comparison import AuditReport, gaps, judge
 from towerjax.check.audit.run_towers import DRAWS, RowsToRun, Towers, compare
+from towerjax.check.comparison import AuditReport, gaps, judge
 from towerjax.data import feed
 from towerjax.data.placer import Placer
 from towerjax.loop.history import History
-from towerjax.step.make.train import build_train_step
+from towerjax.make.checked import step_of
+from towerjax.make.train import build_train_step
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy, on_one_tower
 from towerjax.towers.variables import read_local
@@ -291,5 +292,5 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )
-    made: Any = Step(step.plan.remade(strategy, options), placer=placer)
+    made: Any = step_of(step.plan.remade(strategy, options), placer=placer)
     return made

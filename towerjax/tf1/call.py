@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import towerjax as tj
-from towerjax.step.passes.meets import bound, bound_here
+from towerjax.tf1.meets import bound, bound_here
 from towerjax.tf1.values import AnyStrategy
 from towerjax.towers import values
 from towerjax.towers.on_towers import call_on_towers

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towerjax.check.audit.comparison import AuditReport, SplitError
+from towerjax.check.comparison import AuditReport, SplitError
 from towerjax.check.programs.child import FORM
 from towerjax.check.programs.compare import check_rtol
 from towerjax.check.programs.devices import (

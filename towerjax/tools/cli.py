@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from typing import Any, NoReturn
 
-from towerjax.check.audit.comparison import SplitError
+from towerjax.check.comparison import SplitError
 from towerjax.check.equality.told import told_of
 from towerjax.check.programs.processes import ProgramDied
 from towerjax.loop.writers import as_json

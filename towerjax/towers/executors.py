@@ -14,13 +14,14 @@ import jax
 import jax.core
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr
+from towerjax.jaxprs.equation import arrays_in
+from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS
 from towerjax.lowering.scatters import hold_indexed
 from towerjax.lowering.sharded_values import Shards
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
+from towerjax.mesh.placement import SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.types import Layout, PyTree
 from towerjax.types.notes import says
@@ -316,13 +317,3 @@ def fingerprint_of_program(
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"
-
-
-def arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
-    for each in all_jaxprs(jaxpr):
-        body = open_jaxpr(each)
-        yield from getattr(each, "consts", ())
-        for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
-            if isinstance(var, Literal) and np.ndim(var.val):
-                yield var.val

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.sharded_values import Shards
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.analysis import analyse

@@ -11,6 +11,7 @@ import jax
 
 from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
 from towerjax.collectives.ops import ChecksDevices
+from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.start import require_joined
 from towerjax.mesh.devices import (
@@ -18,7 +19,7 @@ from towerjax.mesh.devices import (
     canonical_device_names,
     first_of_each_process,
 )
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.specs import Specs
 from towerjax.towers.methods import StrategyMethods, explain_names_of_tensorflow
 from towerjax.types.boundary import api_boundaries

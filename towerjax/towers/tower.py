@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.reduce import (
     check_joins,
@@ -20,9 +21,10 @@ from towerjax.collectives.reduce import (
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.batch_rows import row_weights
 from towerjax.jaxprs import tags
+from towerjax.lowering.tower_axis import axes_in_tower
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Weighted
-from towerjax.towers.executors import in_merge_fn
+from towerjax.towers.executors import in_merge_fn, in_tower_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.values import is_mergeable, stack_towers
@@ -37,7 +39,7 @@ from towerjax.towers.variables import (
 from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
 from towerjax.types.notes import explain_missing
 from towerjax.types.refusals import refuse_unheld
-from towerjax.types.trees import parts_of
+from towerjax.types.trees import parts_of, shapes_of
 
 _STATIC = {"static": True}
 
@@ -410,3 +412,48 @@ def tower_of(
     told = PassContext(axes, **context)
     given = tower_id, axes.num_towers, local, strategy, extra, told
     return Tower(*given, micro_batches=micro_batches)
+
+
+def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:
+    """Return a tower's arguments: the replicated ones, and those of its own.
+
+    ``state`` is a `TrainState`.
+    """
+    _, context = context_args(tower)
+    return dataclasses.replace(state, local=None), (state.local, rows, context)
+
+
+def trace_in_tower(
+    fn: Callable[[Any, PyTree, Tower], PyTree],
+    state: Any,
+    rows: PyTree,
+    tower: Tower,
+    *,
+    shows_state: bool,
+) -> tuple[ClosedJaxpr, PyTree]:
+    """Trace a call of ``fn(state, rows, tower)``, and return its program and results.
+
+    The program's inputs are the leaves of `inputs_in_tower`, of which only shapes are
+    read. Without ``shows_state`` the tower has no step number, no key and no local
+    variables.
+    """
+    axes, _ = context_args(tower)
+
+    def of_inputs(replicated: Any, own: PyTree) -> PyTree:
+        local, rows, context = own
+        state = dataclasses.replace(replicated, local=local)
+        context = {**context, "rows": tower.rows}
+        if shows_state:
+            context |= {"state": state, "local": plain(local)}
+        with in_tower_fn():
+            return fn(state, rows, tower_of(tower.strategy, axes, **context))
+
+    shapes = shapes_of(inputs_in_tower(state, rows, tower))
+    trace = jax.make_jaxpr(of_inputs, axis_env=axes_in_tower(axes), return_shape=True)
+    return trace(*shapes)
+
+
+def tower_axis(tower: Tower) -> str:
+    """Return the name of the axis of all towers."""
+    axes, _ = context_args(tower)
+    return axes.tower_axis

@@ -20,8 +20,9 @@ from towerjax.collectives.reduce import (
     take_first,
     takes_first,
 )
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import first_tower_of_device
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.processes import says_if_alone
 from towerjax.mesh.transfer import place, wait_on_cpus
 from towerjax.towers.executors import is_in_tower_fn, is_of_one_tower

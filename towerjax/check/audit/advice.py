@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from towerjax.check.audit.comparison import GRADIENT, Finding, SplitError
 from towerjax.check.audit.kept import program_hash
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
+from towerjax.check.comparison import GRADIENT, Finding, SplitError
 from towerjax.check.equality.of_step import (
     StepToProve,
     advice_on_bare_loss,

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from towerjax.check.audit.advice import advise
-from towerjax.check.audit.comparison import (
+from towerjax.check.audit.two_towers import Audit, StepToAudit
+from towerjax.check.comparison import (
     AuditReport,
     NotAudited,
     SplitError,
     join_reports,
 )
-from towerjax.check.audit.two_towers import Audit, StepToAudit
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.sparse_rows import SparseRows, join_entries

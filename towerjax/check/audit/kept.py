@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
-from towerjax.check.audit.comparison import AuditReport, NotAudited
+from towerjax.check.comparison import AuditReport, NotAudited
 from towerjax.jaxprs.equation import all_eqns, all_jaxprs, open_jaxpr
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.findings import ReplicationError

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.check.audit.comparison import (
+from towerjax.check.comparison import (
     GRADIENT,
     Compared,
     Leaves,
     NotAudited,
+    as_reals,
     nonfinite_loss,
     refuse_random,
+    rounded,
     rounding_of,
     rounding_of_dtypes,
 )
@@ -215,29 +217,6 @@ def _local_of(local: PyTree, number: int) -> PyTree:
     return map_parts(TowerLocal, of, local)
 
 
-def rounded(
-    tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
-) -> PyTree:
-    """The tree with its floats changed by a relative amount, up and down in turn.
-
-    With ``only_broken`` whole numbers stay, because functions compare with them. Floats
-    of fewer than ``least_bytes`` stay, too.
-    """
-
-    def near(x: Any) -> Any:
-        if is_key(x) or not jnp.issubdtype(np.asarray(x).dtype, jnp.inexact):
-            return x
-        x = np.asarray(x)
-        if x.dtype.itemsize < least_bytes:
-            return x
-        signs = 1 - 2 * (np.arange(x.size).reshape(x.shape) % 2)
-        wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
-        near = (wide * (1 + by * signs)).astype(x.dtype)
-        return np.where(x == np.round(x), x, near) if only_broken else near
-
-    return jax.tree.map(near, tree)
-
-
 def _moved(tree: PyTree) -> PyTree:
     """The parameters moved at random by a fifth of their size; zeros move, too."""
     draw = np.random.default_rng(0)
@@ -304,13 +283,3 @@ def _reals(name: str, value: PyTree) -> Leaves:
     value = jax.tree.map(dense, value, is_leaf=is_rows)
     named = named_leaves(name, value, is_leaf=lambda x: x is None)
     return {each: as_reals(x) for each, x in named}
-
-
-def as_reals(x: Any) -> np.ndarray | None:
-    """The array in 32 or 64 bits, real and imaginary parts stacked; None for a key."""
-    if x is None or is_key(x):
-        return None
-    x = np.asarray(x)
-    x = np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x
-    is_short = x.dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, np.inexact)
-    return np.asarray(x, np.float32 if is_short else np.float64)

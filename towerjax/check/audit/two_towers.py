@@ -9,7 +9,10 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from towerjax.check.audit.comparison import (
+from towerjax.check.audit.kept import too_large
+from towerjax.check.audit.later_batches import Splits
+from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
+from towerjax.check.comparison import (
     GRADIENT,
     RAISED_ON_OTHER_ROWS,
     AuditReport,
@@ -20,9 +23,6 @@ from towerjax.check.audit.comparison import (
     join_reports,
     judge,
 )
-from towerjax.check.audit.kept import too_large
-from towerjax.check.audit.later_batches import Splits
-from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
 from towerjax.jaxprs.equation import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.audit.comparison import GRADIENT
+from towerjax.check.comparison import GRADIENT
 from towerjax.check.equality.told import WHOLE_STEP, StepEquality
 from towerjax.check.equality.traced_passes import (
     NotTracedError,

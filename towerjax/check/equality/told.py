@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from towerjax.check.audit.comparison import GRADIENT, Refuted, SplitError
+from towerjax.check.comparison import GRADIENT, Refuted, SplitError
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.types.refusals import Portable, few, listed
 

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from towerjax.check.audit.comparison import GRADIENT
+from towerjax.check.comparison import GRADIENT
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.batch_rows import without_replicated
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import TowerPrograms
-from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
 from towerjax.step.passes.on_device import DeviceTowers

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from towerjax.check.audit.comparison import (
+from towerjax.check.comparison import (
     AuditReport,
     Compared,
     Finding,

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from towerjax.check.audit.comparison import rounding_of
+from towerjax.check.comparison import rounding_of
 from towerjax.check.programs.runs import UserProgram, meshes_of_trace
 from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
-from towerjax.jaxprs.equation import all_sites, named_axes, user_line
+from towerjax.jaxprs.equation import all_sites, arrays_in, named_axes, user_line
 from towerjax.mesh.devices import Device
-from towerjax.towers.executors import arrays_in
 from towerjax.types.trees import key_data
 
 _BY_A_FACTOR = "mul", "div"

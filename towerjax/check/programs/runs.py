@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.check.audit.run_towers import as_reals, rounded
+from towerjax.check.comparison import as_reals, rounded
 from towerjax.check.programs.in_place import Held, Watched
 from towerjax.check.programs.traced import (
     ARRAY_TYPES,

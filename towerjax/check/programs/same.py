@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from towerjax.check.audit.comparison import AuditReport
+from towerjax.check.comparison import AuditReport
 from towerjax.check.programs.child import (
     FORM,
     Ran,

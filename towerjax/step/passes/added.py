@@ -12,9 +12,10 @@ from jax import lax
 from towerjax.collectives.ops import CrossTowerOps, sends_alone, sum_over_towers
 from towerjax.collectives.packing import Sums, all_finite
 from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.sharded_values import Targets, is_shard, scatter_shard
 from towerjax.lowering.shards import on_shards
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 
 

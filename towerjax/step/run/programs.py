@@ -11,8 +11,9 @@ from towerjax.collectives.reduce import take_first
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.batch_rows import Signature, batch_signature, explain_change
 from towerjax.data.placer import PlacedBatch
+from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.mesh.devices import bound_in_flight, one_thread_at_a_time
-from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus

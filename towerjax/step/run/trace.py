@@ -162,9 +162,7 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     def finish(*given: PyTree) -> tuple[PyTree, Static]:
         donated, kept, merged, looked_at = unmark_per_tower(given)
-        proof = None
-        if (whole_steps := plan.passes.whole_steps) is not None:
-            merged, proof = whole_steps(donated, kept, merged)
+        merged, proof = plan.passes.run_whole_steps(donated, kept, merged)
         return plan.next(donated, kept, merged, looked_at), Static(proof)
 
     given = plan.passes.run(call, shapes_of_args)

@@ -12,8 +12,18 @@ from jax.extend.core import get_opaque_trace_state
 import towerjax as tj
 from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import addend_of, has_denominator, is_sum_of_means
-from towerjax.step.passes.meets import bound_here, differentiate, meet, sum_inside
+from towerjax.tf1.estimator.loss_forms import (
+    addend_of,
+    has_denominator,
+    is_sum_of_means,
+)
+from towerjax.tf1.meets import (
+    bound_here,
+    differentiate,
+    map_gradients,
+    meet,
+    sum_inside,
+)
 from towerjax.types import PyTree, Reduction, Sum
 
 
@@ -247,22 +257,6 @@ def divided(grads: PyTree, weight: Any) -> PyTree:
     """The gradients divided by a weight; 0 if the weight is 0."""
     # As a tree, so that every leaf is scaled by the same reciprocal.
     return Weighted([grads], weight).value[0]
-
-
-def map_gradients(
-    fn: Callable[..., jax.Array], grads: PyTree, *others: PyTree
-) -> PyTree:
-    """The function of each gradient; of the rows of a table, of their values."""
-
-    def of_one(grad: Any, *others: Any) -> Any:
-        if isinstance(grad, tj.sparse.IndexedRows):
-            return dataclasses.replace(grad, values=fn(grad.values, *others))
-        return fn(grad, *others)
-
-    def is_rows_of_table(x: Any) -> bool:
-        return isinstance(x, tj.sparse.IndexedRows)
-
-    return jax.tree.map(of_one, grads, *others, is_leaf=is_rows_of_table)
 
 
 _INSIDE = (

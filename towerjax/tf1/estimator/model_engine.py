@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 import jax
@@ -11,27 +11,17 @@ from jax.extend.core import get_opaque_trace_state
 
 import towerjax as tj
 from towerjax.data.placer import PlacedBatch
+from towerjax.make.checked import step_of
+from towerjax.make.train import next_extra, with_loss
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import has_denominator
-from towerjax.step.make.train import next_extra, with_loss
-from towerjax.step.passes.meets import bound
-from towerjax.step.passes.one_pass import Pass
-from towerjax.step.passes.split_program import LOSSES, SplitProgram
-from towerjax.step.plan import (
-    Passes,
-    StepOptions,
-    training_pass,
-    training_plan,
-    unguarded_plan,
-)
+from towerjax.step.plan import StepOptions, training_plan, unguarded_plan
 from towerjax.step.state.policies import Read, StatePolicy
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step, TrainStep
+from towerjax.tf1.estimator.loss_forms import has_denominator
 from towerjax.tf1.estimator.losses import (
-    LossReduction,
     TowersOfStep,
     one_loss,
-    reduction_of_scalars,
 )
 from towerjax.tf1.estimator.model_fn import (
     Mode,
@@ -42,6 +32,7 @@ from towerjax.tf1.estimator.model_fn import (
     joined_outputs,
     typed_rows,
 )
+from towerjax.tf1.estimator.model_passes import PassesOfModel, minimized, model_passes
 from towerjax.tf1.estimator.variables import (
     VariablePlacement,
     as_state,
@@ -50,17 +41,12 @@ from towerjax.tf1.estimator.variables import (
     spread,
     store,
 )
+from towerjax.tf1.meets import bound
+from towerjax.tf1.split_program import SplitProgram
 from towerjax.tf1.values import AnyStrategy
-from towerjax.types import PyTree, Sum
+from towerjax.types import PyTree
 from towerjax.types.refusals import a_type, check_types
-from towerjax.types.trees import map_parts, parts_of, shapes_of
-
-WRAP = """Please wrap optimizers with TowerOptimizer:
-tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
-reduces gradients over towers before it updates.
-If each tower changes another variable on its own, make it a tj.TowerLocal, reduce it
-with tower.reduce(tj.Reduction.MEAN, value), or return it as tj.Weighted(sum, weight) or
-tj.Sum(x) in train_op.extra."""
+from towerjax.types.trees import shapes_of
 
 
 @jax.tree_util.register_static
@@ -98,6 +84,10 @@ class ModelTower:
                 _refuse_changed_local(split)
             self._programs[key] = split
         return {"split": self._programs[key]}
+
+    def passes(self, strategy: AnyStrategy, options: StepOptions) -> PassesOfModel:
+        """Return the passes of the model function in this mode."""
+        return model_passes(self, self.options, self.mode, strategy, options)
 
     def _one_tower(
         self, micro_batches: int, state: TrainState, rows: PyTree, tower: tj.Tower
@@ -186,71 +176,6 @@ def _refuse_changed_local(split: SplitProgram) -> None:
         )
 
 
-def _pass_of_model(split: SplitProgram, *args: PyTree) -> PyTree:
-    """One tower's results in a pass that does not differentiate."""
-    return _pass_with_trained(split, None, *args)
-
-
-def _pass_with_trained(
-    split: SplitProgram,
-    trained: PyTree,
-    state: TrainState,
-    rows: PyTree,
-    tower: tj.Tower,
-    merged: PyTree,
-) -> PyTree:
-    """One tower's results in a pass that differentiates losses by ``trained``."""
-    return split.run(state, rows, tower, merged[1:], trained)
-
-
-def _passes_of(first: Pass, merged: list[PyTree]) -> Iterator[Pass]:
-    """A pass that traces the model function, and one for each time that towers meet."""
-    yield dataclasses.replace(first, looks_at=None)  # which merges nothing
-    split = merged[0]["split"]
-    for number in range(split.num_passes):
-        trained = split.trained(number)
-        run = _pass_of_model if trained is None else _pass_with_trained
-        fn = functools.partial(run, split)
-        yield dataclasses.replace(first, tower_fn=fn, trained=trained)
-
-
-def _compared(options: ModelOptions, merged: list[PyTree]) -> list[PyTree]:
-    """Return what to compare: reduced losses, and gradients divided like their loss."""
-    return [_reduced(x, options.loss_reduction) for x in merged[1:]]
-
-
-_AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
-
-
-def model_passes(
-    tower_fn: ModelTower, strategy: AnyStrategy, options: StepOptions
-) -> Passes:
-    """The passes of a model function."""
-    reads_local = tower_fn.mode is not Mode.TRAIN
-    each = training_pass(
-        tower_fn,
-        strategy,
-        options,
-        reads_local=reads_local,
-        of_state=True,
-        advice=WRAP,
-        loss=LOSSES,
-        merges_sums=True,
-        loss_reduction=reduction_of_scalars(tower_fn.options.loss_reduction),
-    )
-    # A prediction is divided by nothing.
-    divides = tower_fn.options.compat is not None and tower_fn.mode is not Mode.PREDICT
-    why_not_compared = _AS_IN_TF1 if divides else ""
-    return Passes(
-        (each,),
-        found=_passes_of,
-        compared=functools.partial(_compared, tower_fn.options),
-        why_not_proved=why_not_compared,
-        why_not_audited=why_not_compared,
-        hold_update=True,
-    )
-
-
 def _results_of(
     tower_fn: ModelTower,
     strategy: AnyStrategy,
@@ -278,39 +203,6 @@ def _results_of(
         return after, parts
 
     return results
-
-
-def _minimized(merged: list[PyTree]) -> list[Weighted]:
-    """The losses of several updates, which guard the step like the spec's loss."""
-    losses = parts_of(Weighted, [x[LOSSES] for x in merged[1:]])
-    return losses if len(losses) > 1 else []
-
-
-def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, PyTree]:
-    """Return merged results with reduced losses, and gradients as means over them."""
-
-    def one(loss: Any) -> Any:
-        # Towers return a pair even for a sum that has no weight.
-        is_pair = isinstance(loss, Weighted)
-        return one_loss(reduction, loss, is_split=True) if is_pair else loss
-
-    def as_mean(grads: PyTree, loss: Any) -> PyTree:
-        if not isinstance(loss, Weighted):
-            return grads
-        return Weighted(map_parts(Sum, lambda x: x.value, grads), loss.weight)
-
-    losses = merged[LOSSES]
-    grads = merged["grads"]
-    if isinstance(losses, list):  # of several optimizers
-        losses = [*map(one, losses)]
-        grads = [*map(as_mean, grads, losses)]
-    else:
-        losses = one(losses)
-        grads = as_mean(grads, losses)
-    reduced = {**merged, LOSSES: losses, "grads": grads}
-    if "loss" in merged:
-        reduced["loss"] = one(merged["loss"])
-    return reduced
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
@@ -412,7 +304,7 @@ def model_train_step(
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
     policy = _TrainedModel(strategy, kept_at=tower_fn.options.variable_placement)
-    passes = model_passes(tower_fn, strategy, options)
+    passes = tower_fn.passes(strategy, options)
     results = _results_of(tower_fn, strategy, options, policy.hooks)
 
     def update(state: TrainState, merged: list[PyTree]) -> tuple[PyTree, ...]:
@@ -420,7 +312,7 @@ def model_train_step(
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
     given = strategy, options, passes, update, policy
-    return Step(training_plan(*given, other_losses=_minimized))
+    return step_of(training_plan(*given, other_losses=minimized))
 
 
 def model_step(
@@ -433,11 +325,11 @@ def model_step(
     how = tower_fn.options
     policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
     results = _results_of(tower_fn, strategy, how.step, policy.hooks)
-    passes = model_passes(tower_fn, strategy, how.step)
+    passes = tower_fn.passes(strategy, how.step)
     trains = "train_op" in tower_fn.wanted
     given = strategy, how.step, passes, results, policy
     plan = unguarded_plan(*given, changes_state=trains)
-    return Step(plan, placer=None if like is None else like.placer)
+    return step_of(plan, placer=None if like is None else like.placer)
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:

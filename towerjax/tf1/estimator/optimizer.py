@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import optax
 
 import towerjax as tj
+from towerjax.make.train import pass_loss
 from towerjax.metrics import ratio
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.make.gradient import (
+from towerjax.step.state.train_state import TrainState
+from towerjax.tf1.estimator.loss_forms import (
     as_one_mean,
     check_params_of_model,
     has_denominator,
@@ -25,14 +27,8 @@ from towerjax.step.make.gradient import (
     sum_of_loss,
     sums_of_terms,
 )
-from towerjax.step.make.train import pass_loss
-from towerjax.step.state.train_state import TrainState
-from towerjax.tf1.estimator.losses import (
-    TowersOfStep,
-    divided,
-    map_gradients,
-    towers_here,
-)
+from towerjax.tf1.estimator.losses import TowersOfStep, divided, towers_here
+from towerjax.tf1.meets import map_gradients
 from towerjax.types import PyTree, Sum
 from towerjax.types.options import check_flag, check_takes
 from towerjax.types.refusals import a_type, check_like, check_types, refuse_unheld

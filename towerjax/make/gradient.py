@@ -8,13 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.jaxprs import tags
 from towerjax.jaxprs.equation import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
-from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.passes.derivative import LossSums, with_fixed_weights
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.passes.derivative import LossSums
 from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.step.state.update import OF_MODELS, trainable_flags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
@@ -117,74 +115,6 @@ def as_loss(
         return out
     # Added up, and divided by nothing.
     return dataclasses.replace(out, loss=Sum(LossSums.of(out.loss).sums[0]))
-
-
-def has_denominator(loss: Any) -> bool:
-    """Whether the loss has one or more denominators: a `Weighted` or `Means`."""
-    return isinstance(loss, Weighted | Means)
-
-
-def is_sum_of_means(loss: Any) -> bool:
-    """Whether the loss is a `Means`, of one term or of several."""
-    return isinstance(loss, Means)
-
-
-def addend_of(
-    loss: Any, loss_reduction: Reduction | None = None, tower: Tower | None = None
-) -> Weighted | Means:
-    """One tower's loss in the form in which losses are added up over towers."""
-    return as_tower_output(loss, loss_reduction, tower).loss
-
-
-def as_one_mean(loss: Any) -> Any:
-    """The loss, with a `Means` of one term as ``Weighted``; None for several means."""
-    return one_mean(addend_of(loss)) if is_sum_of_means(loss) else loss
-
-
-def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
-    """The sum of a ``Weighted``, or the scalar loss."""
-    reduction = None if isinstance(loss, Weighted) else Reduction.SUM
-    addend: Any = addend_of(loss, reduction)
-    return jnp.asarray(addend.sum)
-
-
-def sums_of_terms(loss: Means) -> LossSums:
-    """The sum and the weight of each mean of a loss, and the term that towers share."""
-    addend: Any = addend_of(loss)
-    return LossSums.of_terms(addend)
-
-
-def pull_back(
-    loss_fn: Callable[[PyTree], PyTree],
-    params: PyTree,
-    differentiated: Callable[[Any], PyTree],
-    *,
-    has_aux: bool,
-) -> tuple[PyTree, Callable[..., PyTree], PyTree]:
-    """``(values, pull, result of loss_fn)``, with ``values = differentiated(loss)``.
-
-    ``pull(factors, of_sum=False)`` is the gradient of the values times the factors;
-    ``of_sum`` tells the proof that it is that of a mean's sum.
-    """
-    traced = TracedLoss.of(loss_fn, params)
-
-    def of_results(out: PyTree, params: PyTree) -> PyTree:
-        loss = out[0] if has_aux else out
-        return differentiated(with_fixed_weights(loss, params))
-
-    values, pull_values, out = traced.vjp(params, of_results)
-
-    def pull(factors: PyTree, *, of_sum: bool = False) -> PyTree:
-        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
-        with jax.named_scope(tags.OF_A_SUM if of_sum else "gradient"):
-            return pull_values(given)
-
-    return values, pull, out
-
-
-def check_params_of_model(params: PyTree) -> None:
-    """Raise for leaves without a gradient, in a function that takes no trainable."""
-    trainable_flags(params, True, advice=OF_MODELS)
 
 
 def _refuse_without_gradient(params: PyTree) -> None:

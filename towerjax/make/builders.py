@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.data.batch_rows import Remainder
-from towerjax.step.make.of_loss import LossPass, pass_of
+from towerjax.make.checked import step_of
+from towerjax.make.of_loss import LossPass, pass_of
+from towerjax.step.passes.in_order import PassesInOrder
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import (
-    Passes,
     Plan,
     StepOptions,
     training_plan,
@@ -112,13 +113,13 @@ def build_step(
         how: dict[str, Any] = {"rows_used_later": True}
         each = tuple(pass_of(fn, strategy, options, **how) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
-        given = strategy, options, Passes(each), update_fn
+        given = strategy, options, PassesInOrder(each), update_fn
         states = StatePolicy(strategy)
         return training_plan(*given, states, needs_examples=False, remade=planned)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
-    return Step(planned(with_specs(strategy, specs), options))
+    return step_of(planned(with_specs(strategy, specs), options))
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
@@ -127,10 +128,10 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
     def results(state: TrainState, merged: list[PyTree]) -> tuple[TrainState, PyTree]:
         return state, merged[0]
 
-    passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
+    passes = PassesInOrder((Pass(tower_fn, strategy, reads_local=True),))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
     given = strategy, of_step, passes, results, Read(strategy)
-    return Step(unguarded_plan(*given))
+    return step_of(unguarded_plan(*given))
 
 
 @api_boundary

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from towerjax.step.make.gradient import (
+from towerjax.make.gradient import (
     as_loss,
     call_refusing_writes,
     refusing_tangents,

@@ -12,36 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from towerjax.collectives.sparse_rows import is_rows
+import towerjax as tj
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import (
-    all_sites,
-    named_axes,
-    needed_eqns,
-    scopes_of,
-    user_line,
-)
+from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.jaxprs.interpreter import Interpreter
+from towerjax.jaxprs.parts import Parts
 from towerjax.lowering.dependents import dependents
-from towerjax.lowering.tower_axis import axes_in_tower
-from towerjax.metrics.state import check_metric, is_metric
+from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means
-from towerjax.step.passes.meets import (
+from towerjax.step.state.accumulators import is_typed
+from towerjax.tf1.meets import (
     DIFFERENTIATE,
     MEET,
     PARAMETERS,
+    is_rows_of_table,
     operands_of,
     parameters_of,
 )
-from towerjax.step.state.accumulators import is_typed
-from towerjax.step.state.train_state import TrainState
-from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.tower import Tower, context_args, tower_of
-from towerjax.towers.variables import TowerLocal, plain
+from towerjax.towers.tower import inputs_in_tower, tower_axis, trace_in_tower
 from towerjax.types import PyTree, Sum
-from towerjax.types.trees import name_by_key, shapes_of
+from towerjax.types.trees import name_by_key
 
 
 @jax.tree_util.register_static
@@ -74,23 +66,17 @@ class SplitProgram:
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         own = given[num_mirrored:]
         self._own_vars = dependents(closed.jaxpr, own, axis, (MEET, DIFFERENTIATE))
-        self._known: dict[Var, int] = {}  # the first pass that knows the value
-        self._eqns: list[JaxprEqn] = []
-        self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
-        self._kinds: dict[int, Primitive] = {}  # all meets of a pass have one
-        self._sources: dict[Var, Any] = {}  # of the parameters of losses
-        for eqn in closed.jaxpr.eqns:
-            self._place(eqn)
+        self._parts = Parts(closed, (MEET, DIFFERENTIATE), PARAMETERS)
         self._results, self._treedef = self._placed_results(tree)
         self.num_passes = self._count_passes()
 
     @classmethod
     def of(
         cls,
-        fn: Callable[[TrainState, PyTree, Tower], PyTree],
-        state: TrainState,
+        fn: Callable[[tj.TrainState, PyTree, tj.Tower], PyTree],
+        state: tj.TrainState,
         rows: PyTree,
-        tower: Tower,
+        tower: tj.Tower,
         *,
         shows_state: bool,
     ) -> "SplitProgram":
@@ -99,39 +85,17 @@ class SplitProgram:
         The leaves of the result have the types by which passes merge them. Without
         ``shows_state`` the tower has no step number, no key and no local variables.
         """
-        axes, _ = context_args(tower)
 
-        def of_args(mirrored: TrainState, own: PyTree) -> PyTree:
-            local, rows, context = own
-            state = dataclasses.replace(mirrored, local=local)
-            context = {**context, "rows": tower.rows}
-            if shows_state:
-                context |= {"state": state, "local": plain(local)}
-            with in_tower_fn():
-                out = fn(state, rows, tower_of(tower.strategy, axes, **context))
-            return jax.tree_util.tree_map_with_path(_checked, out, is_leaf=is_metric)
+        def of_tower(*args: PyTree) -> PyTree:
+            out = fn(*args)
+            return jax.tree_util.tree_map_with_path(
+                _checked, out, is_leaf=tj.metrics.is_metric
+            )
 
-        shapes = shapes_of(_arguments(state, rows, tower))
-        env = axes_in_tower(axes)
-        made = jax.make_jaxpr(of_args, axis_env=env, return_shape=True)(*shapes)
-        counts = [len(jax.tree.leaves(x)) for x in (shapes[0], state.local)]
-        return cls(*made, *counts, axis=axes.tower_axis)
-
-    def _place(self, eqn: JaxprEqn) -> None:
-        """Note an equation, and the first pass that knows its values."""
-        number = self._pass_of(eqn.invars)
-        kind = eqn.primitive
-        if kind in (MEET, DIFFERENTIATE):
-            while self._kinds.setdefault(number, kind) is not kind:
-                number += 1  # this pass ends with meets of the other kind
-            self._meets.append((eqn, number))
-            known_in = number + 1
-        else:
-            self._eqns.append(eqn)
-            known_in = number
-        if kind is PARAMETERS:
-            self._sources.update(zip(eqn.outvars, eqn.invars, strict=True))
-        self._known.update(dict.fromkeys(eqn.outvars, known_in))
+        program = trace_in_tower(of_tower, state, rows, tower, shows_state=shows_state)
+        replicated, _ = inputs_in_tower(state, rows, tower)
+        counts = [len(jax.tree.leaves(x)) for x in (replicated, state.local)]
+        return cls(*program, *counts, axis=tower_axis(tower))
 
     def _placed_results(
         self, tree: PyTree
@@ -147,32 +111,32 @@ class SplitProgram:
         for result in results:
             arrays = jax.tree.leaves(result)
             is_of_towers = _is_one(result) or self._is_own(arrays)
-            placed.append((result, self._pass_of(arrays) if is_of_towers else None))
+            number = self._parts.first_knowing(arrays) if is_of_towers else None
+            placed.append((result, number))
         return placed, treedef
 
     def _count_passes(self) -> int:
         """The number of passes, one more than the last that does something."""
-        numbers = [number for _, number in self._meets]
+        numbers = [0, self._parts.last]
         numbers += [number for _, number in self._results if number is not None]
-        for eqn in self._eqns:
+        for eqn in self._parts.eqns:
             if eqn.effects and self._is_own(eqn.invars):  # it prints a tower's values
-                numbers.append(self._pass_of(eqn.invars))
-        return max(numbers, default=0) + 1
+                numbers.append(self._parts.first_knowing(eqn.invars))
+        return max(numbers) + 1
 
     def trained(self, number: int) -> Callable[..., PyTree] | None:
         """A function ``(state, merged) -> parameters`` to differentiate by, or None."""
-        if self._kinds.get(number) is not DIFFERENTIATE:
+        if self._parts.kind_of(number) is not DIFFERENTIATE:
             return None
-        meets = self._meets_of(number)
+        meets = self._parts.ends_of(number)
 
-        def parameters(state: TrainState, merged: list[PyTree]) -> PyTree:
+        def parameters(state: tj.TrainState, merged: list[PyTree]) -> PyTree:
             merged = merged[1:]  # without the results of the tracing pass
-            cuts = [[self._sources[x] for x in parameters_of(eqn)] for eqn in meets]
+            source = self._parts.source
+            sources = [[source(x) for x in parameters_of(eqn)] for eqn in meets]
             walk = self._walk(self._inputs(state), merged)
-            sources = sum(cuts, [])
-            for eqn in needed_eqns(self._eqns, sources):
-                self._evaluate_eqn(walk, eqn)
-            values = [[*map(walk.read, cut)] for cut in cuts]
+            self._parts.evaluate(walk, [x for of_loss in sources for x in of_loss])
+            values = [[*map(walk.read, of_loss)] for of_loss in sources]
             trees = [eqn.params["trained"] for eqn in meets]
             return _one_or_all([*map(jax.tree.unflatten, trees, values)])
 
@@ -180,9 +144,9 @@ class SplitProgram:
 
     def run(
         self,
-        state: TrainState,
+        state: tj.TrainState,
         rows: PyTree,
-        tower: Tower,
+        tower: tj.Tower,
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> dict[str, PyTree]:
@@ -192,14 +156,14 @@ class SplitProgram:
         results, because the pass itself computes them.
         """
         number = len(merged)
-        inputs = jax.tree.leaves(_arguments(state, rows, tower))
+        inputs = jax.tree.leaves(inputs_in_tower(state, rows, tower))
         walk = self._evaluate(number, inputs, merged, trained)
-        meets = self._meets_of(number)
+        meets = self._parts.ends_of(number)
         operands = [
             jax.tree.unflatten(eqn.params["treedef"], map(walk.read, operands_of(eqn)))
             for eqn in meets
         ]
-        is_of_losses = self._kinds.get(number) is DIFFERENTIATE
+        is_of_losses = self._parts.kind_of(number) is DIFFERENTIATE
         losses = operands if is_of_losses else [loss for loss, _ in operands]
         grads = [] if is_of_losses else [_as_sums(grads) for _, grads in operands]
         results = [
@@ -212,7 +176,7 @@ class SplitProgram:
             "grads": _one_or_all(grads),
         }
 
-    def results(self, state: TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
+    def results(self, state: tj.TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
         """The function's results, merged over towers."""
         walk = self._evaluate(None, self._inputs(state), merged)
         of_passes = [_results_in(x) for x in merged]
@@ -233,7 +197,7 @@ class SplitProgram:
 
     def line_of_own_parameters(self) -> str | None:
         """The line of a loss with parameters that differ from tower to tower."""
-        for eqn in self._eqns:
+        for eqn in self._parts.eqns:
             if eqn.primitive is PARAMETERS and self._is_own(eqn.invars):
                 return user_line((eqn, None))
         return None
@@ -244,21 +208,14 @@ class SplitProgram:
 
         A micro-batch sees the previous one's change only in the pass that makes it.
         """
-        local = [x for x, _ in self._results if isinstance(x, TowerLocal)]
+        local = [x for x, _ in self._results if isinstance(x, tj.TowerLocal)]
         changed = {*jax.tree.leaves(local)} - self._local_vars
         return self.num_passes > 1 and bool(changed)
-
-    def _meets_of(self, number: int | None) -> list[JaxprEqn]:
-        return [eqn for eqn, at in self._meets if at == number]
-
-    def _pass_of(self, arrays: Iterable[Any]) -> int:
-        known = [self._known.get(x, 0) for x in arrays if not isinstance(x, Literal)]
-        return max(known, default=0)
 
     def _is_own(self, arrays: Iterable[Any]) -> bool:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
-    def _inputs(self, state: TrainState) -> list[Any]:
+    def _inputs(self, state: tj.TrainState) -> list[Any]:
         """The program's replicated inputs; None in place of the others."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
@@ -266,9 +223,9 @@ class SplitProgram:
 
     def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
         """An interpreter that knows the merged results of earlier passes."""
-        walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
+        walk = self._parts.interpreter(inputs)
         for at, tree in enumerate(merged):
-            meets = self._meets_of(at)
+            meets = self._parts.ends_of(at)
             losses = tree[LOSSES]
             gradients = tree["grads"]
             if isinstance(gradients, Sum):
@@ -281,14 +238,6 @@ class SplitProgram:
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
         return walk
 
-    def _evaluate_eqn(self, walk: Interpreter, eqn: JaxprEqn) -> None:
-        """Evaluate an equation; marked parameters of a loss are passed through."""
-        if eqn.primitive is not PARAMETERS:
-            walk.evaluate(eqn)
-            return
-        for var, source in zip(eqn.outvars, eqn.invars, strict=True):
-            walk.values[var] = walk.read(source)
-
     def _evaluate(
         self,
         number: int | None,
@@ -299,36 +248,28 @@ class SplitProgram:
         """An interpreter that knows the results of a pass, or of the update (None)."""
         walk = self._walk(inputs, merged)
         if trained is not None:
-            meets = self._meets_of(number)
+            meets = self._parts.ends_of(number)
             parameters = [x for eqn in meets for x in parameters_of(eqn)]
             walk.values.update(zip(parameters, jax.tree.leaves(trained), strict=True))
-        unknown = [x for x in self._eqns if walk.values.keys().isdisjoint(x.outvars)]
-        shown = [x for x in unknown if self._shows_in(number, x)]
-        for eqn in needed_eqns(unknown, self._returned_by(number), always=shown):
-            self._evaluate_eqn(walk, eqn)
+        shown = [x for x in self._parts.eqns if self._shows_in(number, x)]
+        self._parts.evaluate(walk, self._returned_by(number), shown)
         return walk
 
     def _returned_by(self, number: int | None) -> list[Any]:
         """The variables that a pass, or for None the update, returns."""
         results = [x for x, at in self._results if at == number]
-        operands = [operands_of(eqn) for eqn in self._meets_of(number)]
+        operands = [operands_of(eqn) for eqn in self._parts.ends_of(number)]
         return jax.tree.leaves((results, operands))
 
     def _shows_in(self, number: int | None, eqn: JaxprEqn) -> bool:
         """Whether a pass, or for None the update, runs an equation with an effect."""
         last = self.num_passes if number is None else number
-        return bool(eqn.effects) and self._pass_of(eqn.invars) == last
-
-
-def _arguments(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-    """A tower's arguments: the replicated ones, and its own."""
-    _, context = context_args(tower)
-    return dataclasses.replace(state, local=None), (state.local, rows, context)
+        return bool(eqn.effects) and self._parts.first_knowing(eqn.invars) == last
 
 
 def _checked(path: tuple[Any, ...], x: Any) -> Any:
     """A metric state as a pass merges it, before its numbers become arrays."""
-    return check_metric(name_by_key(path), x) if is_metric(x) else x
+    return check_metric(name_by_key(path), x) if tj.metrics.is_metric(x) else x
 
 
 LOSSES = "minimized"
@@ -352,7 +293,9 @@ def _results_in(tree: dict[str, PyTree]) -> list[Any]:
 
 def _as_sums(grads: PyTree) -> PyTree:
     """The gradients as `Sum` leaves, except table rows, which are concatenated."""
-    return jax.tree.map(lambda x: x if is_rows(x) else Sum(x), grads, is_leaf=is_rows)
+    return jax.tree.map(
+        lambda x: x if is_rows_of_table(x) else Sum(x), grads, is_leaf=is_rows_of_table
+    )
 
 
 def _one_or_all(items: list[Any]) -> Any:

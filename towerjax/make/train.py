@@ -11,10 +11,12 @@ import optax
 
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.data.batch_rows import Remainder
+from towerjax.make.checked import step_of
+from towerjax.make.of_loss import LossPass, pass_of
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.make.of_loss import LossPass, pass_of
+from towerjax.step.passes.in_order import PassesInOrder
 from towerjax.step.passes.one_pass import TowerFn
-from towerjax.step.plan import Passes, Plan, StepOptions, training_plan
+from towerjax.step.plan import Plan, StepOptions, training_plan
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.policies import StatePolicy
@@ -28,7 +30,7 @@ from towerjax.step.state.update import (
     trained_part,
     with_trained,
 )
-from towerjax.step.step import Step, TrainStep
+from towerjax.step.step import TrainStep
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import LossFn, PyTree, Reduction, Sum
 from towerjax.types.boundary import api_boundary
@@ -287,7 +289,7 @@ def _planned(
     return training_plan(
         strategy,
         options,
-        Passes((pass_of(tower, strategy, options, **fields),)),
+        PassesInOrder((pass_of(tower, strategy, options, **fields),)),
         fns.update,
         StatePolicy(strategy, makes=makes),
         keeps_local=extend is None,
@@ -393,4 +395,4 @@ def build_train_step(
         check_function("update_extra", update_extra, "update_extra(state, merged)")
     loss = LossPass(loss_fn, None, trainable, loss_reduction)
     update = OptimizerUpdate(optimizer, trainable, update_extra)
-    return Step(_planned(loss, update, extend, with_specs(strategy, specs), options))
+    return step_of(_planned(loss, update, extend, with_specs(strategy, specs), options))

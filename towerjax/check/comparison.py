@@ -1,15 +1,19 @@
-"""Compare the merged results of several towers and of one tower, leaf by leaf."""
+"""Compare the results of two runs leaf by leaf, such as of two towers and of one."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from towerjax.jaxprs.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
+from towerjax.types import PyTree
 from towerjax.types.refusals import Portable, listed
+from towerjax.types.trees import is_key
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """The merged value of each leaf, real numbers; None if it has no one value."""
@@ -351,3 +355,36 @@ def rounding_of_dtypes(dtypes: Collection[str]) -> float:
     """The tolerance for rounding in any of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
+
+
+def rounded(
+    tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
+) -> PyTree:
+    """The tree with its floats changed by a relative amount, up and down in turn.
+
+    With ``only_broken`` whole numbers stay, because functions compare with them. Floats
+    of fewer than ``least_bytes`` stay, too.
+    """
+
+    def near(x: Any) -> Any:
+        if is_key(x) or not jnp.issubdtype(np.asarray(x).dtype, jnp.inexact):
+            return x
+        x = np.asarray(x)
+        if x.dtype.itemsize < least_bytes:
+            return x
+        signs = 1 - 2 * (np.arange(x.size).reshape(x.shape) % 2)
+        wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+        near = (wide * (1 + by * signs)).astype(x.dtype)
+        return np.where(x == np.round(x), x, near) if only_broken else near
+
+    return jax.tree.map(near, tree)
+
+
+def as_reals(x: Any) -> np.ndarray | None:
+    """The array in 32 or 64 bits, real and imaginary parts stacked; None for a key."""
+    if x is None or is_key(x):
+        return None
+    x = np.asarray(x)
+    x = np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x
+    is_short = x.dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, np.inexact)
+    return np.asarray(x, np.float32 if is_short else np.float64)

@@ -4,6 +4,7 @@ The primitives have no implementation. `SplitProgram` ends a pass at each, and s
 its values.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -14,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
-from towerjax.collectives.sparse_rows import is_rows, map_values
+import towerjax as tj
 from towerjax.jaxprs import tags
 from towerjax.mesh.private_jax import bind_axis, bound_axes
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction
 from towerjax.types.trees import map_parts, widen_dtype
 
@@ -75,7 +75,7 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
     return jax.tree.unflatten(treedef, outcomes)
 
 
-def sum_inside(tower: Tower, value: PyTree) -> PyTree:
+def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
     """The sum over towers, by a collective: inside a jit or scan no pass can end."""
     with jax.named_scope(tags.SUMMED_BY_STEP):
         return tower.reduce(Reduction.SUM, value)
@@ -104,7 +104,7 @@ def differentiate(
     shapes = params
     if traced.lookups.eqns:
         shapes = jax.eval_shape(lambda x: traced.gradient(x)[1].grads, params)
-    wide = map_values(
+    wide = map_gradients(
         lambda x: jax.ShapeDtypeStruct(x.shape, widen_dtype(x.dtype)), shapes
     )
     each, of_grads = jax.tree.flatten(wide)
@@ -134,8 +134,10 @@ def parameters_of(eqn: JaxprEqn) -> list[Any]:
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
     """For each leaf ``count`` if rows of a table are concatenated, else 0."""
-    parts = jax.tree.leaves(tree, is_leaf=is_rows)
-    return tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
+    parts = jax.tree.leaves(tree, is_leaf=is_rows_of_table)
+    counts = [count * is_rows_of_table(x) for x in parts]
+    pairs = zip(parts, counts, strict=True)
+    return tuple(times for x, times in pairs for _ in jax.tree.leaves(x))
 
 
 def _with_all_rows(avals: Any, copies: tuple[int, ...]) -> list[Any]:
@@ -143,3 +145,19 @@ def _with_all_rows(avals: Any, copies: tuple[int, ...]) -> list[Any]:
         x.update(shape=(x.shape[0] * count, *x.shape[1:])) if count else x
         for x, count in zip(avals, copies, strict=True)
     ]
+
+
+def is_rows_of_table(x: Any) -> bool:
+    """Whether ``x`` is the gradient of a table, which has only some rows."""
+    return isinstance(x, tj.sparse.IndexedRows)
+
+
+def map_gradients(fn: Callable[..., Any], grads: PyTree, *others: PyTree) -> PyTree:
+    """Return the function of each gradient; of the rows of a table, of their values."""
+
+    def of_one(grad: Any, *others: Any) -> Any:
+        if is_rows_of_table(grad):
+            return dataclasses.replace(grad, values=fn(grad.values, *others))
+        return fn(grad, *others)
+
+    return jax.tree.map(of_one, grads, *others, is_leaf=is_rows_of_table)

@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from towerjax.make.checked import step_of
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
-from towerjax.step.plan import Passes, Plan, StepOptions, state_ins
+from towerjax.step.passes.in_order import RunPass
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.plan import Plan, StepOptions, state_ins
 from towerjax.step.run.compile import inline
 from towerjax.step.run.prove import Proof
 from towerjax.step.state.accumulators import unmark_per_tower
@@ -71,7 +74,7 @@ class Members:
                 " tj.sweep(..., order='in_turn'), or leave specs out."
             )
         plan = _plan_of_members(build, strategy, options, together=together)
-        return cls(Step(plan), together, first_state)
+        return cls(step_of(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""
@@ -137,7 +140,6 @@ def _plan_of_members(
     if options.on_nonfinite == "raise":
         options = dataclasses.replace(options, on_nonfinite="skip")
     options = dataclasses.replace(options, donate=True)
-    steps = functools.partial(_train_members, build, strategy.placement, together)
 
     def first_member(state: TrainState) -> tuple[Plan, TrainState]:
         numbers, _ = state.extra
@@ -149,7 +151,7 @@ def _plan_of_members(
     return Plan(
         strategy,
         options,
-        Passes((), whole_steps=steps),
+        _WholeSteps(build, strategy.placement, together),
         _next_of_members,
         _StatesOfMembers(strategy),
         state_ins(strategy, _layout(strategy, together)),
@@ -160,28 +162,61 @@ def _plan_of_members(
     )
 
 
-def _train_members(
-    build: BuildMember,
-    placement: Placement,
-    together: bool,
-    donated: PyTree,
-    kept: PyTree,
-    batch: list[PyTree],
-) -> tuple[Outcome, Proof]:
-    """One step of all members, and its proof, which is the same for all."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WholeSteps:
+    """The `Passes` of a sweep: the step of each member, in place of passes."""
 
-    def train(donated: PyTree, rng: jax.Array) -> tuple[Outcome, Static]:
-        numbers, extra = donated["extra"]
-        step, _ = build(numbers)
-        given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
-        out, traced = inline(step.plan, placement, given)
-        now = {name: x for name, x in out.now.items() if name != "step"}
-        donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-        metrics = unmark_per_tower(out.metrics)
-        return Outcome(donated, now, metrics, out.step_flag), Static(traced.proof)
+    build: BuildMember
+    placement: Placement
+    together: bool
+    each = ()
+    why_not_proved = ""
+    why_not_audited = ""
+    hold_update = False
+    is_of_one_loss = False
 
-    out, proof = _of_members(train, together)(donated, kept["rng"])
-    return out, proof.value
+    def changed(self, **fields: Any) -> "_WholeSteps":
+        """Return the same, since there are no passes."""
+        return self
+
+    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Return the batch where passes return what they merged."""
+        donated, kept, *batch = args
+        return donated, kept, batch, []
+
+    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        """Yield no pass."""
+        return iter(())
+
+    def given(self, merged: list[PyTree]) -> PyTree:
+        """Return what was merged."""
+        return merged
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """Return what was merged."""
+        return merged
+
+    def run_whole_steps(
+        self, donated: PyTree, kept: PyTree, merged: PyTree
+    ) -> tuple[Outcome, Proof]:
+        """Run one step of all members; its proof is the same for all.
+
+        ``merged`` is the batch.
+        """
+
+        def train(donated: PyTree, rng: jax.Array) -> tuple[Outcome, Static]:
+            numbers, extra = donated["extra"]
+            step, _ = self.build(numbers)
+            args = {**donated, "extra": extra}, {**kept, "rng": rng}, *merged
+            out, traced = inline(step.plan, self.placement, args)
+            now = {name: x for name, x in out.now.items() if name != "step"}
+            donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
+            metrics = unmark_per_tower(out.metrics)
+            outcome = Outcome(donated, now, metrics, out.step_flag)
+            return outcome, Static(traced.proof)
+
+        out, proof = _of_members(train, self.together)(donated, kept["rng"])
+        return out, proof.value
 
 
 def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:

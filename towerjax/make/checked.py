@@ -1,0 +1,27 @@
+"""Make the step of a plan, with the checks of `towerjax.check`."""
+
+from typing import Any
+
+from towerjax.data.placer import Placer
+from towerjax.step.plan import Plan
+from towerjax.step.step import Step
+
+
+class _LoadedWhenAsked:
+    """`towerjax.check.questions`, which is imported when a step is first asked.
+
+    A step with ``audit=False`` that nobody asks anything never imports it.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        from towerjax.check import questions
+
+        return getattr(questions, name)
+
+
+_CHECKS: Any = _LoadedWhenAsked()
+
+
+def step_of(plan: Plan, *, placer: Placer | None = None) -> Step[Any]:
+    """Make the step of a plan; it is proved and audited as the plan's options say."""
+    return Step(plan, _CHECKS, placer=placer)
