@@ -47,7 +47,7 @@ _NAMES = {
     "best": "Write checkpointer=tj.Checkpointer(folder, best='loss'); then"
     " checkpointer.restore(step, state, number=checkpointer.best_step).",
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
-    "WandB": f"For a writer of 15 lines see {page('how_to/wandb_and_mlflow')}",
+    "WandB": f"Write tj.loop.Curves(function): {page('how_to/wandb_and_mlflow')}",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
     "Trainer": "Write step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored()),"
     " and for a loop over batches tj.run(step, state, batches).",
