@@ -28,7 +28,7 @@ PRELOAD = """
 OLDER = "--xla_cpu_use_fusion_emitters=false"
 OLDER = {"XLA_FLAGS": OLDER} if jax.version.__version_info__ < (0, 11) else {}
 
-PROVED = r"^towerjax: proved equal to one tower.*\n"
+PROVED = r"^towerjax: (?:proved|proving that the step is) equal to one tower.*\n"
 
 
 # What no proof sees of an example is audited: what the devices of one tower send, and
