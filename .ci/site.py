@@ -75,8 +75,12 @@ def _links(section: str) -> dict[str, Any]:
 
 
 def home(readme: str) -> str:
-    """The first page: what README.md says before a checkout, with links of docs/."""
-    shown, _, rest = readme.partition("\nIn a checkout,")
+    """The first page: README.md up to what needs a checkout, with links of docs/.
+
+    Its line of badges, which others draw, is left out.
+    """
+    shown, _, rest = readme.partition("\n## Examples and tests\n")
+    shown = re.sub(r"^\[!\[.*\n\n", "", shown, flags=re.MULTILINE)
     targets = re.findall(r"^\[[^\]]+\]: .*$", rest, re.MULTILINE)
     words = " ".join(shown.split())
     used = [line for line in targets if line.split(": ")[0] in words]

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import re
 import runpy
 import socket
 import sys
@@ -26,6 +27,8 @@ PRELOAD = """
 # The emitters of code that JAX 0.10 has still take half as long as those after them.
 OLDER = "--xla_cpu_use_fusion_emitters=false"
 OLDER = {"XLA_FLAGS": OLDER} if jax.version.__version_info__ < (0, 11) else {}
+
+PROVED = r"^towerjax: (?:proved|proving that the step is) equal to one tower.*\n"
 
 
 # What no proof sees of an example is audited: what the devices of one tower send, and
@@ -155,8 +158,13 @@ def _outputs(calls, timeout_s, code=0):
 
 
 def printed(path, *flags, folder=None, **options):
-    """What a program prints, run in its folder or another."""
-    return told(program, str(path), folder or os.path.dirname(path), flags, **options)
+    """What a program prints, run in its folder or another.
+
+    Left out are lines on stderr that its steps are proved.
+    """
+    folder = folder or os.path.dirname(path)
+    text = told(program, str(path), folder, flags, **options)
+    return re.sub(PROVED, "", text, flags=re.MULTILINE)
 
 
 def called(run, *args, options=(), **kwargs):

@@ -1,6 +1,7 @@
 """What a run writes down: exact numbers, whole lines, once each, whatever happens."""
 
 import contextlib
+import csv
 import json
 import math
 import os
@@ -86,6 +87,22 @@ def lines_of(path):
     return [(x["kind"], x["step"], of_each_element(x["metrics"])) for x in lines]
 
 
+def rows_of(path):
+    """Each record, by the reader of the standard library; it has no rates."""
+    text = pathlib.Path(path).read_bytes()
+    assert text.endswith(b"\n")
+    found = {}
+    for row in csv.DictReader(text.decode().splitlines()):
+        assert [*row] == ["kind", "step", "time_s", "name", "value"]
+        if row["kind"] == "rate":
+            assert float(row["value"]) >= 0
+            continue
+        numbers = found.setdefault((row["kind"], int(row["step"])), {})
+        assert row["name"] not in numbers
+        numbers[row["name"]] = float(row["value"])
+    return [(*place, numbers) for place, numbers in found.items()]
+
+
 def events_of(path):
     """``(step, wall time, {tag: value}, is it the mark of a start?)`` of a file."""
     data = path.read_bytes()
@@ -122,11 +139,16 @@ JSON = (lambda path: tj.JsonLines(path / "new" / "run.jsonl"),
     lambda path: lines_of(path / "new" / "run.jsonl"))  # fmt: skip
 BOARD = (lambda path: tj.TensorBoard(path / "new" / "logs"),
     lambda path: shown_by_tensorboard(path / "new" / "logs"))  # fmt: skip
-both = pytest.mark.parametrize("made, read", [JSON, BOARD], ids=["json", "board"])
+TABLE = (lambda path: tj.loop.Csv(path / "new" / "run.csv"),
+    lambda path: rows_of(path / "new" / "run.csv"))  # fmt: skip
+EXACT = JSON[0], TABLE[0]
+each_file = pytest.mark.parametrize(
+    "made, read", [JSON, BOARD, TABLE], ids=["json", "board", "csv"]
+)
 
 
 @pytest.mark.few_fast(2)
-@both
+@each_file
 def test_what_is_written_is_the_history(step, evaluate, tmp_path, made, read):
     options = {"evaluate": evaluate, "eval_batches": data(2), "eval_every": 6}
     _, history = run(step, data(10), made(tmp_path), **options)
@@ -138,7 +160,7 @@ def test_what_is_written_is_the_history(step, evaluate, tmp_path, made, read):
     for number, values in reversed(history.evaluations):  # where they were made
         expected.insert(number, ("eval", number, of_each_element(values)))
     found = read(tmp_path)
-    as_there = float if made is JSON[0] else np.float32
+    as_there = float if made in EXACT else np.float32
     assert found == [
         (kind, number, {name: as_there(x) for name, x in values.items()})
         for kind, number, values in expected
@@ -168,7 +190,7 @@ def test_the_reader_of_tensorboard_reads_the_history(step, evaluate, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torn", [b'{"ki', b'{"kind": "train", "step": 6, "ti'])
-@both
+@each_file
 def test_steps_that_are_done_again_are_there_once(
     step, evaluate, tmp_path, made, read, torn
 ):
@@ -177,7 +199,7 @@ def test_steps_that_are_done_again_are_there_once(
     at_two, _ = run(step, data(2), writer, **options)
     run(step, data(5, 2), writer, state=at_two, **options)
     first = read(tmp_path)
-    if made is JSON[0]:
+    if made in EXACT:
         with open(writer.path, "ab") as file:
             file.write(torn)
     run(step, data(4, 2), writer, state=at_two, **options)  # from what was saved then
@@ -187,7 +209,7 @@ def test_steps_that_are_done_again_are_there_once(
     assert read(tmp_path)[:3] == first[:3]
 
 
-@both
+@each_file
 def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path, made, read):
     writer = made(tmp_path)
     run(step, data(3), writer)
@@ -201,22 +223,61 @@ def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path, made, read):
     assert [number for _, number, _ in read(tmp_path)] == [1, 2]
 
 
-def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
-    path = tmp_path / "run.jsonl"
+@pytest.mark.parametrize("options, read", [
+    (tj.JsonLines, lines_of), (tj.loop.Csv, rows_of)])  # fmt: skip
+def test_an_evaluation_that_is_done_again_is_there_once(tmp_path, options, read):
+    path = tmp_path / "run"
 
     def write(start, *records):
-        with contextlib.closing(tj.JsonLines(path).open(start)) as writer:
+        with contextlib.closing(options(path).open(start)) as writer:
             for kind, number, value in records:
-                writer.write(record(kind, number, 0.5, {"loss": value}))
-                told = (kind, number, {"loss": value})
-                assert lines_of(path)[-1:] == [told]  # whole, whoever is killed
+                metrics = {"loss": value, "pair": np.array([value, 1])}
+                writer.write(record(kind, number, 0.5, metrics))
+                told = (kind, number, of_each_element(metrics))
+                assert read(path)[-1:] == [told]  # whole, whoever is killed
 
     write(0, ("train", 1, 5), ("train", 2, 4), ("eval", 2, 3))
     write(2, ("eval", 2, 7), ("train", 3, 2), ("eval", 3, 1))
     write(2, ("train", 3, 2))
-    found = [(kind, number, values["loss"]) for kind, number, values in lines_of(path)]
+    found = [(kind, number, values["loss"]) for kind, number, values in read(path)]
     train = [("train", 1, 5), ("train", 2, 4)]
     assert found == [*train, ("eval", 2, 7), ("train", 3, 2)]
+
+
+def test_a_function_gets_the_numbers_of_steps_and_evaluations(step, evaluate):
+    given = []
+    curves = tj.loop.Curves(lambda number, values: given.append((number, values)))
+    tenth = tj.loop.Curves(lambda number, _: given.append(number), every=2)
+    options = {"evaluate": evaluate, "eval_batches": data(2), "eval_every": 3}
+    _, history = run(step, data(3), curves, tenth, **options)
+    assert [x for x in given if isinstance(x, int)] == [2, 3]  # the last evaluates
+    found = [pair for pair in given if isinstance(pair, tuple)]
+    assert [number for number, _ in found] == [1, 2, 3, 3]
+    for (_, values), number in zip(found, history.steps.tolist(), strict=False):
+        rates = {k: values.pop(k) for k in [*values] if k[:5] == "rate/"}
+        assert rates.keys() == {"rate/steps_per_second", "rate/examples_per_second"}
+        row = {name: x[number - 1] for name, x in history.metrics.items()}
+        expected = {f"train/{name}": x for name, x in of_each_element(row).items()}
+        assert values == expected
+        assert {type(x) for x in values.values()} == {float}
+    assert found[-1][1] == {"eval/gap": history.evaluations[-1][1]["gap"]}
+
+
+def test_a_function_that_fails_ends_the_run(step):
+    def fail(number, values):
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network") as caught:
+        run(step, data(3), tj.loop.Curves(fail))
+    assert int(caught.value.state.step) >= 1
+
+
+def test_pandas_reads_the_table(step, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    _, history = run(step, data(3), tj.loop.Csv(tmp_path / "run.csv"))
+    table = pandas.read_csv(tmp_path / "run.csv").query("kind == 'train'")
+    table = table.pivot(index="step", columns="name", values="value")
+    assert table["loss"].tolist() == history.metrics["loss"].tolist()
 
 
 def test_extreme_scalars_and_arrays_are_curves(tmp_path):
@@ -238,18 +299,26 @@ def writing(options, metrics):
     return write
 
 
+def in_a_table(path):
+    return tj.loop.Csv(path / "run.csv")
+
+
 def in_lines(path):
     return tj.JsonLines(path / "run.jsonl")
 
 
-def a_file_of(text):
+def a_table_of(text):
+    return a_file_of(text, tj.loop.Csv)
+
+
+def a_file_of(text, options=tj.JsonLines):
     """It is left alone."""
 
     def open_it(path):
         path = path / "notes.txt"
         path.write_text(text)
         try:
-            tj.JsonLines(path, replace=True).open(2)
+            options(path, replace=True).open(2)
         finally:
             assert path.read_text() == text
 
@@ -295,6 +364,14 @@ REFUSED = [
     (a_file_of('{"kind": "train", "step": 1}\n{"step": 2}\n'), NO_LINE.format(2)),
     (lambda path: tj.JsonLines(path).open(0), "path='/.* cannot be written to"),
     (in_a_file, "logdir='/.* cannot be written to"),
+    (a_table_of("hello\n"), "Line 1 of .* is not a line of tj.loop.Csv"),
+    (a_table_of("kind,step,time_s,name,value\nx,y\n"), "Line 2 of .* not a line of tj"),
+    (writing(in_a_table, {"x": np.complex64(1)}), "Csv: the metric .* is .*real"),
+    (lambda _: tj.loop.Csv(""), "must be the path of a file"),
+    (lambda _: tj.loop.Curves(3), "Curves.function=3 is not a function"),
+    (lambda _: tj.loop.Curves(print, every=0), "every=0 must be"),
+    (writing(lambda _: tj.loop.Curves(print, max_elements=1), {"x": np.zeros(2)}),
+        "Curves: the metric 'train/x' has 2 elements"),
     (lambda _: tj.JsonLines(3), "must be the path of a file"),
     (lambda _: tj.JsonLines(""), "must be the path of a file"),
     (lambda _: tj.JsonLines("a", "b"), "replace='b' must be True or False"),

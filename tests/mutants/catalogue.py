@@ -1010,7 +1010,7 @@ JOBS = (
 
 # One for each file that no other names: what that file alone would show.
 ALONE = (
-    _m("D01", "a step that is done again has two lines", "loop.writers:JsonLines._kept",
+    _m("D01", "a step that is done again has two lines", "loop.writers:_kept",
        "if last <= start:", "if last <= start + 1:",
        "writers::an_evaluation_that_is_done_again_is_there_once"),
     _m("D05", "of several writers that fail the last is told",

@@ -129,8 +129,9 @@ def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch
 
 
 def test_pmap_and_towerjax_print_the_same_losses():
-    before, both = [p[4].split() for p in programs() if p[0] == "from_pmap.md"]
-    assert both == 2 * before and len(before) >= 5
+    before, both = [p[4].split("\n") for p in programs() if p[0] == "from_pmap.md"]
+    assert both[:2] == 2 * before[:1] and len(before[0].split()) == 8
+    assert both[2] == "28 of 28 losses are the same to 1e-6"
 
 
 # Tables.
@@ -514,7 +515,7 @@ def test_curves_reach_a_library_without_a_network(library, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     blocks = [text for _, text in BLOCK.findall(TEXTS["how_to/wandb_and_mlflow.md"])]
-    [program] = [text for text in blocks if "class Curves" in text]
+    [program] = [text for text in blocks if "def show" in text]
     [lines] = [text for text in blocks if text.startswith(f"with {library}")]
     names = {"__name__": "page", library: module}
     exec(program, names)
@@ -647,3 +648,21 @@ def test_each_reason_of_the_table_is_one_that_a_step_gives():
     shown = "\n".join(given + printed)
     assert len(told) > 15
     assert [x for x in told if x not in shown] == ["tower.all_gather"]
+
+
+def test_the_diff_of_the_readme_turns_one_program_of_from_pmap_into_the_other():
+    before, after = [p[1] for p in PROGRAM.findall(TEXTS["from_pmap.md"])]
+    readme = (ROOT / "README.md").read_text()
+    lines = re.search(r"^```diff\n(.*?)^```", readme, re.S | re.M)[1].splitlines()
+    gone = [x[1:] for x in lines if x[0] == "-"]
+    come = [x[1:] for x in lines if x[0] == "+"]
+    assert (len(gone), len(come)) == (9, 5) and len(lines) == 14
+    assert set(gone) <= {*before.splitlines()} and set(come) <= {*after.splitlines()}
+    left = [x for x in before.splitlines() if x not in gone]
+    new = [x for x in after.splitlines() if x not in come]
+    assert [x for x in new if x and x not in left] == [
+        "import towerjax as tj",
+        "before = losses",
+        "same = [abs(a / b - 1) < 1e-6 for a, b in zip(losses, before, strict=True)]",
+        'print(sum(same), "of", len(same), "losses are the same to 1e-6")',
+    ]

@@ -133,3 +133,41 @@ def test_ci_runs_each_benchmark_in_its_small_form():
         assert " = options_of(" in files[name] and " = begin(" in files[name], name
     timing = {name for name, x in files.items() if "sweeps.turns" in x}
     assert timing == {"harness"}
+
+
+GITHUB = ROOT / ".github"
+
+
+def test_the_workflow_runs_what_contributors_run():
+    yaml = pytest.importorskip("yaml")
+    [job] = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text())["jobs"].values()
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    assert runs == ["bash .ci/run"]
+    assert "`bash .ci/run`" in (ROOT / "CONTRIBUTING.md").read_text()
+    [setup] = [x for x in job["steps"] if "setup-python" in x.get("uses", "")]
+    versions = setup["with"]["python-version"].split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    there = "\n".join(project["classifiers"])
+    assert len(versions) == 2 and all(f"Python :: {x}\n" in there for x in versions)
+
+
+def test_issue_forms_are_forms():
+    yaml = pytest.importorskip("yaml")
+    forms = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) == 4
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        if path.stem == "config":
+            assert all({*x} == {"name", "url", "about"} for x in form["contact_links"])
+            continue
+        assert form["name"] and form["description"]
+        for field in form["body"]:
+            assert field["type"] in ("textarea", "input")
+            assert field["attributes"]["label"] and field["attributes"]["description"]
+            assert field["validations"] == {"required": True}
+
+
+def test_versions_and_deprecations_have_a_sentence():
+    sentence = "Before 1.0 a minor version may change names."
+    for name in ("README.md", "CHANGELOG.md"):
+        assert sentence in " ".join((ROOT / name).read_text().split())

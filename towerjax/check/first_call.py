@@ -68,7 +68,7 @@ def prepare(
     if asked.audit and step.unproved is None:  # it was compiled before
         hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
-    _found(step, note="")
+    _found(step, note="", is_told=True)
     return Prepared(program, checked.note, checked.seconds - before_s)
 
 
@@ -95,6 +95,19 @@ def before_first(
             equality_of_step, step, state, batch.args, traced, examples
         )
         _prove(step, to_prove, sample, is_asked=bool(wanted))
+
+
+def tell_once(step: Step[Any]) -> None:
+    """Print what proof and audit of a training found, if nobody was told so far.
+
+    `run` tells it by itself; this is for loops that call a step.
+    """
+    checked = step.checked
+    if checked.is_told or not (checked.note and step.plan.gives_step_flag):
+        return
+    if jax.process_index() == 0:
+        print_line(checked.note)
+    _found(step, note="", is_told=True)
 
 
 def prove_alone(

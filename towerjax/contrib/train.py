@@ -1,4 +1,4 @@
-"""A train step with features that most trainers add: an average, and more metrics."""
+"""A train step with what most trainers add: an average, metrics, mixed precision."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import towerjax as tj
+from towerjax.contrib import precision
 
 _Tree: TypeAlias = Any  # a pytree
 
@@ -29,9 +30,11 @@ def train_step(
     *,
     ema: float | None = None,
     log: Sequence[str] = (),
+    compute_dtype: Any = None,
+    loss_scale: precision.LossScale | None = None,
     **options: Any,
 ):  # as `tj.build_train_step` is typed
-    """A step of `tj.build_train_step` that also averages parameters and adds metrics.
+    """A step of `tj.build_train_step` with an average, metrics and mixed precision.
 
     The average is in ``state.opt_state``. So checkpoints hold it, and a refused step
     leaves it unchanged. It is sharded if the optimizer's state is sharded. The average
@@ -50,6 +53,13 @@ def train_step(
       log: Metrics to add: ``"learning_rate"`` is that of this step's update.
         ``"gradient_norm"`` is the Euclidean norm of the whole merged gradient, before
         any clipping, in float32.
+      compute_dtype: ``"bfloat16"`` or ``"float16"`` casts the floating leaves of the
+        parameters and of the batch for the loss. The state, gradients and sums stay as
+        they are. Cast what must be exact back in the loss, and compute the loss itself
+        in float32. None casts nothing.
+      loss_scale: A `LossScale`, which multiplies the loss for the backward pass. None
+        is ``LossScale()`` for float16 and none for others. The metric ``"loss_scale"``
+        has the scale of each step.
       options: As for `tj.build_train_step`.
 
     Raises:
@@ -71,15 +81,22 @@ def train_step(
       (1.0, 0.5)
     """
     log = _checked_log(log)
+    dtype = precision.checked_dtype(compute_dtype)
+    scale = precision.checked_scale(loss_scale, dtype)
     if ema is not None:
         optimizer = with_ema(optimizer, ema)
+    if scale is not None:
+        optimizer = precision.keeping_scale(optimizer, scale)
+    if dtype is not None:
+        loss_fn = precision.computing_in(loss_fn, dtype)
     inner = options.pop("extend", None)
 
     def extend(fns: Any) -> Any:
         fns = fns if inner is None else inner(fns)
-        return _logging(fns, log) if log else fns
+        fns = _logging(fns, log) if log else fns
+        return fns if scale is None else precision.scaling(fns, loss_fn, scale, options)
 
-    if log or inner is not None:
+    if log or inner is not None or scale is not None:
         options["extend"] = extend
     return tj.build_train_step(loss_fn, optimizer, strategy, **options)
 

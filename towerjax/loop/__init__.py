@@ -3,3 +3,5 @@
 from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
 from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.options import WithState as WithState
+from towerjax.loop.writers import Csv as Csv
+from towerjax.loop.writers import Curves as Curves

@@ -135,7 +135,12 @@ def read_lines(
 
 
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
-    """Write an object to an unbuffered file in one call, which a kill cannot split."""
-    rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
+    """Write an object as a line of JSON."""
+    append_bytes(file, json.dumps(fields, allow_nan=False).encode() + b"\n")
+
+
+def append_bytes(file: FileIO | StoredFile, content: bytes) -> None:
+    """Write to an unbuffered file in one call, which a kill cannot split."""
+    rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]

@@ -79,6 +79,26 @@ class EarlyStopping:
         check_number("min_delta", self.min_delta, what)
         check_whole("min_steps", self.min_steps, 0)
 
+    def reason(self, values: Mapping[int, float]) -> str | None:
+        """Return the reason why a loop with these evaluations ends; None if it goes on.
+
+        `run` asks its rules by itself; this is for a loop of your own.
+
+        Args:
+          values: The values of ``metric`` so far, by step number, in order.
+
+        Returns:
+          The reason, as text for people, or None.
+
+        Example:
+          >>> early = EarlyStopping("loss", patience=2)
+          >>> early.reason({10: 0.5, 20: 0.6}) is None
+          True
+          >>> early.reason({10: 0.5, 20: 0.6, 30: 0.5})
+          'loss did not improve in 2 evaluations in a row, best 0.5000 after 10'
+        """
+        return reason_to_stop(self, values)
+
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     """The rules of early stopping; any one of them ends a run."""

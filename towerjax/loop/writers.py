@@ -1,12 +1,14 @@
-"""Write a run's metrics while it trains: `JsonLines` and `TensorBoard`."""
+"""Write a run's metrics while it trains: to files, TensorBoard, or a function."""
 
+import csv
 import dataclasses
+import io
 import math
 import os
 import pathlib
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from etils import epath
 from towerjax.loop.files import (
     StoredFile,
     absolute_path,
+    append_bytes,
     append_line,
     checked_path,
     is_on_disk,
@@ -27,6 +30,7 @@ from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
     check_flag,
+    check_function,
     check_list,
     check_methods,
     check_whole,
@@ -142,16 +146,22 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
     of_path = f"[tj.JsonLines({writers!r})]" if isinstance(writers, str) else None
     writers = check_list("writers", writers, of_path)
     example = (
-        "tj.JsonLines(path), tj.TensorBoard(logdir), or your own object whose"
-        " open(start) returns an object with write(record) and close()"
+        "tj.JsonLines(path), tj.TensorBoard(logdir), tj.loop.Curves(function), or your"
+        " own object whose open(start) returns an object with write(record) and close()"
     )
     for writer in writers:
         check_methods("one of writers", writer, "open", example)
-    paths = [absolute_path(x.path) for x in writers if isinstance(x, JsonLines)]
+    files = [x for x in writers if isinstance(x, JsonLines | Csv)]
+    paths = [absolute_path(x.path) for x in files]
     if twice := [path for path in paths if paths.count(path) > 1]:
+        kinds = dict.fromkeys(
+            type(x).__name__
+            for x, path in zip(files, paths, strict=True)
+            if path == twice[0]
+        )
         raise ValueError(
-            f"writers: two JsonLines write to {str(twice[0])!r}, so that each step"
-            " would have two lines. Leave one out, or give it another path."
+            f"writers: two {' and '.join(kinds)} write to {str(twice[0])!r}, so that"
+            " each step would have two lines. Leave one out, or give it another path."
         )
     return writers
 
@@ -215,7 +225,7 @@ class JsonLines:
         path = absolute_path(self.path)
         with opening("JsonLines.path", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept, repeated = self._kept(path, start)
+            kept, repeated = _kept(self, path, start, _json_lines)
             file = opened_after(path, kept, _STORED_EVERY_S)
 
         def write(record: Record) -> None:
@@ -235,21 +245,37 @@ class JsonLines:
 
         return Opened(write, file.close)
 
-    def _kept(self, path: epath.Path, start: int) -> tuple[int | None, int | None]:
-        """How many bytes to keep, and where an evaluation of ``start`` begins."""
-        if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
-            return None, None  # a pipe or a device has no earlier lines
-        kept = last = 0
-        repeated = None
-        for line, length in read_lines(path, "kind", "a run"):
-            last = max(last, line["step"])
-            if last <= start:
-                is_last = (line["step"], line["kind"]) == (start, "eval")
-                repeated = kept if is_last else None
-                kept += length
-        if start == 0 and last > 0 and not self.replace:
-            raise _earlier("JsonLines", path, f"an earlier run up to step {last}")
-        return kept, repeated
+
+def _json_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
+    """The kind, the step number and the size of each line of a `JsonLines`."""
+    for line, length in read_lines(path, "kind", "a run"):
+        yield line["kind"], line["step"], length
+
+
+def _kept(
+    options: "JsonLines | Csv",
+    path: epath.Path,
+    start: int,
+    lines: Callable[[epath.Path], Iterable[tuple[str, int, int]]],
+) -> tuple[int | None, int | None]:
+    """How many bytes to keep, and where an evaluation of ``start`` begins.
+
+    It raises if a run that starts at step 0 would cut off the lines of another one.
+    """
+    if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
+        return None, None  # a pipe or a device has no earlier lines
+    kept = last = 0
+    repeated = None
+    for kind, step, length in lines(path):
+        last = max(last, step)
+        if last <= start:
+            is_last = (step, kind) == (start, "eval")
+            repeated = (kept if repeated is None else repeated) if is_last else None
+            kept += length
+    if start == 0 and last > 0 and not options.replace:
+        writer = type(options).__name__
+        raise _earlier(writer, path, f"an earlier run up to step {last}")
+    return kept, repeated
 
 
 def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
@@ -277,6 +303,145 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
             " .value, or its real and imaginary parts."
         )
     return array.astype(np.float64)
+
+
+_HEAD = ("kind", "step", "time_s", "name", "value")
+
+
+@api_boundaries
+@dataclasses.dataclass(frozen=True)
+class Csv:
+    """A file with one line for each number: its kind, step, time, name and value.
+
+    The first line is ``kind,step,time_s,name,value``. ``kind`` is ``train``, ``eval``
+    or ``rate``; rates are named as in `tj.loop.RunSummary`. An element of an array is
+    named like ``confusion/1/2``. Numbers are exact. Pandas makes a table with a column
+    for each metric of it: ``pd.read_csv(path).query("kind == 'train'").pivot(
+    index="step", columns="name", values="value")``.
+
+    The file is local or in an object store, and a resumed run cuts off later lines, as
+    with `JsonLines`.
+
+    Attributes:
+      path: The file; its folder is created.
+      replace: Whether a run that starts at step 0 may cut off the lines of an earlier
+        run.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> options = Csv(folder.name + "/run.csv")
+      >>> writer = options.open(0)
+      >>> writer.write(Record("train", 1, 2.5, {"loss": np.float32(0.25)}))
+      >>> writer.close()
+      >>> print(pathlib.Path(options.path).read_text().strip())
+      kind,step,time_s,name,value
+      train,1,2.5,loss,0.25
+      >>> folder.cleanup()
+    """
+
+    path: str | os.PathLike[str]
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        checked_path("Csv.path", self.path, "a file")
+        check_flag("Csv.replace", self.replace)
+
+    def open(self, start: int) -> OpenWriter:
+        """The file, open for writing after the lines of the first ``start`` steps.
+
+        It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
+        """
+        path = absolute_path(self.path)
+        with opening("Csv.path", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept, repeated = _kept(self, path, start, _csv_lines)
+            file = opened_after(path, kept, _STORED_EVERY_S)
+            if not kept:
+                append_bytes(file, _as_csv([_HEAD]))
+
+        def write(record: Record) -> None:
+            nonlocal repeated
+            if record.kind == "eval" and repeated is not None:
+                file.truncate(repeated)
+            repeated = None
+            numbers = curves("Csv", record)
+            rows = []
+            for tag, value in numbers.items():
+                kind, _, name = tag.partition("/")
+                rows.append((kind, record.step, record.time_s, name, repr(value)))
+            with opening("Csv.path", path):
+                append_bytes(file, _as_csv(rows))
+            if record.kind == "eval":
+                file.flush()
+
+        return Opened(write, file.close)
+
+
+def _as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _csv_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
+    """The kind, the step number and the size of each line of a `Csv`."""
+    head = _as_csv([_HEAD])
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return  # torn by a kill or a full disk
+            kind, step, *_ = [*line.decode(errors="replace").split(","), ""]
+            is_ours = line == head if number == 1 else step.isdigit()
+            if not is_ours:
+                raise ValueError(
+                    f"Line {number} of {str(path)!r} is not a line of tj.loop.Csv:"
+                    f" {line[:60]!r}. The file was not changed. Use another path."
+                )
+            yield kind, int(step) if number > 1 else 0, len(line)
+
+
+@api_boundaries
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """A function of yours that gets the numbers of each step and each evaluation.
+
+    It is called as ``function(3, {"train/loss": 0.25})``, on process 0, a few steps
+    later. Names are those of `TensorBoard`: ``eval/accuracy``,
+    ``rate/examples_per_second``, and ``eval/confusion/1/2`` for an element of an array.
+    The run waits for the function.
+
+    Attributes:
+      function: ``(step, {name: value}) -> None``. Values are floats.
+      every: Only steps whose number is a multiple of this are passed on. Evaluations
+        always are.
+      max_elements: The largest number of curves of one metric.
+
+    Example:
+      >>> writer = Curves(lambda step, values: print(step, values), every=2).open(0)
+      >>> for step in (1, 2):
+      ...     writer.write(Record("train", step, 2.5, {"loss": np.float32(0.25)}))
+      2 {'train/loss': 0.25}
+    """
+
+    function: Callable[[int, dict[str, float]], Any]
+    every: int = 1
+    max_elements: int = 64
+
+    def __post_init__(self) -> None:
+        form = "function(step, values)"
+        check_function("Curves.function", self.function, form)
+        check_whole("every", self.every, 1)
+        check_whole("max_elements", self.max_elements, 1)
+
+    def open(self, start: int) -> OpenWriter:
+        """The function, as a writer; ``start`` is not used."""
+
+        def write(record: Record) -> None:
+            if record.kind == "eval" or record.step % self.every == 0:
+                self.function(record.step, curves("Curves", record, self.max_elements))
+
+        return Opened(write, lambda: None)
 
 
 @api_boundaries
@@ -344,7 +509,9 @@ class TensorBoard:
             nonlocal flush_at_s
             event = proto.Event(wall_time=record.time_s, step=record.step)
             with np.errstate(over="ignore"):  # beyond float32 they become infinite
-                for tag, number in curves(record, self.max_elements).items():
+                for tag, number in curves(
+                    "TensorBoard", record, self.max_elements
+                ).items():
                     event.summary.value.add(tag=tag, simple_value=np.float32(number))
             events.write_event(event)
             if record.kind == "eval" or time.monotonic() >= flush_at_s:
@@ -354,17 +521,17 @@ class TensorBoard:
         return Opened(write, events.close)
 
 
-def curves(record: Record, most: int) -> dict[str, float]:
+def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:
     """The value of each curve by its name; each element of a metric has a curve."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for name, value in record.metrics.items():
         tag = f"{record.kind}/{name}"
-        array = real_numbers("TensorBoard", tag, value)
-        if array.size > most:
+        array = real_numbers(writer, tag, value)
+        if most is not None and array.size > most:
             raise ValueError(
-                f"TensorBoard: the metric {tag!r} has {array.size} elements, which"
+                f"{writer}: the metric {tag!r} has {array.size} elements, which"
                 f" would each be a curve, but max_elements is {most}. Use"
-                " tj.JsonLines(path), or give TensorBoard a larger max_elements."
+                f" tj.JsonLines(path), or give {writer} a larger max_elements."
             )
         for place, x in np.ndenumerate(array.astype(np.float64)):
             numbers["/".join([tag, *map(str, place)])] = float(x)

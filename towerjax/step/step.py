@@ -212,9 +212,9 @@ class Step(Generic[_Result]):
         known = programs.known(batch, kind)
         if known is None or not is_usable(state):
             state = self.start(state)
-            hook = functools.partial(self.before_first, state=state, batch=batch)
+            hook = functools.partial(self._before_call, state=state, batch=batch)
         elif batch.num_examples not in known.checked_for:
-            self.before_first(known.traced, state, batch)
+            self._before_call(known.traced, state, batch)
             known.checked_for.add(batch.num_examples)
         first = split_state(state)
         program = programs.program(first, batch, kind, hook)
@@ -463,6 +463,16 @@ class Step(Generic[_Result]):
         if self.options.audit is False:  # nothing of check/ is imported
             return
         self.checks.before_first(self, traced, state, batch)
+
+    def _before_call(
+        self, traced: Traced, state: TrainState, batch: PlacedBatch
+    ) -> None:
+        """Prove or audit the step before a call, and say so once."""
+        self.before_first(traced, state, batch)
+        if self.checked.note:
+            from towerjax.check.first_call import tell_once
+
+            tell_once(self)
 
     def settle(self) -> None:
         """Wait for all steps so far and raise if one was refused, at the end of a loop.

@@ -163,5 +163,5 @@ class RowTable(Shown):
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``."""
-        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "'towerjax[pandas]'")
         return pandas.DataFrame(self.rows())

@@ -9,6 +9,7 @@ from towerjax.sweeps.bench import Timings as Timings
 from towerjax.sweeps.bench import bench as bench
 from towerjax.sweeps.train import Member as Member
 from towerjax.sweeps.train import Sweep as Sweep
+from towerjax.tools.mfu import mfu as mfu
 from towerjax.tools.parameters import flat_parameters as flat_parameters
 from towerjax.tools.parameters import load_parameters as load_parameters
 from towerjax.tools.parameters import parameter_table as parameter_table

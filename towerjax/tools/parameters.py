@@ -75,7 +75,7 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
       ...     print(load_file(f"{folder}/a.safetensors"))
       {'w': Array([1., 1., 1.], dtype=float32)}
     """
-    files = require("safetensors.numpy", "save_parameters", "safetensors")
+    files = require("safetensors.numpy", "save_parameters", "'towerjax[safetensors]'")
     where = checked_path("path", path, "a file")
     flat = flat_parameters(params)
     content = files.save({k: np.asarray(x, order="C") for k, x in flat.items()})
@@ -111,7 +111,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
       ...     load_parameters(f"{folder}/a.safetensors", {"w": jnp.zeros(3)})
       {'w': array([1., 1., 1.], dtype=float32)}
     """
-    files = require("safetensors", "load_parameters", "safetensors")
+    files = require("safetensors", "load_parameters", "'towerjax[safetensors]'")
     where = checked_path("path", path, "a file")
     try:
         found = dict(files.deserialize(where.read_bytes()))

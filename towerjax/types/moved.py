@@ -27,7 +27,7 @@ RENAMED = {
     "SideBySide": "tj.tools.bench(build, grid) returns tj.tools.Timings.",
     "Sums": "An op of your own implements tj.collectives.CrossTowerOps.",
     "TowerStatistics": f"It is an example now: {page('how_to/batch_size')}",
-    "WandB": f"For a writer of 15 lines see {page('how_to/wandb_and_mlflow')}",
+    "WandB": f"Write tj.loop.Curves(function): {page('how_to/wandb_and_mlflow')}",
     "batch_norm": "Write from towerjax.layers.batch_norm import linen, or import nnx.",
     "check_examples": _EACH_EXAMPLE,
     "evaluate_all": "Write tj.evaluate(step, state, batches) for each evaluation.",

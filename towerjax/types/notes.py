@@ -19,11 +19,12 @@ from towerjax.types.version import page
 _Class = TypeVar("_Class", bound=type)
 _IN_PARTS = "To process rows in several parts write micro_batches=3."
 _PRECISION = (
-    "Cast in the loss, x.astype(jnp.bfloat16); parameters and their update stay in"
-    f" float32: {page('how_to/mixed_precision')}"
+    "Write tj.contrib.train_step(..., compute_dtype='bfloat16'), or cast in the loss,"
+    f" x.astype(jnp.bfloat16): {page('how_to/mixed_precision')}"
 )
 _SAVES = (
-    "a run saves its state between steps. For parameters alone write"
+    "a run saves its state between steps. In a loop of your own write"
+    " checkpointer.save(step, state, batches). For parameters alone write"
     " tj.tools.save_parameters(path, state.params)."
 )
 _NAMES = {
@@ -47,7 +48,7 @@ _NAMES = {
     "best": "Write checkpointer=tj.Checkpointer(folder, best='loss'); then"
     " checkpointer.restore(step, state, number=checkpointer.best_step).",
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
-    "WandB": f"For a writer of 15 lines see {page('how_to/wandb_and_mlflow')}",
+    "WandB": f"Write tj.loop.Curves(function): {page('how_to/wandb_and_mlflow')}",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
     "Trainer": "Write step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored()),"
     " and for a loop over batches tj.run(step, state, batches).",

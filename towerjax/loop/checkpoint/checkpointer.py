@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import jax
 from etils import epath
 
-from towerjax.data.stream import Position, Source
+from towerjax.data.stream import Position, Source, has_cursor
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.manager import open_manager, quiet_orbax
@@ -24,7 +24,12 @@ from towerjax.loop.stopping import Point, value_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
+from towerjax.mesh.processes import (
+    call_on_first_process,
+    is_preempted,
+    print_line,
+    require_same,
+)
 from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
@@ -38,7 +43,7 @@ from towerjax.types.options import (
     check_whole,
     is_whole,
 )
-from towerjax.types.refusals import listed
+from towerjax.types.refusals import a_type, listed
 
 Resume = Literal["cursor", "count", "anew"]
 
@@ -198,6 +203,121 @@ class Checkpointer:
             if placement.num_processes == 1 and self._is_passed(chosen, number):
                 return self.restore(step, state, number=number)
             raise
+
+    def save(
+        self,
+        step: Step,
+        state: TrainState,
+        batches: Any = None,
+        *,
+        evaluations: Mapping[str, Mapping[int, float]] = types.MappingProxyType({}),
+    ) -> None:
+        """Save a state in a loop of your own, and wait until it is written.
+
+        `run` saves by itself. With several processes, all of them must call it.
+
+        Args:
+          step: The train step. All its steps so far are waited for and checked.
+          state: The state to save. It is not donated.
+          batches: Batches with ``get_state`` and ``set_state``, such as those of
+            `batches`, whose position is saved. None saves no position: skip the first
+            ``int(state.step)`` batches after a restart.
+          evaluations: For each metric its values by step number, as `EarlyStopping`
+            takes them. The record keeps them as ``stopping``. A value of this step
+            counts for ``best``.
+
+        Raises:
+          CheckpointError: The folder has a later checkpoint, or cannot be written to,
+            or parameters are not finite.
+          DesyncError: The devices' copies of the state differ.
+          NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
+          ValueError: ``batches`` do not tell their position.
+        """
+        with self._opened(step, state, batches) as (saving, point):
+            step.settle()
+            number = point.number
+            newest = call_on_first_process(lambda: max(self.steps, default=-1))
+            if newest > number:
+                raise CheckpointError(
+                    f"{str(self.path)!r} has a checkpoint of step {newest}, which is"
+                    f" later than this state of step {number}. Begin the loop with"
+                    " state = checkpointer.resume(step, state, batches), or name"
+                    " another folder."
+                )
+            saving.resume(point)  # it knows then what is saved
+            point.watch.values = {name: {**x} for name, x in evaluations.items()}
+            now = {name: x[number] for name, x in evaluations.items() if number in x}
+            if self.best in now:
+                saving.is_best(number, now)
+            saving.save(point, now)
+            saving.wait()
+
+    def resume(self, step: Step, state: TrainState, batches: Any = None) -> TrainState:
+        """Restore the newest checkpoint for a loop of your own, if it is a later one.
+
+        `run` resumes by itself. With several processes, all of them must call it.
+
+        Args:
+          step: The train step.
+          state: The first state, ``step.init(params)``.
+          batches: As they were given to `save`. They are moved to the saved position.
+
+        Returns:
+          The state of the newest checkpoint, or ``state`` if none is later. A line on
+          stderr says after which step the loop goes on, and what has changed since.
+
+        Raises:
+          CheckpointError: The newest checkpoint is damaged or of another model, or it
+            was saved without a position of ``batches``.
+          ValueError: ``batches`` do not tell their position.
+
+        Example:
+          >>> import numpy as np, optax, tempfile, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), strategy)
+          >>> folder = tempfile.TemporaryDirectory()
+          >>> saving = Checkpointer(folder.name)
+          >>> for until in (1, 2):  # the second pass is as a new process
+          ...     batches = tj.batches(np.arange(8, dtype=np.float32), 4, epochs=None)
+          ...     state = saving.resume(step, step.init(np.float32(0)), batches)
+          ...     while int(state.step) < until:
+          ...         state, metrics = step(state, next(batches))
+          ...     saving.save(step, state, batches)
+          >>> saving.steps, float(state.params)
+          ((1, 2), 3.125)
+          >>> folder.cleanup()
+        """
+        with self._opened(step, state, batches) as (saving, point):
+            saving.resume(point)
+            if saving.is_resumed and jax.process_index() == 0:
+                text = f"goes on after step {point.number}, from its checkpoint"
+                print_line("; ".join([text, *saving.differs]))
+        return point.state
+
+    @contextlib.contextmanager
+    def _opened(
+        self, step: Step, state: TrainState, batches: Any
+    ) -> Iterator[tuple["Saving", Point]]:
+        """Open the folder for one call of `save` or `resume`."""
+        check_methods("step", step, "strategy start", "tj.build_train_step(...)")
+        point = Point(step.start(state))
+        options = self
+        if batches is None:
+            batches = ()
+            options = dataclasses.replace(self, batches="anew")
+        elif not has_cursor(batches):
+            raise ValueError(
+                f"batches is {a_type(batches)}, which does not tell its position. Pass"
+                " an iterator with get_state and set_state, such as tj.batches(...)."
+                " Or leave it out, and skip the first int(state.step) batches after a"
+                " restart."
+            )
+        source = Source(batches)
+        source.last = Position(point.number, source.last.cursor)
+        with contextlib.ExitStack() as stack:
+            yield Saving(options, step, point.state, source, stack), point
 
     def _is_passed(self, chosen: int, number: int | None) -> bool:
         """Whether the checkpoint was deleted, or should be the newest and is not."""

@@ -77,6 +77,7 @@ class Checked:
     examples: tuple[int, ...] = ()
     report: Any = None  # an `AuditReport`, of it or of the same program
     note: str = ""  # what nobody has been told yet
+    is_told: bool = False  # whether a note was told
     seconds: float = 0.0  # of proofs of equality and audits
     is_done: bool = False  # the first call looks no further
 
