@@ -12,6 +12,7 @@ from towerjax.check.first_call import audited as audited
 from towerjax.check.first_call import before_first as before_first
 from towerjax.check.first_call import equality_of_step, prove_alone
 from towerjax.check.first_call import prepare as prepare
+from towerjax.check.first_call import tell_once as tell_once
 from towerjax.check.report.report import StepReport, report_on, time_program
 from towerjax.data.batch_rows import count_examples, without_replicated
 from towerjax.data.placer import PlacedBatch

@@ -34,6 +34,7 @@ class Checks(Protocol):
     """
 
     before_first: Callable[..., None]
+    tell_once: Callable[..., None]
     prepare: Callable[..., Any]
     prove_traced: Callable[..., None]
     prove_step: Callable[..., Proof]
@@ -470,9 +471,7 @@ class Step(Generic[_Result]):
         """Prove or audit the step before a call, and say so once."""
         self.before_first(traced, state, batch)
         if self.checked.note:
-            from towerjax.check.first_call import tell_once
-
-            tell_once(self)
+            self.checks.tell_once(self)
 
     def settle(self) -> None:
         """Wait for all steps so far and raise if one was refused, at the end of a loop.
