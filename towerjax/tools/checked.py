@@ -14,20 +14,27 @@ from towerjax.check.programs.devices import (
     use_what_is_given,
 )
 from towerjax.check.programs.processes import name_function
-from towerjax.check.programs.programs import ProgramReport, proved_on
+from towerjax.check.programs.programs import (
+    ProgramReport,
+    made_for_parts,
+    proved_on,
+)
 from towerjax.check.programs.runs import UserProgram
 from towerjax.check.programs.same import (
     compare_ran,
     prove_in_process,
     run_in_processes,
+    same_for,
     same_on_devices,
     takes_nothing,
 )
+from towerjax.check.programs.words import MICRO_BATCHES, Words
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
 
 SCREEN = 16  # the most lines of one answer
+_NOT_RUN = "{} without a run; --run runs it, too"
 
 
 @dataclasses.dataclass
@@ -50,42 +57,53 @@ class Looked:
 def check_program(
     maker: Callable[..., Any],
     form: str,
-    devices: Sequence[int],
+    numbers: Sequence[int],
     rtol: float | None,
     *,
+    words: Words,
     always_run: bool,
     timeout_s: float | None = None,
 ) -> Looked:
-    """The findings on a program, which is proved on these numbers of devices, or run.
+    """The findings on a program, which is proved for these numbers, or run.
 
     Args:
-      maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``.
+      maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``; of
+        micro-batches a function ``micro_batches -> (fn, args)``.
       form: The call, as errors show it.
-      devices: The numbers of devices.
+      numbers: The numbers of devices or of micro-batches.
       rtol: As for `same_on_devices`.
+      words: The words for what is counted.
       always_run: Whether the program is also run if everything is proved.
       timeout_s: As for `same_on_devices`.
     """
     looked = Looked()
-    if takes_nothing(maker):
-        _check_in_processes(maker, devices, rtol, looked, timeout_s)
+    if words is MICRO_BATCHES:
+        programs = made_for_parts(maker, numbers, form)
+        is_answered = _prove(lambda: proved_on(programs, words), looked)
+        if is_answered and not always_run:
+            _tell_of_no_run(looked)
+        else:
+            _compare(lambda: same_for(maker, micro_batches=numbers, rtol=rtol), looked)
         return looked
-    lists = lists_of_devices(devices)
-    check_takes(form, maker, lists[max(devices)])
+    if takes_nothing(maker):
+        _check_in_processes(maker, numbers, rtol, looked, timeout_s)
+        return looked
+    lists = lists_of_devices(numbers)
+    check_takes(form, maker, lists[max(numbers)])
     with explained_list():
         programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
-    is_proved = _prove(lambda: proved_on(programs), looked)
-    if is_proved and not always_run and use_what_is_given(programs, lists):
-        looked.told.append("proved without a run; --run runs it, too")
+    is_answered = _prove(lambda: proved_on(programs), looked)
+    if is_answered and not always_run and use_what_is_given(programs, lists):
+        _tell_of_no_run(looked)
     else:
-        _compare(lambda: same_on_devices(maker, devices, rtol=rtol), looked)
+        _compare(lambda: same_on_devices(maker, numbers, rtol=rtol), looked)
     return looked
 
 
 def _prove(
     prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
-    """Whether everything can be proved without a run."""
+    """Whether the proof answers for everything, so that nothing is left to run."""
     try:
         proof, why = prove()
     except ReplicationError as error:
@@ -103,7 +121,12 @@ def _prove(
         for x in proof.equal
         if x.says == "refuted"
     ]
-    return bool(proof.equal) and not proof.unproved
+    return bool(proof.equal) and all(x.says != "unknown" for x in proof.equal)
+
+
+def _tell_of_no_run(looked: Looked) -> None:
+    answer = "refuted" if looked.faults else "proved"
+    looked.told.append(_NOT_RUN.format(answer))
 
 
 def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:

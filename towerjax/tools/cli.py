@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from towerjax.check.comparison import SplitError
 from towerjax.check.equality.told import told_of
 from towerjax.check.programs.processes import ProgramDied
+from towerjax.check.programs.words import DEVICES, MICRO_BATCHES
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
@@ -188,9 +189,10 @@ def audit(make_step: str, json: bool = False) -> int:
 
 def check(
     make: str,
-    devices: Sequence[int] = (1, 2, 4),
+    devices: Sequence[int] | None = None,
     rtol: float | None = None,
     *,
+    micro_batches: Sequence[int] | None = None,
     json: bool = False,
     always_run: bool = False,
     timeout_s: float | None = None,
@@ -202,8 +204,8 @@ def check(
 
     First the program is proved, without a run. Outputs that shard_map or pmap declare
     replicated must be the same on all devices. Each result must be the same as on one
-    device. If a result is not proved, the program is run on each number of devices.
-    Then its results are compared, and the values that it changes in place.
+    device. If the proof does not answer for a result, the program is run on each number
+    of devices. Then its results are compared, and the values that it changes in place.
 
     Example:
       towerjax check train:make --devices 1 2 4
@@ -215,18 +217,29 @@ def check(
     where main() is the script's own function. A function without arguments is run in a
     new process for each number of devices, and what it returns is compared.
 
-    exit code: 0 if nothing depends on the number of devices; 1 if something does that
+      towerjax check train:make --micro-batches 1 2 4
+
+    where make(micro_batches) returns (fn, args) of a program that accumulates a
+    gradient over so many micro-batches of one batch.
+
+    exit code: 0 if nothing depends on the number; 1 if something does that
     is not in the baseline, or the program died or took too long; 2 for wrong arguments.
     """
     if json and github:
         raise ValueError("--json and --github both print on stdout: pass one of them.")
-    want_cpu_devices(max(devices))
+    if None not in (devices, micro_batches):
+        raise ValueError("Pass --devices or --micro-batches, not both.")
+    words = DEVICES if micro_batches is None else MICRO_BATCHES
+    numbers = micro_batches or devices or (1, 2, 4)
+    if words is DEVICES:
+        want_cpu_devices(max(numbers))
     maker = resolve(make, "train:make")
     entries = read_baseline(baseline, make) if baseline is not None else []
-    form = f"{make.rpartition(':')[2]}(devices)"
+    taken = "devices" if words is DEVICES else "micro_batches"
+    form = f"{make.rpartition(':')[2]}({taken})"
     try:
-        options = {"always_run": always_run, "timeout_s": timeout_s}
-        looked = check_program(maker, form, devices, rtol, **options)
+        options = {"words": words, "always_run": always_run, "timeout_s": timeout_s}
+        looked = check_program(maker, form, numbers, rtol, **options)
     except ProgramDied as error:
         print(f"towerjax check: {error}", file=sys.stderr)
         return FAULT
@@ -234,7 +247,7 @@ def check(
         write_baseline(new_baseline, make, looked.faults)
         entries = read_baseline(new_baseline, make)
     faults, meant, left = split_meant(looked.faults, entries)
-    told = [*looked.told, *told_of_faults(faults)]
+    told = [*looked.told, *told_of_faults(faults, words)]
     told += [f"meant: {x.text}" for x in meant]
     told += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
     told = ["\n".join(x.splitlines()[:SCREEN]) for x in told]
@@ -380,6 +393,12 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     check: (
         ("make", str, "module:function"),
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
+        (
+            "--micro-batches",
+            int,
+            "numbers of micro-batches, in place of devices",
+            {"nargs": "+"},
+        ),
         ("--rtol", float, "permitted difference over a leaf's largest value (1e-4)"),
         ("--run=always_run", True, "run the program even if everything is proved"),
         (

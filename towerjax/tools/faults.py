@@ -8,13 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from towerjax.check.programs.programs import DEPENDS, NOT_THE_SAME
+from towerjax.check.programs.programs import NOT_THE_SAME
+from towerjax.check.programs.words import Words
 
-_HEADS = {
-    "proof": NOT_THE_SAME,
-    "equality": DEPENDS,
-    "comparison": "Results of a run depend on the number of devices:",
-}
 _SHOWN = 3  # of one kind
 _LINE = re.compile(r"(\S+\.py):(\d+)")
 _WORSE = 2  # a difference larger than this multiple of the meant one is another fault
@@ -56,9 +52,14 @@ def _without_lines(text: str) -> str:
     return _LINE.sub(r"\1", text)
 
 
-def told_of_faults(faults: Sequence[Fault]) -> Iterator[str]:
+def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
     """A text for each kind of fault, for a person."""
-    for kind, head in _HEADS.items():
+    heads = {
+        "proof": NOT_THE_SAME,
+        "equality": words.depends,
+        "comparison": f"Results of a run depend on the number of {words.many}:",
+    }
+    for kind, head in heads.items():
         found = [x for x in faults if x.kind == kind]
         lines = [f"  - {x.text}" for x in found[:_SHOWN]]
         lines += [f"  and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)

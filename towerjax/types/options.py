@@ -72,6 +72,14 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers)
 
 
+def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
+    """The different numbers of a list; raise unless there are at least two."""
+    different = tuple(dict.fromkeys(check_wholes(name, numbers)))
+    if len(different) < 2:
+        raise ValueError(f"{name}={numbers!r} must be two or more different numbers.")
+    return different
+
+
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
     """The items of a list or similar, as a tuple; raise for text and anything else."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

@@ -1,11 +1,13 @@
-"""Prove that the results of any JAX program do not depend on its number of devices.
+"""Prove that the results of any JAX program do not depend on some number.
 
-The program is traced for several numbers of devices, and each two traces are walked
-side by side; see `towerjax.proof.equal`. Nothing is compiled or run.
+It is the number of its devices, or of its micro-batches. The program is traced for
+several such numbers, and each two traces are walked side by side; see
+`towerjax.proof.equal`. Nothing is compiled or run.
+
+Reasons are told of towers here; `Words.reason` tells them of what is counted.
 """
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,42 +21,16 @@ from towerjax.check.programs.traced import (
     state_places,
     traced_arrays,
 )
-from towerjax.jaxprs.equation import is_ref, outwards, user_line
-from towerjax.proof.equal.causes import Cause, Causes
+from towerjax.check.programs.words import MICRO_BATCHES, Words
+from towerjax.jaxprs.equation import is_ref
+from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
 from towerjax.proof.equal.one_tower import Equality, worst_of
 from towerjax.proof.equal.walk import Walk
+from towerjax.proof.equal.written_out import kinds_by_matches
 from towerjax.types.refusals import listed
 from towerjax.types.trees import key_data, named_leaves
-
-_SUMS = "psum", "psum_invariant"
-_SUM_OF_EQUALS = (
-    "a value that is the same on all devices is added up at {}. Leave the sum out, or"
-    " write jax.lax.pmean"
-)
-_DIVIDED_BY_OWN = (
-    "each device divides by a number of its own, such as its number of rows, at {}, and"
-    " the quotients are added up. Write jax.lax.pmean, or divide by the number of all"
-    " devices"
-)
-_DIVIDED_BY_ALL = (
-    "a sum over devices is divided by their number at {}. Write jax.lax.psum in place"
-    " of jax.lax.pmean, or divide by a number that does not depend on the devices"
-)
-_BY_A_NUMBER = (
-    "a number that depends on the number of devices is used at {}. Use one that does"
-    " not"
-)
-_BY_JAX = (
-    " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
-    " jax.lax.pmean of the loss)"
-)
-_QUOTIENTS = (
-    "each device divides by a sum over its own rows at {}. Add both up with"
-    " jax.lax.psum, and divide afterwards"
-)
-_A_DEVICE = "tower.id", "axis_index"
 
 
 class MadeProgram(NamedTuple):
@@ -74,31 +50,40 @@ class MadeProgram(NamedTuple):
     splits_draws: Sequence[str] = ()
 
 
-def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
-    """Whether each result is the same for all of these numbers of devices.
+def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
+    """Whether each result is the same for all of these numbers.
 
     Args:
-      programs: The program for each number of devices, with the same global arguments.
+      programs: The program for each number, with the same global arguments.
+      words: The words for what is counted.
 
     Returns:
       The proof's answer for each numeric result, the worst of all pairs.
     """
     found = list[Equality]()
-    ordered = sorted(programs.items())
-    for first, second in itertools.pairwise(ordered):
-        found += _of_pair(dict([first, second]))
+    first, *others = sorted(programs.items())
+    pairs = itertools.pairwise([first, *others])
+    if _may_be_written_out(programs, words):
+        pairs = ((first, other) for other in others)
+    for pair in pairs:
+        found += _of_pair(dict(pair), words)
     return worst_of(found)
 
 
-def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
-    """The proof's answers for two numbers of devices."""
+def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
+    """Whether each program is compared with one that has no loop to write out."""
+    return words is MICRO_BATCHES and 1 in programs
+
+
+def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
+    """The proof's answers for two numbers."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
         _refuse_unlike(first, second)
-        each = _said_of_results(programs)
+        each = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        each = [("unknown", _of_devices(str(error)))] * len(leaves)
+        each = [("unknown", words.reason(str(error)))] * len(leaves)
     return [
         Equality(name, *said)
         for (name, x), said in zip(leaves, each, strict=True)
@@ -112,7 +97,7 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
-            "arguments or results differ between numbers of devices"
+            "arguments or results differ between numbers of towers"
         )
     for each in (first, second):
         jaxpr = each.traced.jaxpr.jaxpr
@@ -150,7 +135,9 @@ def _is_python_number(x: Any) -> bool:
     return isinstance(x, int | float | complex) and not isinstance(x, ARRAY_TYPES)
 
 
-def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str]]:
+def _said_of_results(
+    programs: Mapping[int, MadeProgram], words: Words
+) -> list[tuple[str, str]]:
     """The proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
@@ -159,23 +146,26 @@ def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str
     one = traced_arrays(first.args)
     two = traced_arrays(second.args)
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
-    kinds = walk.closed(*jaxprs, ins)
+    if _may_be_written_out(programs, words):
+        kinds = kinds_by_matches(walk, jaxprs, ins)
+    else:
+        kinds = walk.closed(*jaxprs, ins)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
     found = []
     for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
         says, why = _said_of_result(walk.sizes, value, *both)
         if says == "refuted":
-            why = _told_of_power(value.power, causes.of_power(number))
+            why = words.of_power(value.power, causes.of_power(number))
         elif says == "unknown":
-            why = _told_of_unknown(_of_devices(why), causes.of_unknown(number))
+            why = words.of_unknown(why, causes.of_unknown(number))
         found.append((says, why))
     return found
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     """The kind of an argument: the same for all, or stacked for the devices."""
-    told = f"{name} is a different array for another number of devices"
+    told = f"{name} is a different array for another number of towers"
     unknown = Known(Kind.UNKNOWN, why=told)
     try:
         walk.sizes.axes(first, second)
@@ -199,7 +189,7 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
         found = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
         if found.kind is Kind.UNKNOWN or found.power or not are_copies:
-            return Known(Kind.UNKNOWN, why=f"each device is given a different {name}")
+            return Known(Kind.UNKNOWN, why=f"each tower is given a different {name}")
         return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
@@ -224,56 +214,12 @@ def _said_of_result(
         wanted = {None: Kind.COPY, 1: Kind.ROWS}.get(own_rows)
         fits = is_stacked and value.note is wanted
         if not fits:
-            return "unknown", f"each device returns {value.note.value} of its own"
+            return "unknown", f"each tower returns {value.note.value} of its own"
     elif value.kind is Kind.ZERO:
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
         fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
     if not fits:
-        return "unknown", "its shape depends on the number of devices"
+        return "unknown", "its shape depends on the number of towers"
     is_power = value.kind is not Kind.ZERO and bool(value.power)
     return ("refuted", "") if is_power else ("proved", "")
-
-
-def _told_of_power(power: Any, cause: Cause | None) -> str:
-    """The power as a factor, with its cause and what to write."""
-    size = "D" if abs(power) == 1 else f"D^{abs(power)}"
-    size = size if power > 0 else f"1/{size}"
-    told = f"{size} times what it is on one device"
-    line = _line_of(cause) if cause else ""
-    if cause is None or not line:
-        return told
-    name = cause.site[0].primitive.name
-    if name != "div" and name not in _SUMS:
-        return f"{told}: {_BY_A_NUMBER.format(line)}."
-    if power < 0:
-        return f"{told}: {_DIVIDED_BY_ALL.format(line)}."
-    why = (_SUM_OF_EQUALS if name in _SUMS else _DIVIDED_BY_OWN).format(line)
-    maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
-    is_typed = any(x.params["check_vma"] for x in maps)
-    return f"{told}: {why}{_BY_JAX * is_typed}."
-
-
-def _told_of_unknown(why: str, cause: Cause | None) -> str:
-    """The reason why a result is unknown, with the cause if it is a wrong number."""
-    if cause is None:
-        return why
-    if cause.value is not None:
-        told = _told_of_power(cause.value.power, cause)
-        return f"{why}. There a value is {told}"
-    return _QUOTIENTS.format(_line_of(cause))
-
-
-def _line_of(cause: Cause) -> str:
-    return user_line(cause.site) or "a line of a library"
-
-
-def _of_devices(why: str) -> str:
-    """The reason, worded for devices in place of towers."""
-    text, at, line = why.rpartition(", at ")
-    text, line = (text, line) if at else (line, "")
-    text = text.replace(*_A_DEVICE)
-    text = re.sub(r"\btower", "device", text)
-    text = re.sub(r"\bthe device's", "a device's", text)
-    text = re.sub(r"\bT\^1\b", "D", text)
-    return re.sub(r"\bT\^", "D^", text) + at + line

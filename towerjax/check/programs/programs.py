@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.check.programs.devices import FORM_OF_MAKE, lists_of_devices
-from towerjax.check.programs.equality import MadeProgram, equal_on_devices
+from towerjax.check.programs.equality import MadeProgram, equal_for_all
 from towerjax.check.programs.runs import UserProgram
 from towerjax.check.programs.traced import (
     ARRAY_TYPES,
@@ -19,6 +19,7 @@ from towerjax.check.programs.traced import (
     state_places,
     trace_program,
 )
+from towerjax.check.programs.words import DEVICES, MICRO_BATCHES, Words
 from towerjax.jaxprs.equation import (
     Site,
     all_sites,
@@ -32,7 +33,7 @@ from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_function
+from towerjax.types.options import check_different, check_function
 from towerjax.types.refusals import listed
 from towerjax.types.trees import key_data, named_leaves
 
@@ -49,7 +50,7 @@ _ASK_FOR_MANY = (
 NOT_THE_SAME = (
     "Devices have different values where the program says that they are the same:"
 )
-DEPENDS = "Results of the program depend on the number of devices:"
+FORM_OF_PARTS = "make(micro_batches)"
 _OF_EQUALS = {
     "added up": "as many times as there are devices, at ",
     "averaged": "and stays what it is (with check_vma=True jax.grad adds up over"
@@ -71,8 +72,9 @@ class ProgramReport:
       unread: Code that no jaxpr shows, so that its results may differ.
       same: The number of results that are proved the same, over all maps and axes.
       copies: The number of leaves of a state that stay the same on all devices.
-      equal: For a program for several numbers of devices, whether each result is the
-        same as on one.
+      equal: For a program for several numbers of devices, or of micro-batches, whether
+        each result is the same as with one.
+      words: The words for what was counted: devices, or micro-batches.
     """
 
     maps: tuple[str, ...]
@@ -81,10 +83,11 @@ class ProgramReport:
     same: int
     copies: int
     equal: tuple[Equality, ...] = ()
+    words: Words = DEVICES
 
     @property
     def unproved(self) -> dict[str, str]:
-        """The reason for each result that is not proved the same as on one device."""
+        """The reason for each result that is not proved the same as with one."""
         return {x.leaf: x.why for x in self.equal if x.says != "proved"}
 
     def __str__(self) -> str:
@@ -92,13 +95,15 @@ class ProgramReport:
         notes = [kept] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
         unread = [f"not read: {x}" for x in self.unread]
         without = [_NO_MAP if self.equal else _NO_MAP + _ASK_FOR_MANY]
-        return "\n".join([*(self.maps or without), *self._equal(), *notes, *unread])
+        maps = self.maps or without * (self.words is DEVICES)
+        return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """Lines on how many results are the same as on one device, and which not."""
+        """Lines on how many results are the same as with one, and which are not."""
         if self.equal:
             number = sum(x.says == "proved" for x in self.equal)
-            yield f"the same as on one device: {number} of {len(self.equal)} results"
+            alone = self.words.alone
+            yield f"the same as {alone}: {number} of {len(self.equal)} results"
         by_answer = dict[tuple[str, str], list[str]]()
         for x in self.equal:
             if x.says != "proved":
@@ -113,6 +118,7 @@ def prove(
     fn: Callable[..., Any],
     *args: Any,
     devices: Sequence[int] | None = None,
+    micro_batches: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> ProgramReport:
     """Prove that results which a program's maps call the same are the same on devices.
@@ -126,11 +132,17 @@ def prove(
     values of the arguments, up to rounding. The report's ``unproved`` has the results
     that are not proved; `same_on_devices` compares their numbers.
 
+    With ``micro_batches`` each result is proved to be the same for any of these numbers
+    of micro-batches, into which the program splits its batch to accumulate a gradient.
+    `same_for` compares the numbers of results that are not proved.
+
     Args:
       fn: Any JAX function, jitted or not. With ``devices``, a function
-        ``make(devices)`` that returns ``(fn, args)``, as for `same_on_devices`.
+        ``make(devices)`` that returns ``(fn, args)``, as for `same_on_devices`. With
+        ``micro_batches``, a function ``make(micro_batches)``, as for `same_for`.
       *args: The function's arguments; arrays may be `jax.ShapeDtypeStruct`.
       devices: The numbers of devices; the first must be 1.
+      micro_batches: The numbers of micro-batches; two or more.
       **kwargs: The function's arguments by name.
 
     Returns:
@@ -139,8 +151,8 @@ def prove(
     Raises:
       ReplicationError: A result that ``out_specs`` call the same differs from device to
         device; only some devices reach a collective; or a result differs from that on
-        one device by the number of devices or a power of it. The error has all
-        findings.
+        one device, or with one micro-batch, by their number or a power of it. The error
+        has all findings.
 
     Example:
       >>> import towerjax as tj
@@ -151,17 +163,22 @@ def prove(
       >>> tj.testing.prove(total, jax.ShapeDtypeStruct((4,), "float32")).same
       1
     """
-    if devices is None:
+    if devices is None and micro_batches is None:
         return proved(trace_program(fn, args, kwargs), args)
-    if args or kwargs:
+    if args or kwargs or None not in (devices, micro_batches):
         raise ValueError(
-            "prove(make, devices=...) takes no other arguments. Let make(devices)"
-            " return the function and its arguments."
+            "prove(make, devices=...) takes no other arguments, and so does prove(make,"
+            " micro_batches=...). Let make return the function and its arguments."
         )
-    check_function("make", fn, FORM_OF_MAKE)
-    lists = lists_of_devices(devices)
-    made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
-    report, why = proved_on(made)
+    if micro_batches is not None:
+        words = MICRO_BATCHES
+        made = made_for_parts(fn, micro_batches)
+    else:
+        words = DEVICES
+        check_function("make", fn, FORM_OF_MAKE)
+        lists = lists_of_devices(devices or ())
+        made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
+    report, why = proved_on(made, words)
     if report is None:
         raise ValueError(f"Nothing is proved: {why}.")
     if refuted := refuted_in(report):
@@ -169,10 +186,19 @@ def prove(
     return report
 
 
+def made_for_parts(
+    make: Callable[..., Any], numbers: Sequence[int], form: str = FORM_OF_PARTS
+) -> dict[int, UserProgram]:
+    """The program for each number of micro-batches."""
+    check_function("make", make, form)
+    given = check_different("micro_batches", numbers)
+    return {number: UserProgram(form, make(number)) for number in given}
+
+
 def proved_on(
-    programs: Mapping[int, UserProgram],
+    programs: Mapping[int, UserProgram], words: Words = DEVICES
 ) -> tuple[ProgramReport | None, str]:
-    """The report of `prove` for a program on several numbers of devices.
+    """The report of `prove` for a program for several numbers.
 
     Returns:
       A report, from which refuted results are not yet raised; or None, and why nothing
@@ -186,13 +212,14 @@ def proved_on(
         draws = [*_split_draws(traced.jaxpr)]
         made[number] = MadeProgram(traced, program.traced_args, program.unseen, draws)
     most = made[max(made)]
-    return proved(most.traced, most.args, equal_on_devices(made)), ""
+    report = proved(most.traced, most.args, equal_for_all(made, words))
+    return dataclasses.replace(report, words=words), ""
 
 
 def refuted_in(report: ProgramReport) -> str:
     """The error text for refuted results; "" if there are none."""
     told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
-    return "\n".join([DEPENDS, *told]) if told else ""
+    return "\n".join([report.words.depends, *told]) if told else ""
 
 
 def proved(

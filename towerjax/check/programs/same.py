@@ -38,7 +38,7 @@ from towerjax.check.programs.read import read_program
 from towerjax.check.programs.runs import Seen, UserProgram
 from towerjax.mesh.devices import Device
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_function, check_wholes
+from towerjax.types.options import check_different, check_function
 from towerjax.types.refusals import listed
 
 
@@ -165,9 +165,7 @@ def same_for(
         return same_on_devices(make, values, rtol=rtol)
     form = f"make({of})"
     check_function("make", make, form)
-    given = tuple(dict.fromkeys(check_wholes(of, values)))
-    if len(given) < 2:
-        raise ValueError(f"{of}={values!r} must be two or more different numbers.")
+    given = check_different(of, values)
     return _compare_made(
         of, given, lambda number: UserProgram(form, make(number)), rtol
     )

@@ -1,0 +1,152 @@
+"""The words for the number that results must not depend on: devices, micro-batches."""
+
+import dataclasses
+import re
+
+from towerjax.jaxprs.equation import outwards, user_line
+from towerjax.proof.equal.causes import Cause
+
+_BY_JAX = (
+    " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
+    " jax.lax.pmean of the loss)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The words for one such number.
+
+    Attributes:
+      one: The thing that is counted, in the singular.
+      many: The same in the plural.
+      alone: A program for one of them.
+      letter: The letter that stands for its number.
+      sums: The primitives that add up over all of them.
+      place: The number of one among them.
+      equals: The reason for a factor: a copy that each of them adds.
+      own: The reason for a factor: each divides by a number of its own.
+      all: The reason for a factor: a sum is divided by their number.
+      number: The reason for a factor: any other number.
+      quotients: The reason why a quotient of its own sums is not proved.
+    """
+
+    one: str
+    many: str
+    alone: str
+    letter: str
+    sums: tuple[str, ...]
+    place: str
+    equals: str
+    own: str
+    all: str
+    number: str
+    quotients: str
+
+    @property
+    def depends(self) -> str:
+        """The first line of an error that lists what depends on their number."""
+        return f"Results of the program depend on the number of {self.many}:"
+
+    def reason(self, why: str) -> str:
+        """The proof's reason, which is told of towers, told of these."""
+        text, at, line = why.rpartition(", at ")
+        text, line = (text, line) if at else (line, "")
+        text = text.replace("tower.id", self.place)
+        text = re.sub(r"\btowers\b", self.many, text)
+        text = re.sub(r"\btower", self.one, text)
+        text = re.sub(rf"\bthe {self.one}'s", f"a {self.one}'s", text)
+        return text + at + line
+
+    def of_power(self, power: int, cause: Cause | None) -> str:
+        """The factor that a power of their number is, with its cause and a remedy."""
+        size = self.letter if abs(power) == 1 else f"{self.letter}^{abs(power)}"
+        size = size if power > 0 else f"1/{size}"
+        told = f"{size} times what it is {self.alone}"
+        line = line_of(cause) if cause else ""
+        if cause is None or not line:
+            return told
+        name = cause.site[0].primitive.name
+        is_sum = name in self.sums
+        if name != "div" and not is_sum:
+            return f"{told}: {self.number.format(line)}."
+        if power < 0:
+            return f"{told}: {self.all.format(line)}."
+        why = (self.equals if is_sum else self.own).format(line)
+        maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
+        is_typed = any(x.params["check_vma"] for x in maps)
+        return f"{told}: {why}{_BY_JAX * is_typed}."
+
+    def of_unknown(self, why: str, cause: Cause | None) -> str:
+        """The reason why a result is unknown, with a wrong number that causes it."""
+        if cause is None:
+            return self.reason(why)
+        if cause.value is not None:
+            power = self.of_power(cause.value.power, cause)
+            return f"{self.reason(why)}. There a value is {power}"
+        return self.quotients.format(line_of(cause))
+
+
+def line_of(cause: Cause) -> str:
+    """The user's line of a cause."""
+    return user_line(cause.site) or "a line of a library"
+
+
+DEVICES = Words(
+    one="device",
+    many="devices",
+    alone="on one device",
+    letter="D",
+    sums=("psum", "psum_invariant"),
+    place="axis_index",
+    equals=(
+        "a value that is the same on all devices is added up at {}. Leave the sum out,"
+        " or write jax.lax.pmean"
+    ),
+    own=(
+        "each device divides by a number of its own, such as its number of rows, at {},"
+        " and the quotients are added up. Write jax.lax.pmean, or divide by the number"
+        " of all devices"
+    ),
+    all=(
+        "a sum over devices is divided by their number at {}. Write jax.lax.psum in"
+        " place of jax.lax.pmean, or divide by a number that does not depend on the"
+        " devices"
+    ),
+    number=(
+        "a number that depends on the number of devices is used at {}. Use one that"
+        " does not"
+    ),
+    quotients=(
+        "each device divides by a sum over its own rows at {}. Add both up with"
+        " jax.lax.psum, and divide afterwards"
+    ),
+)
+MICRO_BATCHES = Words(
+    one="micro-batch",
+    many="micro-batches",
+    alone="with one micro-batch",
+    letter="n",
+    sums=("add", "add_any", "reduce_sum"),
+    place="the number of a micro-batch",
+    equals=(
+        "each of the n micro-batches adds the same value at {}. Add it once, after the"
+        " loop, or divide it by n"
+    ),
+    own=(
+        "each of the n micro-batches divides by a number of its own, such as its"
+        " number of rows, at {}, and the quotients are added up. Divide the sum by n,"
+        " or by the number of all rows"
+    ),
+    all=(
+        "a sum over the n micro-batches is divided by n at {}. Divide by a number that"
+        " does not depend on n, or not at all"
+    ),
+    number=(
+        "a number that depends on the number n of micro-batches is used at {}. Use one"
+        " that does not"
+    ),
+    quotients=(
+        "each micro-batch divides by a sum over its own rows at {}. Add up sums and"
+        " weights over the micro-batches, and divide afterwards"
+    ),
+)

@@ -1,0 +1,576 @@
+"""Loops over micro-batches that are written out, as a Python loop is traced.
+
+Such a program has its equations once for each of n micro-batches, and the program of
+one micro-batch has them once. Each value of the latter is matched with n values of the
+former, one for each micro-batch, which are its towers. For each equation the proof
+looks for the n equations that do the same to these values; their kind is that of the
+rules, as for towers. Where the n values are added up, joined or stacked, the result is
+matched with one value. A batch is matched with its n slices, too.
+
+Each match is a true statement, so that a value may have several; equations that no
+result needs are not looked at.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from towerjax.jaxprs.equation import Site, open_jaxpr, user_line
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Scope, Sizes
+from towerjax.proof.equal.kinds import (
+    ZERO,
+    InPadding,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    added,
+    copy,
+    joined,
+    of_one_tower,
+    rows,
+)
+from towerjax.proof.equal.walk import Walk, is_same
+from towerjax.types.trees import is_key, key_data
+
+_CALLS = "jit pjit closed_call core_call".split()
+_CHAINS = "add add_any max min".split()
+_MOST_MATCHES = 6  # of one value
+_EXTREME = {"max": Kind.MAXIMUM, "min": Kind.MINIMUM}
+_OTHERS = "no equations do the same for each tower"
+_ONE_EACH = (Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM)
+
+
+class _Constant:
+    """A constant of a program; equal constants have one key."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.array = np.asarray(key_data(value) if is_key(value) else value)
+
+    def is_same(self, other: Any) -> bool:
+        """Whether the other is an equal constant."""
+        if not isinstance(other, _Constant):
+            return False
+        a, b = self.array, other.array
+        is_like = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return is_like and (self.value is other.value or bool(np.array_equal(a, b)))
+
+
+class _Node(NamedTuple):
+    """An equation of a program whose calls are written out."""
+
+    eqn: JaxprEqn
+    outer: Site | None
+    ins: tuple[Any, ...]  # the number of each operand, or a constant
+    outs: tuple[int, ...]
+    program: Jaxpr
+
+    @property
+    def key(self) -> Any:
+        """The primitive and its operands, without the values of constants."""
+        return self.eqn.primitive, tuple(_place(x) for x in self.ins)
+
+    def out_shape(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of a result."""
+        aval: Any = self.eqn.outvars[result].aval
+        return aval.shape
+
+
+def _place(value: Any) -> Any:
+    return "constant" if isinstance(value, _Constant) else value
+
+
+class _Flat:
+    """A program without calls, in which equal equations of equal values are one."""
+
+    def __init__(self, closed: Any) -> None:
+        self.nodes: list[_Node] = []
+        self.by_key: dict[Any, list[_Node]] = defaultdict(list)
+        self.users: dict[Any, list[_Node]] = defaultdict(list)
+        self.names: list[tuple[Jaxpr, Any, Any]] = []  # (program, variable, value)
+        self._count = itertools.count()
+        jaxpr = open_jaxpr(closed)
+        self.ins = [next(self._count) for _ in jaxpr.invars]
+        consts = [_Constant(x) for x in getattr(closed, "consts", ())]
+        self.outs = self._run(jaxpr, [*consts, *self.ins], None)
+
+    def _run(
+        self, jaxpr: Jaxpr, values: Sequence[Any], outer: Site | None
+    ) -> list[Any]:
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        env: dict[Any, Any] = dict(zip(names, values, strict=True))
+
+        def read(x: Any) -> Any:
+            return _Constant(x.val) if isinstance(x, Literal) else env[x]
+
+        for eqn in jaxpr.eqns:
+            ins = tuple(map(read, eqn.invars))
+            if eqn.primitive.name in _CALLS:
+                called = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                consts = [_Constant(x) for x in getattr(called, "consts", ())]
+                outs = self._run(open_jaxpr(called), [*consts, *ins], (eqn, outer))
+            elif _is_identity(eqn):
+                outs = ins[:1]
+            else:
+                outs = self._node(eqn, outer, ins, jaxpr)
+            env |= zip(eqn.outvars, outs, strict=True)
+        self.names += [(jaxpr, var, value) for var, value in env.items()]
+        return [*map(read, jaxpr.outvars)]
+
+    def _node(
+        self, eqn: JaxprEqn, outer: Site | None, ins: tuple[Any, ...], jaxpr: Jaxpr
+    ) -> tuple[int, ...]:
+        outs = tuple(next(self._count) for _ in eqn.outvars)
+        node = _Node(eqn, outer, ins, outs, jaxpr)
+        equal = [x for x in self.by_key[node.key] if _does_the_same(x, node)]
+        if equal:
+            return equal[0].outs
+        self.nodes.append(node)
+        self.by_key[node.key].append(node)
+        for x in {x for x in ins if not isinstance(x, _Constant)}:
+            self.users[x].append(node)
+        return outs
+
+
+def _is_identity(eqn: JaxprEqn) -> bool:
+    """Whether an equation's result is its operand, as that of a slice of all is."""
+    name = eqn.primitive.name
+    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return False
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return False
+    if name == "reshape":
+        return eqn.params["dimensions"] is None
+    if name == "slice":
+        return set(eqn.params["strides"] or [1]) == {1}
+    return name in ("concatenate", "split", "copy", "convert_element_type")
+
+
+def _does_the_same(x: _Node, y: _Node) -> bool:
+    """Whether two equations of one primitive and of the same values are equal."""
+    pairs = zip(x.ins, y.ins, strict=True)
+    is_equal = all(a.is_same(b) for a, b in pairs if isinstance(a, _Constant))
+    keys = x.eqn.params.keys() | y.eqn.params.keys()
+    params = [(x.eqn.params.get(k), y.eqn.params.get(k)) for k in keys]
+    return is_equal and all(a is b or _are_equal(a, b) for a, b in params)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    is_plain = not callable(a) and not hasattr(a, "eqns") and not hasattr(a, "jaxpr")
+    return is_plain and is_same(a, b)
+
+
+class _Match(NamedTuple):
+    """A value of one micro-batch's program, and its values in the other program."""
+
+    known: Known
+    each: tuple[Any, ...]  # its number for each micro-batch; one number if it is shared
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all micro-batches have one value."""
+        return len(set(self.each)) == 1
+
+
+class Matched:
+    """The kinds of a program's results, by matches with one of ``n`` micro-batches.
+
+    The first program is that of one micro-batch.
+    """
+
+    def __init__(self, walk: Walk, first: Any, second: Any) -> None:
+        self._one = _Flat(first)
+        self._all = _Flat(second)
+        self._number = walk.sizes.towers[1]
+        self._walk = walk
+        walk.sizes = Sizes(walk.sizes.towers, self._rows(walk.sizes.towers))
+        self._matches: dict[int, list[_Match]] = defaultdict(list)
+        self._failed: Known | None = None  # the first unknown value, with its reason
+
+    def results(self, ins: Sequence[Known]) -> list[Known]:
+        """The kinds of the results, from those of the arguments."""
+        for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
+            self._add(one, _Match(known, (other,) * self._number), ())
+        for node in self._needed():
+            self._match(node)
+        for program, var, value in self._one.names:
+            if not isinstance(value, _Constant) and self._matches[value]:
+                kinds = self._walk.kinds.setdefault(id(program), {})
+                kinds.setdefault(var, self._matches[value][0].known)
+        pairs = zip(self._one.outs, self._all.outs, strict=True)
+        return [self._result(*pair) for pair in pairs]
+
+    def _rows(self, towers: tuple[int, int]) -> tuple[int, int]:
+        """The rows of a micro-batch, by the first array that is cut into n."""
+        n = towers[1]
+        for node in self._all.nodes:
+            name = node.eqn.primitive.name
+            aval: Any = node.eqn.invars[0].aval if node.eqn.invars else None
+            new = node.out_shape()
+            if name == "reshape" and aval.shape and len(new) > 1:
+                if new[0] == n and aval.shape[0] == n * new[1]:
+                    return aval.shape[0], new[1]
+            if name in ("slice", "dynamic_slice", "split"):
+                for whole, size in zip(aval.shape, new, strict=True):
+                    if whole == n * size and size > 1:
+                        return whole, size
+        return n, 1
+
+    def _needed(self) -> list[_Node]:
+        """The equations of one micro-batch that some result needs, in order."""
+        needed = {x for x in self._one.outs if not isinstance(x, _Constant)}
+        found = []
+        for node in reversed(self._one.nodes):
+            if needed & {*node.outs}:
+                found.append(node)
+                needed |= {x for x in node.ins if not isinstance(x, _Constant)}
+        return found[::-1]
+
+    def _result(self, one: Any, other: Any) -> Known:
+        if isinstance(one, _Constant) and isinstance(other, _Constant):
+            return self._walk.constant(one.value, other.value)
+        matches = [] if isinstance(one, _Constant) else self._matches[one]
+        for match in matches:
+            if match.is_shared and match.each[0] == other:
+                return match.known
+        return self._failed or _unknown(_OTHERS)
+
+    # Equations.
+
+    def _match(self, node: _Node) -> None:
+        """Add the matches of an equation's results."""
+        choices = [
+            [x] if isinstance(x, _Constant) else self._matches[x] for x in node.ins
+        ]
+        for operands in itertools.islice(itertools.product(*choices), 64):
+            for nodes in self._same_for_each(node, operands):
+                self._add_results(node, operands, nodes)
+            if node.eqn.primitive.name in _CHAINS:
+                self._add_chain(node, operands)
+            if node.eqn.primitive.name == "stack" and len(operands) == 1:
+                self._add_stack(node, operands[0])
+        if self._failed is not None:
+            return
+        found = self._matches[node.outs[0]]
+        if not found:
+            self._failed = _unknown(_OTHERS, node)
+        elif all(x.known.kind is Kind.UNKNOWN for x in found):
+            self._failed = found[0].known
+
+    def _same_for_each(
+        self, node: _Node, operands: Sequence[Any]
+    ) -> Iterator[list[_Node]]:
+        """Equations, one for each micro-batch, that may do the same to its operands."""
+        lists = [
+            self._all.by_key.get((node.eqn.primitive, places), [])
+            for places in self._places(operands)
+        ]
+        if not all(lists):
+            return
+        is_shared = all(isinstance(x, _Constant) or x.is_shared for x in operands)
+        for first in lists[0]:
+            if is_shared:
+                yield [first] * self._number
+                continue
+            same = [[x for x in each if _constants_agree(x, first)] for each in lists]
+            if all(same):
+                yield [each[0] for each in same]
+        for step in dict.fromkeys([1, self._walk.sizes.rows[1]]):
+            counted = [
+                [x for x in each if _counts(x, i * step)]
+                for i, each in enumerate(lists)
+            ]
+            if all(counted):
+                yield [each[0] for each in counted]
+
+    def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """The numbers of the operands, for each micro-batch."""
+        for i in range(self._number):
+            yield tuple(
+                _place(x) if isinstance(x, _Constant) else _place(x.each[i])
+                for x in operands
+            )
+
+    def _add_results(
+        self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
+    ) -> None:
+        """Add a match for each result, if the rule says the same of each equation."""
+        ins = self._kinds_of(node, operands, nodes)
+        if ins is None:
+            return
+        scope = Scope(node.outer)
+        answers = []
+        for other in dict.fromkeys(nodes):
+            answers.append(self._walk.equation(node.eqn, other.eqn, ins, scope))
+        alike = [[(x.kind, x.power, x.blocks) for x in each] for each in answers]
+        if any(x != alike[0] for x in alike):
+            return
+        for i, known in enumerate(answers[0]):
+            self._set_kind(node, i, known)
+            each = tuple(other.outs[i] for other in nodes)
+            self._add(node.outs[i], _Match(known, each), node.out_shape(i))
+
+    def _kinds_of(
+        self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
+    ) -> list[Known] | None:
+        """The kinds of the operands; None if constants are not the same, or counted."""
+        ins = []
+        for i, x in enumerate(operands):
+            if not isinstance(x, _Constant):
+                ins.append(x.known)
+                continue
+            others = [other.ins[i] for other in nodes]
+            if all(others[0].is_same(y) for y in others):
+                ins.append(self._walk.constant(x.value, others[0].value))
+                continue
+            numbers = [_whole(y) for y in others]
+            step = self._walk.sizes.rows[1]
+            if _whole(x) != 0 or None in numbers:
+                return None
+            if numbers == [*range(self._number)]:
+                ins.append(Known(Kind.TOWER))
+            elif numbers == [i * step for i in range(self._number)]:
+                ins.append(Known(Kind.FIRST_ROW))
+            else:
+                return None
+        return ins
+
+    def _set_kind(self, node: _Node, result: int, known: Known) -> None:
+        """Keep the kind of a variable, for those who look for causes."""
+        kinds = self._walk.kinds.setdefault(id(node.program), {})
+        kinds[node.eqn.outvars[result]] = known
+
+    # Sums over micro-batches, and slices of the batch.
+
+    def _add_chain(self, node: _Node, operands: Sequence[Any]) -> None:
+        """Add a match with the value to which all micro-batches add theirs in turn."""
+        name = node.eqn.primitive.name
+        for start, each in (operands, operands[::-1]):
+            if isinstance(each, _Constant):
+                continue
+            if isinstance(start, _Constant):
+                begin: Any = start
+                known = self._walk.constant(start.value, start.value)
+            elif start.is_shared:
+                begin = start.each[0]
+                known = start.known
+            else:
+                continue
+            end = self._end_of_chain(node.eqn.primitive, begin, each.each)
+            if end is None:
+                continue
+            try:
+                total = _total(name, each.known)
+                found = _chained(name, known, total)
+            except NotOfOneKindError as error:
+                found = _unknown(str(error), node)
+            self._set_kind(node, 0, found)
+            match = _Match(found, (end,) * self._number)
+            self._add(node.outs[0], match, node.out_shape())
+
+    def _add_stack(self, node: _Node, match: Any) -> None:
+        """Add a match with the array in which all values are stacked up."""
+        if isinstance(match, _Constant) or match.known.kind not in _ONE_EACH:
+            return
+        for other in self._all.by_key.get((node.eqn.primitive, match.each), []):
+            if other.eqn.params["axis"] == node.eqn.params["axis"]:
+                known = Known(Kind.STACKED, match.known.power, note=match.known.kind)
+                found = _Match(known, other.outs * self._number)
+                self._set_kind(node, 0, known)
+                self._add(node.outs[0], found, node.out_shape())
+
+    def _end_of_chain(self, primitive: Any, begin: Any, each: Sequence[Any]) -> Any:
+        """The value to which each of these is added in turn, or None."""
+        left = [*each]
+        value = begin
+        while left:
+            step = self._next_in_chain(primitive, value, left)
+            if step is None:
+                return None
+            value, taken = step
+            left.remove(taken)
+        return value
+
+    def _next_in_chain(
+        self, primitive: Any, value: Any, left: Sequence[Any]
+    ) -> tuple[Any, Any] | None:
+        for x in dict.fromkeys(left):
+            for places in ((_place(value), x), (x, _place(value))):
+                for node in self._all.by_key.get((primitive, places), []):
+                    constants = [y for y in node.ins if isinstance(y, _Constant)]
+                    if all(y.is_same(value) for y in constants):
+                        return node.outs[0], x
+        return None
+
+    def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
+        """Add a match of a value, and those that follow from it."""
+        matches = self._matches[value]
+        same = [x for x in matches if x.each == match.each]
+        if same and same[0].known.kind is Kind.UNKNOWN:
+            matches.remove(same[0])
+        elif same or len(matches) >= _MOST_MATCHES:
+            return
+        matches.append(match)
+        if match.known.kind is Kind.UNKNOWN:
+            return
+        self._follow(value, match, shape)
+
+    def _follow(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
+        """Add the matches that follow from one: sums, arrays of all, and slices."""
+        for other in self._sums(match):
+            self._add(value, other, shape)
+        for other in self._joined(match, shape):
+            self._add(value, other, shape)
+        for other in self._slices(match):
+            self._add(value, other, shape)
+
+    def _sums(self, match: _Match) -> Iterator[_Match]:
+        """Matches with the sum of all values, or with the largest or smallest."""
+        first, *others = match.each
+        users = self._all.users[first]
+        for primitive in dict.fromkeys(x.eqn.primitive for x in users):
+            if primitive.name not in _CHAINS:
+                continue
+            end = self._end_of_chain(primitive, first, others)
+            if end is None:
+                continue
+            try:
+                known = _total(primitive.name, match.known)
+            except NotOfOneKindError:
+                continue
+            yield _Match(known, (end,) * self._number)
+
+    def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
+        """Matches with the array that has all values, one after another.
+
+        ``shape`` is that of the value with one micro-batch.
+        """
+        rows_of_both = self._walk.sizes.rows
+        for node in self._all.users[match.each[0]]:
+            if node.eqn.primitive.name != "concatenate" or node.ins != match.each:
+                continue
+            dim = node.eqn.params["dimension"]
+            aval: Any = node.eqn.invars[0].aval
+            sizes = shape[dim], aval.shape[dim]
+            x = match.known
+            is_rows = x.kind is Kind.ROWS and x.blocks == 1
+            if is_rows and sizes == rows_of_both:
+                yield _Match(copy(x.power), node.outs * self._number)
+            elif sizes == (1, 1) and x.kind in _ONE_EACH:
+                known = Known(Kind.STACKED, x.power, note=x.kind)
+                yield _Match(known, node.outs * self._number)
+
+    def _slices(self, match: _Match) -> Iterator[_Match]:
+        """Matches with the n slices that a program takes of the batch."""
+        if not match.is_shared or match.known.kind not in (
+            Kind.COPY,
+            Kind.ZERO,
+            Kind.STACKED,
+        ):
+            return
+        cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for node in self._all.users[match.each[0]]:
+            for (dim, size, whole), start, out in _cuts_of(node):
+                if size * self._number == whole:
+                    cuts[dim, size].setdefault(start, out)
+        for (dim, size), by_start in cuts.items():
+            starts = [i * size for i in range(self._number)]
+            if not all(x in by_start for x in starts):
+                continue
+            known = self._of_a_slice(match.known, dim, size)
+            if known is not None:
+                yield _Match(known, tuple(by_start[x] for x in starts))
+
+    def _of_a_slice(self, x: Known, dim: int, size: int) -> Known | None:
+        """The kind of a micro-batch's slice of a whole."""
+        if x.kind is Kind.ZERO:
+            return ZERO
+        if x.kind is Kind.STACKED:
+            return of_one_tower(x, 1) if dim == 0 and size == 1 else None
+        is_of_rows = size == self._walk.sizes.rows[1]
+        own = rows(x.power)._replace(in_padding=InPadding.AS_EXAMPLE)
+        return own if is_of_rows else None
+
+
+def _unknown(why: str, node: _Node | None = None) -> Known:
+    """An unknown kind, with a reason and the line of an equation."""
+    line = user_line((node.eqn, node.outer)) if node else ""
+    return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
+
+
+def _total(name: str, x: Known) -> Known:
+    """The kind of the sum, or of the largest or smallest, of all towers' values."""
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    if name.startswith("add") and x.kind in (Kind.PART, Kind.COPY):
+        return copy(x.power + (x.kind is Kind.COPY))
+    if x.kind in (Kind.COPY, _EXTREME.get(name)):
+        return copy(x.power)
+    raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
+
+
+def _chained(name: str, start: Known, total: Known) -> Known:
+    """The kind of the end of a chain, from those of its start and of all the others."""
+    for x in (total, start):
+        if x.kind is Kind.UNKNOWN:
+            return x
+    both = [start, total]
+    return added(both) if name.startswith("add") else joined(both, "compared with")
+
+
+def _constants_agree(x: _Node, y: _Node) -> bool:
+    pairs = zip(x.ins, y.ins, strict=True)
+    return all(a.is_same(b) for a, b in pairs if isinstance(a, _Constant))
+
+
+def _counts(node: _Node, number: int) -> bool:
+    """Whether the one constant operand that is not 0 is a number, or all are 0."""
+    numbers = [_whole(x) for x in node.ins if isinstance(x, _Constant)]
+    return bool(numbers) and numbers[0] == number and set(numbers[1:]) <= {0}
+
+
+def _whole(x: Any) -> int | None:
+    """The whole number that a constant is, or None."""
+    is_one = isinstance(x, _Constant) and np.ndim(x.array) == 0
+    return int(x.array) if is_one and x.array.dtype.kind in "iu" else None
+
+
+def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
+    """The slices along one dim: (it, its new and old size), the start, the slice."""
+    name = node.eqn.primitive.name
+    if name not in ("slice", "split"):
+        return
+    aval: Any = node.eqn.invars[0].aval
+    params = node.eqn.params
+    if name == "split":
+        dim = params["axis"]
+        starts = itertools.accumulate(params["sizes"], initial=0)
+        for size, start, out in zip(params["sizes"], starts, node.outs, strict=False):
+            yield (dim, size, aval.shape[dim]), start, out
+        return
+    ends = zip(params["start_indices"], params["limit_indices"], strict=True)
+    cut = [i for i, x in enumerate(ends) if x != (0, aval.shape[i])]
+    if len(cut) == 1 and set(params["strides"] or [1]) == {1}:
+        [dim] = cut
+        start = params["start_indices"][dim]
+        size = params["limit_indices"][dim] - start
+        yield (dim, size, aval.shape[dim]), start, node.outs[0]
+
+
+def kinds_by_matches(
+    walk: Walk, programs: tuple[Any, Any], ins: Sequence[Known]
+) -> list[Known]:
+    """The kinds of two programs' results, if the second is written out.
+
+    Raises:
+      ProgramsDifferError: The first program is not of one tower, or a rule fails.
+    """
+    if walk.sizes.towers[0] != 1:
+        raise ProgramsDifferError("a loop is written out, and no program has one tower")
+    return Matched(walk, *programs).results(ins)
