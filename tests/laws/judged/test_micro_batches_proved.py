@@ -387,6 +387,7 @@ def maker(fn):
     return make
 
 
+@pytest.mark.few_fast(6)
 @pytest.mark.parametrize("name", functions(Right))
 def test_a_right_accumulation_is_proved(name):
     make = maker(functions(Right)[name])
@@ -394,6 +395,7 @@ def test_a_right_accumulation_is_proved(name):
     assert tj.testing.same_for(make, micro_batches=NUMBERS, rtol=1e-4)
 
 
+@pytest.mark.few_fast(6)
 @pytest.mark.parametrize("name", functions(Wrong))
 def test_no_wrong_accumulation_is_proved(name):
     make = maker(functions(Wrong)[name])
@@ -420,6 +422,7 @@ def line_of(text):
     return f"{__name__.rpartition('.')[2]}.py:{number}"
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize(
     "name, told",
     [

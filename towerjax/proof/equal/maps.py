@@ -3,8 +3,12 @@
 The program around it is a program of all devices, whose results must be the same for
 any number of devices. There a COPY is an array that is the same for any number. STACKED
 is an array that has the devices' own values, one after another.
+
+The devices may lie along several axes of the mesh that always act together: each array
+is split over all of them, and each collective names all of them, in the mesh's order.
 """
 
+import math
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -21,6 +25,7 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
+from towerjax.types.refusals import listed
 
 _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 
@@ -30,36 +35,37 @@ def _mapped(pair: EquationPair) -> list[Known]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
-    axis = _axis_of(pair)
+    axes = _axes_of(pair)
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
-    alone = manual_axes(pair.first) - {axis}
-    walk = Walk(sizes, [axis], has_keys=False, alone=alone)
+    alone = manual_axes(pair.first) - {*axes}
+    walk = Walk(sizes, axes, has_keys=False, alone=alone)
     walk.kinds = pair.walk.kinds
-    splits = [_dim_split(spec, axis) for spec in pair.params["in_specs"]]
+    splits = [_dim_split(spec, axes) for spec in pair.params["in_specs"]]
     ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
     outs = walk.closed(bodies[0], bodies[1], ins, Scope(pair.site, within=alone))
     avals = zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)
     specs = pair.params["out_specs"]
     each = zip(outs, avals, specs, strict=True)
     return [
-        _of_all_devices(pair, value, sizes.axes(*both)[0], _dim_split(spec, axis))
+        _of_all_devices(pair, value, sizes.axes(*both)[0], _dim_split(spec, axes))
         for value, both, spec in each
     ]
 
 
-def _axis_of(pair: EquationPair) -> str:
-    """The one axis of the mesh that has several devices, which must be all of them."""
+def _axes_of(pair: EquationPair) -> tuple[str, ...]:
+    """The axes of the mesh that have several devices, which must be all of them."""
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
-    both = {name: (first[name], second.get(name)) for name in first}
-    along = [name for name, sizes in both.items() if sizes != (1, 1)]
-    is_one = [both[name] for name in along] == [pair.sizes.towers]
-    if not is_one or [*first] != [*second] or along[0] not in manual_axes(pair.first):
+    both = {name: (size, second.get(name, 0)) for name, size in first.items()}
+    along = tuple(name for name, sizes in both.items() if sizes != (1, 1))
+    towers = math.prod(first[x] for x in along), math.prod(both[x][1] for x in along)
+    is_mesh = [*first] == [*second] and {*along} <= manual_axes(pair.first)
+    if not (along and is_mesh) or towers != pair.sizes.towers:
         raise NotOfOneKindError(
             f"no rule for a shard_map over a mesh of {dict(first)} devices, and of"
             f" {dict(second)}"
         )
-    return along[0]
+    return along
 
 
 def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
@@ -73,12 +79,20 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
     return b, a
 
 
-def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
-    """The dim that is split over an axis; None if there is none."""
+def _dim_split(spec: PartitionSpec, axes: tuple[str, ...]) -> int | None:
+    """The dim that is split over the axes; None if there is none."""
     if spec.unreduced or spec.reduced:
         raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
-    dims = enumerate(axes_of_dims(spec))
-    return next((i for i, names in dims if axis in names), None)
+    dims = [
+        tuple(name for name in names if name in axes) for names in axes_of_dims(spec)
+    ]
+    split = [(i, names) for i, names in enumerate(dims) if names]
+    if any(names != axes for _, names in split):
+        raise NotOfOneKindError(
+            f"no rule for {spec} in a shard_map over {listed(map(repr, axes))}, which"
+            " must act together"
+        )
+    return split[0][0] if split else None
 
 
 def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:

@@ -85,8 +85,9 @@ class _Walked(NamedTuple):
 class Walk:
     """One walk of two programs.
 
-    ``axes`` are the names of the axis of all towers, and ``alone`` those of axes that
-    have one device. With ``has_keys``, a tower's own key stands for one key per row.
+    ``axes`` are the names of the axes that together have all towers, in order, and
+    ``alone`` those of axes that have one device. With ``has_keys``, a tower's own key
+    stands for one key per row.
 
     Attributes:
       kinds: The kinds of the variables of each program, by the id of the first program.
@@ -101,7 +102,7 @@ class Walk:
         alone: frozenset[str] = frozenset(),
     ) -> None:
         self.sizes = sizes
-        self.axes = frozenset(axes)
+        self.axes = tuple(axes)
         self.has_keys = has_keys
         self.kinds: dict[int, dict[Any, Known]] = {}
         self.alone = alone

@@ -1,0 +1,185 @@
+"""Random accumulations: what is proved for any number of micro-batches runs alike."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import towerjax as tj
+
+NUMBERS = (1, 2, 4)
+ROWS = 8
+FORMS = "scan", "fori_loop", "python", "slices"
+
+
+class Draw:
+    """What a program draws: rows ``[b, 3]``, values without rows, and numbers."""
+
+    def __init__(self, rng, rows, whole):
+        self.rng = rng
+        self.rows = rows
+        self.whole = whole
+
+    def of(self, choices):
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def row(self):
+        return self.of(self.rows[-4:])
+
+    def one(self):
+        return self.of(self.whole[-4:])
+
+
+# From rows to rows: of each row alone, and of other rows of the micro-batch.
+WITHIN = (
+    lambda d: jnp.tanh(d.row()),
+    lambda d: d.row() * d.row(),
+    lambda d: d.row() + d.row(),
+    lambda d: d.row() * d.one(),
+    lambda d: jax.nn.softmax(d.row(), axis=1),
+    lambda d: jnp.where(d.row() > 0, d.row(), 0.5),
+    lambda d: d.row() @ jnp.outer(d.one() * jnp.ones(3), jnp.arange(3.0)),
+    lambda d: jnp.sort(d.row(), axis=1),
+    lambda d: jnp.flip(d.row(), axis=1),
+    lambda d: d.row().reshape(-1, 3, order="F"),
+    lambda d: d.row().reshape(-1, order="F").reshape(-1, 3, order="F"),
+    lambda d: jnp.concatenate([d.row()[:, :1], d.row()[:, 1:]], axis=1),
+)
+ACROSS = (
+    lambda d: jnp.cumsum(d.row(), axis=0),
+    lambda d: jnp.flip(d.row(), axis=0),
+    lambda d: jnp.sort(d.row(), axis=0),
+    lambda d: d.row() - d.row().mean(0, keepdims=True),
+    lambda d: d.row() / (1 + jnp.square(d.row()).sum(0, keepdims=True)),
+    lambda d: jnp.roll(d.row(), 1, axis=0),
+    lambda d: d.row() * jnp.arange(1.0, len(d.row()) + 1)[:, None],
+)
+# From rows to one value.
+TOTALS = (
+    lambda d: d.row().sum(0),
+    lambda d: d.row().sum(0),
+    lambda d: d.row().mean(0),
+    lambda d: (d.row().T @ d.row()).sum(0),
+    lambda d: d.row().max(0),
+    lambda d: d.row()[0],
+    lambda d: jnp.sqrt(jnp.square(d.row()).sum(0)),
+    lambda d: jnp.concatenate([d.row(), d.row()]).sum(0),
+    lambda d: jnp.ones(3) * d.one(),
+)
+
+
+def part_of(seed, n, w, x):
+    """The values that one micro-batch adds to sums, and one for the largest."""
+    rng = np.random.default_rng([seed, 1])
+    draw = Draw(rng, [x, jnp.sin(x)], [w, 0.5 * w])
+    for _ in range(3):
+        kinds = WITHIN if rng.random() < 0.85 else ACROSS
+        draw.rows.append(draw.of(kinds)(draw))
+    first = draw.of(TOTALS)(draw)
+    second = draw.of(TOTALS)(draw)
+    if rng.random() < 0.3:
+        first = first / n
+    if rng.random() < 0.2:
+        first = first * second
+    if rng.random() < 0.2:
+        first = first / (1 + second**2)
+    if rng.random() < 0.2:
+        first = first + w
+    return first, second, draw.row().max(0)
+
+
+def accumulated(seed, n, w, x):
+    """The sums over micro-batches, by one of the forms, and what is made of them."""
+    rng = np.random.default_rng([seed, 2])
+    form = FORMS[int(rng.integers(len(FORMS)))]
+    size = ROWS // n
+    zero = jnp.zeros(3), jnp.zeros(3), jnp.full(3, -9.0)
+
+    def added(total, rows):
+        first, second, most = part_of(seed, n, w, rows)
+        return total[0] + first, second + total[1], jnp.maximum(total[2], most)
+
+    parts = x.reshape(n, size, 3)
+    if form == "scan":
+        total, _ = lax.scan(lambda c, rows: (added(c, rows), None), zero, parts)
+    elif form == "fori_loop":
+        total = lax.fori_loop(
+            0,
+            n,
+            lambda i, c: added(c, lax.dynamic_slice_in_dim(x, i * size, size)),
+            zero,
+        )
+    else:
+        total = zero
+        for i in range(n):
+            rows = parts[i] if form == "python" else x[i * size : (i + 1) * size]
+            total = added(total, rows)
+    first, second, most = total
+    if rng.random() < 0.4:
+        first = first / n
+    if rng.random() < 0.3:
+        second = jnp.tanh(second)
+    return first, second, most, first / (1 + second**2), first + most
+
+
+def program_of(seed, n):
+    """A jitted program ``(w, x) -> five results``."""
+    return jax.jit(lambda w, x: accumulated(seed, n, w, x))
+
+
+def data(seed):
+    rng = np.random.default_rng([seed, 3])
+    w = rng.normal(size=3).astype(np.float32)
+    return w, rng.normal(size=(ROWS, 3)).astype(np.float32)
+
+
+def answers(seed):
+    """What the proof says of each result."""
+
+    def make(micro_batches):
+        return program_of(seed, micro_batches), data(0)
+
+    try:
+        report = tj.testing.prove(make, micro_batches=NUMBERS)
+    except tj.ReplicationError:
+        return ["refuted"] * 5
+    return [x.says for x in report.equal]
+
+
+def are_alike(seed):
+    """Whether each result is the same for all numbers, on three batches."""
+    found = [True] * 5
+    programs = [program_of(seed, n) for n in NUMBERS]
+    for number in range(3):
+        results = [program(*data([seed, number])) for program in programs]
+        for i, (one, *others) in enumerate(zip(*results, strict=True)):
+            for other in others:
+                found[i] &= bool(np.allclose(one, other, 1e-3, 1e-4, equal_nan=True))
+    return found
+
+
+def fuzz(seeds):
+    """How many results are (proved, the same); fails where one is proved and is not."""
+    counts = collections.Counter()
+    for seed in seeds:
+        for i, (says, same) in enumerate(
+            zip(answers(seed), are_alike(seed), strict=True)
+        ):
+            assert same or says != "proved", (seed, i)
+            counts[says == "proved", same] += 1
+    return counts
+
+
+def test_what_is_proved_of_random_accumulations_runs_alike():
+    counts = fuzz(range(3))
+    assert counts[True, True] and counts[False, False]
+
+
+@pytest.mark.slow
+def test_what_is_proved_of_many_random_accumulations_runs_alike():
+    counts = fuzz(range(100, 180))
+    right = counts[True, True] + counts[False, True]
+    assert counts[True, True] >= 0.6 * right and counts[False, False] > 0.1 * right
