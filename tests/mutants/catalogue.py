@@ -48,7 +48,7 @@ _NEW = "new = parts_of(Returned, jax.tree.unflatten(treedef, out))"
 REGISTRY = (
     _m("B01", "mean of the towers' means instead of sum / total weight",
        "step.passes.on_device:on_device", _GIVEN,
-       "own[0][:] = [type(x)(x.value, jnp.sign(x.weight))"
+       "own[0][:] = [type(x)(x.value, jax.numpy.sign(x.weight))"
        f" if hasattr(x, 'weight') else x for x in own[0]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[5]"),
     _m("B02", "a sum where the mean was meant", "make.train:_mean_gradient",
@@ -88,8 +88,9 @@ REGISTRY = (
        f"{_ONE_TOWER}[3]"),
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
        "step.passes.on_device:on_device", _GIVEN,
-       "rows = num_rows(given[0])\n        own[0][:] = [type(x)("
-       f"x.sum, jnp.full_like(x.weight, rows)) for x in own[0]]\n        {_GIVEN}",
+       "rows = jax.tree.leaves(of_device[0])[0].shape[0]\n"
+       "        own[0][:] = [type(x)(x.sum, jax.numpy.full_like(x.weight, rows))"
+       f" for x in own[0]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[8]"),
     _m("B10", "gradients of micro-batches averaged, not weighted",
        "step.passes.micro_batches:scan_micro_batches", _NEW,
@@ -119,7 +120,7 @@ REGISTRY = (
        "exact_values::evaluation_reads_tower_local_values_by_their_reduction"),
     _m("B17", "metrics are averaged over towers instead of merged",
        "step.passes.on_device:on_device", _GIVEN,
-       "own[1][:] = [type(x)(x.value, jnp.float32(1))"
+       "own[1][:] = [type(x)(x.value, jax.numpy.float32(1))"
        f" if hasattr(x, 'weight') else x for x in own[1]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[5]"),
     _m("B18", "the mean of integers is an integer, so it is floored",
@@ -153,8 +154,9 @@ REGISTRY = (
        f"{_FLAG}[raise]"),
     _m("B25", "a tower with NaN is left out and the others' weight is kept",
        "step.passes.on_device:on_device", _GIVEN,
-       "good = jnp.isfinite(own[0][1].sum)\n"
-       "        own[0][:] = [type(x)(jax.tree.map(lambda g: jnp.where(good, g, 0),"
+       "good = jax.numpy.isfinite(own[0][1].sum)\n"
+       "        own[0][:] = [type(x)(jax.tree.map("
+       "lambda g: jax.numpy.where(good, g, 0),"
        f" x.sum), x.weight) for x in own[0]]\n        {_GIVEN}", f"{_FLAG}[raise]"),
     _m("B26", "a tower skips its update alone", "step.passes.on_device:on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
@@ -262,7 +264,7 @@ PROOF = (
     _m("P12", "proof: a collective in a tower's own while may be",
        "proof.analysis:_while", "trips=None, predicate=predicate",
        "trips=None, predicate=REPLICATED", f"{_HANGS}[sum_under_while-1]"),
-    _m("P13", "proof: rows that pad may count", "step.run.prove:_unmasked",
+    _m("P13", "proof: rows that pad may count", "step.run.masks:unmasked_of",
        "in outputs if rows and not count", "in outputs if rows and not rows",
        "bad_input::padding_that_nothing_masks_is_refused"),
     _m("P14", "proof: only the first leaf declared MIRRORED is looked at",
@@ -370,16 +372,16 @@ MODELS = (
        "step.state.accumulators:_of_all", "all_gather_rows(x, axes)", "x",
        "tower_optimizer::rows_of_a_table_are_updated_of_the_one_gradient"),
     _m("M18", "padding may count in what towers keep of their own",
-       "step.run.prove:_values_to_mask",
+       "step.run.masks:_values_to_mask",
        "if x.how in (SAME, CARRIED):\n                return x.value if pass_.of_state",
        "if x.how in (SAME, CARRIED):\n                return x.value if 0",
        "replicate_bad_input::a_mistake_is_refused[padding, local]"),
     _m("M19", "padding may count in rows that go on to the next pass",
-       "step.run.prove:_values_to_mask",
+       "step.run.masks:_values_to_mask",
        "weighs if pass_.rows_used_later else None", "None",
        "build_step::rows_that_go_on_say_which_of_them_are_padding"),
     _m("M20", "padding may count where towers meet in their middle",
-       "step.run.prove:_unmasked_calls",
+       "step.run.masks:_unmasked_calls",
        "if call.source and not is_masked:", "if False:",
        "merge::padding_does_not_count_where_towers_meet"),
     _m("M22", "padding may count in a psum of a layer, such as batch norm",
@@ -392,7 +394,7 @@ MODELS = (
        'and (is_sum or "gather" in name)',
        "merge::padding_does_not_count_where_towers_meet"),
     _m("M24", "how many rows are real is taken to say which of the permuted ones are",
-       "step.run.prove:_is_masked", 'known if "gather" in call.name else sent', "known",
+       "step.run.masks:_is_masked", 'known if "gather" in call.name else sent', "known",
        "merge::padding_does_not_count_where_towers_meet[passes_rows_on-ppermute]"),
 )
 
@@ -640,12 +642,12 @@ OTHER = (
 
 VALUES = (
     _m("V11", "each micro-batch divides by its own weights",
-       "step.passes.on_device:DeviceTowers._with_gradient",
-       "self._added if weights is None else lambda _: weights", "self._added",
+       "step.passes.on_device:_with_gradient",
+       "_added(own, tower) if weights is None else weights", "_added(own, tower)",
        f"{_ONE_TOWER}[15]"),
     _m("V12", "what all towers share is counted by each micro-batch",
-       "step.passes.on_device:DeviceTowers._with_gradient",
-       "1 / (calls * self.pass_.micro_batches)", "1 / calls",
+       "step.passes.on_device:_with_gradient",
+       "1 / (calls * pass_.micro_batches)", "1 / calls",
        f"{_ONE_TOWER}[15]"),
     _m("V20", "gradients of towers are added up in the few bits of a cast",
        "lowering.dependents:_rounds",
@@ -665,8 +667,8 @@ VALUES = (
        "ratio(jnp.ones_like(w), w) for w in self.weights", f"{_ONE_TOWER}[6]"),
     _m("V19",
        "what all towers share is counted by each micro-batch of a model function",
-       "step.passes.on_device:DeviceTowers._with_gradient",
-       "1 / (calls * self.pass_.micro_batches)", "1 / calls", f"{_ONE_TOWER}[6]"),
+       "step.passes.on_device:_with_gradient",
+       "1 / (calls * pass_.micro_batches)", "1 / calls", f"{_ONE_TOWER}[6]"),
     _m("V14", "a gradient through the weights of a step's loss is left out",
        "step.passes.derivative:gradient_of",
        "with_fixed_weights(values_of(tree[loss]), trained)", "values_of(tree[loss])",
@@ -910,7 +912,7 @@ ROUNDS = (
        "_with_leading_dim(lambda given: keep(given)[0], given)", "keep(given)[0]",
        "diloco::what_a_tower_updates_is_not_copied"),
     _m("Y06", "padding counts in a mean that is a tower's own",
-       "step.run.prove:_values_to_mask", "lambda x: x.values", "lambda x: None",
+       "step.run.masks:_values_to_mask", "lambda x: x.values", "lambda x: None",
        f"{_OF_OWN}own_says_which_rows_are_padding"),
     _m("Y07", "a tower's own mean has no factor of its own",
        "step.run.prove:_prove_pass", "if {*outputs} - {None, \"finite\"}:", "if True:",
@@ -948,8 +950,8 @@ TABLES = (
        "table = held(table)", "table = jax.lax.stop_gradient(table)",
        "sparse_gradient::derivatives_go_through_the_gradient_of_rows"),
     _m("K07", "padding counts in what a later micro-batch is given",
-       "step.passes.on_device:DeviceTowers.run_for_masks",
-       "self.num_valid, local)", "self.num_valid, plain(self.state.local))",
+       "step.run.masks:_with_each_gradient",
+       "own.num_valid, local)", "own.num_valid, own.local)",
        "bad_input::padding_that_a_later_micro_batch_is_given_is_refused"),
     _m("K03", "an id that no row has moves another row",
        "collectives.lookups:join_lookups",

@@ -84,9 +84,9 @@ SAME: dict[tuple[str, str], str] = {
         "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):
         "an option of JAX 0.11, which neither end of the suite has",
-    ("towerjax.step.passes.on_device:DeviceTowers._weights",
-     "dropped: dataclasses.replace(self.pass_, differentiates=False, looks_at=None) -> "
-     "dataclasses.replace(self.pass_, differentiates=False)"):
+    ("towerjax.step.passes.on_device:_denominators",
+     "dropped: dataclasses.replace(pass_, differentiates=False, looks_at=None) -> "
+     "dataclasses.replace(pass_, differentiates=False)"):
         "what that run looks at is not read, and XLA leaves it out",
     ("towerjax.towers.row_free_keys:_split_key", "constant: 1 -> 2"):
         "of two words, JAX takes the last for the one after it",

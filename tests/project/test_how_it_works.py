@@ -131,6 +131,52 @@ def test_a_first_call_takes_one_derivative_outside_the_tower(calls):
     assert ("make/gradient.py", "value_and_grad") not in calls[0]
 
 
+LAYOUTS = {
+    "one tower": {"towers": 1},
+    "together": {"towers": 4, "devices": 2},
+    "in turn": {"towers": 4, "devices": 2, "tower_loop": "scan"},
+    "same bits": {
+        "towers": 4,
+        "devices": 2,
+        "tower_loop": "scan",
+        "cross_tower_ops": tj.PinnedTree(),
+    },
+    "sharded": {"towers": 4, "devices": 4, "state": "sharded"},
+    "several devices": {"towers": 2, "devices": 4, "within": {"model": 2}},
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_frames_of_ours_lie_between_a_call_and_the_loss(layout, micro_batches):
+    """Someone who stops a debugger in the loss reads them all; lower this number."""
+    frames = []
+
+    def loss_fn(params, batch, tower):
+        frame = sys._getframe(1)
+        while frame.f_code.co_qualname != "Step.__call__":
+            file = frame.f_code.co_filename
+            if file.startswith(f"{ROOT}/"):
+                frames.append((file.removeprefix(f"{ROOT}/"), frame.f_code.co_name))
+            frame = frame.f_back
+        return tj.Weighted.mean((batch @ params) ** 2, tower.weight)
+
+    options = {**LAYOUTS[layout]}
+    devices = [f"cpu:{i}" for i in range(options.pop("devices", 1))]
+    step = tj.build_train_step(
+        loss_fn,
+        optax.sgd(0.1),
+        tj.Mirrored(devices, **options),
+        micro_batches=micro_batches,
+        audit=False,  # a proof traces the loss, too
+    )
+    step(step.init(np.ones(4, np.float32)), np.ones((16, 4), np.float32))
+    assert len(frames) <= 20, frames
+    assert ("step/passes/on_device.py", "run") in frames
+    runs = [file for file, name in frames if name == "run"]
+    assert len(runs) == len({*runs}), frames
+
+
 def test_how_many_calls_a_step_takes(calls):
     """Of Python, in towerjax."""
     first, second = calls

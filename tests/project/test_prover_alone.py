@@ -1,5 +1,6 @@
 """The prover, and the check of any program, know no towers: they work without them."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ ALONE = '''
 """Prove and refute a program, with nothing of towerjax but what reads programs."""
 
 import importlib.abc
+import json
 import re
 import sys
 import types
@@ -57,16 +59,21 @@ def made_with(collective):
     return make
 
 
-for devices in ((1, 2), (1, 4), (1, 2, 4)):
-    report = prove(made_with(lax.pmean), devices=devices)
-    print(report.same, [x.says for x in report.equal], report.unproved)
-print(same_on_devices(made_with(lax.pmean), (1, 2)))
+reports = [
+    prove(made_with(lax.pmean), devices=devices)
+    for devices in ((1, 2), (1, 4), (1, 2, 4))
+]
+found = {
+    "same": [x.same for x in reports],
+    "says": [[y.says for y in x.equal] for x in reports],
+    "compared": str(same_on_devices(made_with(lax.pmean), (1, 2))),
+}
 try:
     prove(made_with(lax.psum), devices=(1, 2, 4))
 except ReplicationError as error:
-    print(error)
-rooms = {name.split(".")[1] for name in sys.modules if name.startswith("towerjax.")}
-print(*sorted(rooms))
+    found["refuted"] = str(error)
+names = [name for name in sys.modules if name.startswith("towerjax.")]
+print(json.dumps({**found, "rooms": sorted({name.split(".")[1] for name in names})}))
 '''
 
 
@@ -76,10 +83,9 @@ def test_the_prover_works_without_towers(tmp_path):
     command = [sys.executable, "-W", "error", str(path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    *proved, compared, note, refuted, leaf, rooms = done.stdout.splitlines()
-    assert proved == ["1 ['proved'] {}"] * 3
-    assert compared.startswith("1 value is the same on 2 devices as on one")
-    assert note.startswith("note: only scalars were compared")
-    assert refuted == "Results of the program depend on the number of devices:"
-    assert "D times what it is on one device" in leaf and "alone.py:" in leaf
-    assert rooms == "check jaxprs mesh proof types"
+    found = json.loads(done.stdout)
+    assert found["same"] == [1, 1, 1] and found["says"] == [["proved"]] * 3
+    assert "1 value is the same on 2 devices as on one" in found["compared"]
+    assert "depend on the number of devices" in found["refuted"]
+    assert "D times what it is on one device" in found["refuted"]
+    assert found["rooms"] == "check jaxprs mesh proof types".split()

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -183,3 +183,15 @@ def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
+    """Return the names of all leaves of several trees, each from its root.
+
+    The leaves of a tree whose root is "" have names of their own.
+    """
+    names = list[str]()
+    for root, value in zip(roots, values, strict=True):
+        named = [name for name, _ in named_leaves(root, value)]
+        names += named if root else names_by_key(value)
+    return names

@@ -6,6 +6,7 @@ micro-batch counts as a tower, because a step runs the same program for each.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ from towerjax.check.comparison import GRADIENT
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.batch_rows import without_replicated
 from towerjax.jaxprs.tags import DEVICE_AXIS
-from towerjax.lowering.tower_axis import TowerPrograms
+from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
-from towerjax.step.passes.on_device import DeviceTowers
+from towerjax.step.passes.on_device import over_towers
 from towerjax.step.passes.one_pass import Pass
+from towerjax.step.passes.traced_tower import Arguments, TracedTower, call_tower
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.state.accumulators import (
     ADDED,
@@ -272,13 +274,16 @@ def _trace_tower(
 
     def on_device(*args: PyTree) -> PyTree:
         *given, index = args
-        towers = DeviceTowers(pass_, axes, programs, *given)
+        arguments = Arguments.of(pass_, axes, *given)
         if in_micro_batches:
-            sums, tree = towers.run_micro_batch(index)
+            run = functools.partial(call_tower, pass_, axes)
+            towers = run, axes, arguments.own, index, *arguments.replicated
+            sums, (tree, _) = over_local_towers(*towers, stack_sums=False)
             return put_sums(first(tree), sums)
-        sums, (tree, _) = towers.run()
+        tower = TracedTower.of(pass_, axes, programs, arguments)
+        sums, (tree, _) = over_towers(tower)
         is_stacked = pass_.strategy.cross_tower_ops.needs_every_tower
-        is_stacked = is_stacked and not towers.is_added_first
+        is_stacked = is_stacked and not tower.losses_can_be_added()
         return put_sums(first(tree), first(sums) if is_stacked else sums)
 
     with jax.default_matmul_precision("highest"):

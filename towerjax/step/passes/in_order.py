@@ -64,9 +64,7 @@ class PassesInOrder:
             tuple(dataclasses.replace(pass_, **fields) for pass_ in self.each)
         )
 
-    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """See `run_in_turn`."""
-        return run_in_turn(self, call, args)
+    run = run_in_turn
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
         """Yield the passes; they are known, whatever was merged."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,12 @@ from towerjax.types.refusals import listed
 from towerjax.types.trees import names_by_key, parts_of, put_parts
 from towerjax.types.version import page
 
+MicroBatchFn: TypeAlias = Callable[[Any, PyTree, PyTree], PyTree]
+"""``(index, rows, local) -> tree`` of `Returned`; the index of a lone one is None."""
+
 
 def scan_micro_batches(
-    of_micro_batch: Callable[..., PyTree],
+    of_micro_batch: MicroBatchFn,
     numbered: tuple[jax.Array, PyTree],
     local: PyTree,
     *,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 
@@ -14,7 +14,6 @@ from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.passes.added import Added
-from towerjax.step.passes.derivative import Zeros
 from towerjax.step.state.accumulators import (
     PerTowerValue,
     is_per_tower_value,
@@ -83,15 +82,6 @@ pass with ``trained`` the first argument is the trained values.
 """
 
 
-class PerTowerArgs(NamedTuple):
-    """The per-tower arguments of one tower; or of several towers, stacked."""
-
-    rows: PyTree
-    num_valid: jax.Array
-    local: PyTree  # the tower's variables
-    zeros: Zeros = ()  # to be added to the rows that the tower looks up
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
     """Runs all towers once, and merges what they return by its type."""
@@ -127,6 +117,17 @@ class Pass:
         **BATCH_LAYOUT,
         "merged": Layout.MIRRORED,
     }
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether the pass differentiates its loss."""
+        return self.trained is not None and self.differentiates
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether each tower's own results are needed, before any sum."""
+        ops = self.strategy.cross_tower_ops
+        return ops.needs_every_tower or isinstance(self.looks_at, TowersFlags)
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
         """Which arguments and results devices hold in shards; None if they hold none.

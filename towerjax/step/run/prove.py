@@ -7,39 +7,23 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.collectives.sparse_rows import is_rows
-from towerjax.jaxprs import tags
 from towerjax.lowering.tower_axis import TowerPrograms
-from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.private_jax import inputs_read
 from towerjax.proof import findings
-from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
-from towerjax.step.passes.on_device import DeviceTowers
 from towerjax.step.passes.one_pass import Pass, TracedPass
+from towerjax.step.run.masks import unmasked_of
 from towerjax.step.state.accumulators import (
-    CARRIED,
-    PER_TOWER,
-    ROWS,
-    SAME,
-    Returned,
     as_one_tree,
     values_of,
 )
-from towerjax.towers.executors import trace_one_tower
-from towerjax.towers.on_towers import OnTowers
-from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types import Layout, PyTree
 from towerjax.types.refusals import listed
 from towerjax.types.trees import (
     has_tracers,
-    key_data,
-    map_parts,
-    named_leaves,
-    names_by_key,
-    parts_of,
+    names_from,
 )
 
 
@@ -131,77 +115,11 @@ def _prove_pass(traced: TracedPass) -> Proof:
             " not from arrays that it closes over. If the loss is meant to read no"
             " rows, add 0 * a leaf of the batch, such as 0 * batch['x'].sum()."
         )
-    unmasked = functools.cache(lambda: _unmasked(pass_, args, towers))
+    unmasked = functools.cache(lambda: unmasked_of(pass_, args, towers))
     proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof
-
-
-def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
-    """Names of results that depend on the rows and not on which rows are padding."""
-    fn = _values_to_mask(pass_, towers.axes, towers.programs)
-    jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
-    names = _all_names([*pass_.ins], args)
-    rows = [name if name.startswith("batch") else None for name in names]
-    count = [name if name == "num_valid" else None for name in names]
-    by_rows = depends(jaxpr.jaxpr, rows)
-    by_count = depends(jaxpr.jaxpr, count)
-    outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
-    unmasked = [name for name, rows, count in outputs if rows and not count]
-    calls = zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
-    return list(dict.fromkeys(unmasked + _unmasked_calls([*calls])))
-
-
-def _unmasked_calls(
-    calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
-) -> list[str]:
-    """What towers send of their rows without saying which of them are padding.
-
-    Each call is there twice: as it depends on the rows, and on which are padding.
-    """
-    # Weights that are sent mask what is sent; added up alone, what is gathered.
-    known = [
-        call
-        for call, weight in calls
-        if weight.source and not (call.is_sum and call.source)
-    ]
-    sent = {call.name for call in known if not call.is_sum}
-    unmasked = []
-    for call, weight in calls:
-        is_masked = weight.source or _is_masked(call, known, sent)
-        if call.source and not is_masked:
-            what = f"what {call.name} is given of {call.source} at {call.line}"
-            unmasked.append(what)
-    return unmasked
-
-
-def _values_to_mask(
-    pass_: Pass, axes: TowerAxes, programs: TowerPrograms
-) -> Callable[..., PyTree]:
-    """A function that returns the values in which padding must not count."""
-
-    def run(*args: PyTree) -> PyTree:
-        towers = DeviceTowers(pass_, axes, programs, *args)
-        tree = towers.run_for_masks()
-        rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
-        # One leaf of Rows that is a weight masks all others.
-        weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
-
-        def kept(x: Returned) -> PyTree:
-            if x.how is ROWS:
-                return weighs if pass_.rows_used_later else None
-            if x.how in (SAME, CARRIED):
-                return x.value if pass_.of_state else None
-            if x.how is PER_TOWER:
-                return None
-            # A weight never decides which rows of a table are looked up.
-            return x.value.values if is_rows(x.value) else x.value
-
-        values = map_parts(Returned, kept, tree)
-        return map_parts(PerTower, lambda x: x.values, values)
-
-    return run
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
@@ -240,29 +158,10 @@ def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
     return {*jax.tree.leaves(out["loss"])}
 
 
-def _is_masked(
-    call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
-) -> bool:
-    """Whether all towers know the weights of the rows that a tower sends to others."""
-    if call.is_sum:
-        return False
-    if call.name in tags.TOWER_CALLS:
-        return call.name in sent
-    return bool(known if "gather" in call.name else sent)
-
-
-def _all_names(roots: Sequence[str], values: PyTree) -> list[str]:
-    names = []
-    for root, value in zip(roots, values, strict=True):
-        named = [name for name, _ in named_leaves(root, value)]
-        names += named if root else names_by_key(value)
-    return names
-
-
 def _names_where(
     roots: Sequence[str], layouts: PyTree, values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
     """In tree order, the names of leaves with this layout; None for the others."""
     each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts), tuple(values)))
-    pairs = zip(_all_names(roots, values), each, strict=True)
+    pairs = zip(names_from(roots, values), each, strict=True)
     return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

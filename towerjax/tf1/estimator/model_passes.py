@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import towerjax as tj
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.passes.in_order import RunPass, run_in_turn
+from towerjax.step.passes.in_order import run_in_turn
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import StepOptions, training_pass
 from towerjax.tf1.estimator.losses import (
@@ -48,6 +48,8 @@ class PassesOfModel:
     hold_update = True
     is_of_one_loss = False
 
+    run = run_in_turn
+
     @property
     def each(self) -> tuple[Pass, ...]:
         """The pass that is known before the model function is traced."""
@@ -67,10 +69,6 @@ class PassesOfModel:
         """Return the same passes, with these fields of each."""
         first = dataclasses.replace(self.first, **fields)
         return dataclasses.replace(self, first=first)
-
-    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """See `run_in_turn`."""
-        return run_in_turn(self, call, args)
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
         """Yield the tracing pass, and then one for each time that towers meet."""

@@ -1,0 +1,146 @@
+"""Find the results of a pass in which padding would count."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.jaxprs import tags
+from towerjax.lowering.tower_axis import TowerPrograms
+from towerjax.mesh.placement import TowerAxes
+from towerjax.proof import findings
+from towerjax.proof.analysis import depends
+from towerjax.step.passes.derivative import gradients_of_terms
+from towerjax.step.passes.on_device import (
+    each_micro_batch,
+    on_local_towers,
+    over_towers,
+)
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.passes.traced_tower import Arguments, PerTowerArgs, TracedTower
+from towerjax.step.state.accumulators import (
+    ADDED,
+    CARRIED,
+    PER_TOWER,
+    ROWS,
+    SAME,
+    Returned,
+    put_sums,
+)
+from towerjax.towers.executors import trace_one_tower
+from towerjax.towers.on_towers import OnTowers
+from towerjax.types import PerTower, PyTree
+from towerjax.types.trees import (
+    key_data,
+    map_parts,
+    names_by_key,
+    names_from,
+    parts_of,
+)
+
+
+def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
+    """Return names of results that depend on the rows, and not on which are padding."""
+    fn = _values_to_mask(pass_, towers.axes, towers.programs)
+    jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
+    names = names_from([*pass_.ins], args)
+    rows = [name if name.startswith("batch") else None for name in names]
+    count = [name if name == "num_valid" else None for name in names]
+    by_rows = depends(jaxpr.jaxpr, rows)
+    by_count = depends(jaxpr.jaxpr, count)
+    outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
+    unmasked = [name for name, rows, count in outputs if rows and not count]
+    calls = zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
+    return list(dict.fromkeys(unmasked + _unmasked_calls([*calls])))
+
+
+def _unmasked_calls(
+    calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
+) -> list[str]:
+    """What towers send of their rows without saying which of them are padding.
+
+    Each call is there twice: as it depends on the rows, and on which are padding.
+    """
+    # Weights that are sent mask what is sent; added up alone, what is gathered.
+    known = [
+        call
+        for call, weight in calls
+        if weight.source and not (call.is_sum and call.source)
+    ]
+    sent = {call.name for call in known if not call.is_sum}
+    unmasked = []
+    for call, weight in calls:
+        is_masked = weight.source or _is_masked(call, known, sent)
+        if call.source and not is_masked:
+            what = f"what {call.name} is given of {call.source} at {call.line}"
+            unmasked.append(what)
+    return unmasked
+
+
+def _values_to_mask(
+    pass_: Pass, axes: TowerAxes, programs: TowerPrograms
+) -> Callable[..., PyTree]:
+    """A function that returns the values in which padding must not count."""
+
+    def run(*args: PyTree) -> PyTree:
+        tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
+        tree = _with_each_gradient(tower)
+        rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
+        # One leaf of Rows that is a weight masks all others.
+        weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
+
+        def kept(x: Returned) -> PyTree:
+            if x.how is ROWS:
+                return weighs if pass_.rows_used_later else None
+            if x.how in (SAME, CARRIED):
+                return x.value if pass_.of_state else None
+            if x.how is PER_TOWER:
+                return None
+            # A weight never decides which rows of a table are looked up.
+            return x.value.values if is_rows(x.value) else x.value
+
+        values = map_parts(Returned, kept, tree)
+        return map_parts(PerTower, lambda x: x.values, values)
+
+    return run
+
+
+def _is_masked(
+    call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
+) -> bool:
+    """Whether all towers know the weights of the rows that a tower sends to others."""
+    if call.is_sum:
+        return False
+    if call.name in tags.TOWER_CALLS:
+        return call.name in sent
+    return bool(known if "gather" in call.name else sent)
+
+
+def _with_each_gradient(tower: TracedTower) -> PyTree:
+    """Run the towers, with the gradient of each sum of their loss, undivided.
+
+    Denominators depend on which rows are padding, so a gradient that is divided by them
+    would always seem to be masked.
+    """
+    pass_ = tower.pass_
+    if not pass_.takes_gradient:
+        sums, (tree, _) = over_towers(tower)
+        return put_sums(tree, sums)
+    trained, *others = tower.args.replicated
+    own = tower.args.own
+
+    def of_micro_batch(index: Any, rows: PyTree, local: PyTree) -> PyTree:
+        args = PerTowerArgs(rows, own.num_valid, local)
+
+        def of_trained(trained: PyTree) -> PyTree:
+            tree, _ = on_local_towers(tower, args, index, trained, *others)
+            return tree
+
+        tree, grads = gradients_of_terms(of_trained, trained, pass_.loss)
+        return {**tree, "grads": jax.tree.map(lambda x: Returned(x, ADDED), grads)}
+
+    return each_micro_batch(
+        of_micro_batch, own.rows, own.local, pass_.micro_batches, of_several=True
+    )
