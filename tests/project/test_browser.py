@@ -46,7 +46,7 @@ SOUGHT = {
     "MoE": "how_to/tensor_and_expert_parallel/",
     "wandb": "how_to/wandb_and_mlflow/",
     "MLflow": "how_to/wandb_and_mlflow/",
-    "profiler": "how_to/profiling/",
+    "profiler": "reports/",
     "gradient accumulation": "how_to/gradient_accumulation/",
     "mixed precision": "how_to/mixed_precision/",
     "Hydra": "how_to/hydra_and_configdict/",
