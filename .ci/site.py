@@ -20,6 +20,12 @@ MOVED = {
     "benchmarks/absent": "evidence/absent",
     "benchmarks/faults": "evidence/faults",
     "benchmarks/overhead": "evidence/overhead",
+    "desync_and_nan": "all_or_nothing",
+    "design_notes": "how_it_works",
+    "how_to/accumulation_checked": "how_to/gradient_accumulation",
+    "how_to/compressed_sums": "cross_tower_ops",
+    "how_to/each_example_once": "how_to/uneven_data",
+    "how_to/profiling": "reports",
     "published_bugs": "public_code",
     "foreign_programs": "public_code",
     "public_programs": "public_code",
@@ -28,19 +34,31 @@ MOVED = {
 TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
 # Words that people type, and the pages that are meant; titles have the others.
 WORDS = {
-    "evidence/absent.md": ["TPU"],
+    "all_or_nothing.md": ["error messages"],
+    "batch_norm.md": ["SyncBatchNorm"],
     "check.md": ["check", "CI"],
-    "checkpoints.md": ["resume"],
+    "checkpoints.md": ["resume", "save model", "safetensors"],
+    "concepts.md": ["replica"],
+    "evidence/absent.md": ["TPU"],
     "how_to/averages.md": ["EMA"],
+    "how_to/debug_on_a_laptop.md": ["error messages"],
+    "how_to/larger_than_a_device.md": ["out of memory"],
+    "how_to/loaders.md": ["shuffle"],
+    "how_to/mixed_precision.md": ["loss scale"],
     "how_to/serving.md": ["export", "inference"],
     "how_to/sweeps.md": ["seed"],
+    "how_to/tensor_and_expert_parallel.md": ["MoE", "sequence parallel"],
     "how_to/text.md": ["transformer", "GPT"],
-    "limits.md": ["TPU"],
+    "how_to/uneven_data.md": ["token mean"],
+    "limits.md": ["TPU", "pipeline parallel"],
     "notebooks/05_language_model.md": ["transformer"],
+    "proof.md": ["invariance", "parity"],
+    "quick_start.md": ["multi GPU"],
     "reports.md": ["MFU"],
     "same_bits.md": ["seed"],
     "several_processes.md": ["multi node", "multi host", "TPU"],
-    "train_and_evaluate.md": ["MFU", "resume"],
+    "testing.md": ["parity"],
+    "train_and_evaluate.md": ["MFU", "resume", "callbacks"],
 }
 _REPOSITORY = "https://github.com/towerjax/towerjax"
 _EDIT = "https://github.com/towerjax/towerjax/edit/main/"
@@ -151,15 +169,24 @@ def _block(language: str, text: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Take the navigation from the index, and link the repository.
+    """Take the navigation from the index; name the repository and the version.
 
-    Not by ``repo_url``, of which a page would ask GitHub for figures when it is read.
+    The top of a page shows both, by ``theme/partials/source.html``.
     """
     index = pathlib.Path(config.docs_dir, "README.md").read_text()
     config.nav = navigation(index)
     icon = {"icon": "fontawesome/brands/github", "name": "The repository"}
     config.extra["social"] = [icon | {"link": _REPOSITORY}]
+    config.repo_url = _REPOSITORY
+    config.repo_name = f"towerjax {_version()}"
     return config
+
+
+def _version() -> str:
+    """The version of the package, which is not imported here."""
+    text = (ROOT / "towerjax/types/version.py").read_text()
+    [version] = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)
+    return version
 
 
 def on_files(files: Any, config: Any) -> Any:

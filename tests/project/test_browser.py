@@ -10,6 +10,8 @@ import threading
 import pytest
 from test_site import ROOT
 
+import towerjax as tj
+
 WIDTHS = (1280, 390)  # pixels, of a laptop and of a telephone
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -27,6 +29,11 @@ MEASURE = """async () => {
     over: document.documentElement.scrollWidth - window.innerWidth,
     tables: [...document.querySelectorAll(".md-typeset__scrollwrap")]
       .filter(x => x.scrollWidth > x.clientWidth).length,
+    stuck: [...document.querySelectorAll("article table")]
+      .map(x => x.closest(".md-typeset__scrollwrap"))
+      .filter(x => !x || !["auto", "scroll"].includes(getComputedStyle(x).overflowX))
+      .length,
+    top: (document.querySelector(".md-header .md-source") || {}).innerText || "",
     cut: [...code].filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText),
   };
 }"""
@@ -46,7 +53,7 @@ SOUGHT = {
     "MoE": "how_to/tensor_and_expert_parallel/",
     "wandb": "how_to/wandb_and_mlflow/",
     "MLflow": "how_to/wandb_and_mlflow/",
-    "profiler": "how_to/profiling/",
+    "profiler": "reports/",
     "gradient accumulation": "how_to/gradient_accumulation/",
     "mixed precision": "how_to/mixed_precision/",
     "Hydra": "how_to/hydra_and_configdict/",
@@ -72,6 +79,23 @@ SOUGHT = {
     "tpu": "limits/",
     "mfu": "train_and_evaluate/",
     "ema": "how_to/averages/",
+    "multi gpu": "quick_start/",
+    "shuffle": "how_to/loaders/",
+    "pipeline parallel": "limits/",
+    "error messages": "how_to/debug_on_a_laptop/",
+    "callbacks": "train_and_evaluate/",
+    "save model": "checkpoints/",
+    "safetensors": "checkpoints/",
+    "out of memory": "how_to/larger_than_a_device/",
+    "parity": "testing/",
+    "invariance": "proof/",
+    "replica": "concepts/",
+    "token mean": "how_to/uneven_data/",
+    "loss scale": "how_to/mixed_precision/",
+    "early stopping": "train_and_evaluate/",
+    "own loop": "how_to/own_loop/",
+    "aim": "how_to/wandb_and_mlflow/",
+    "csv": "how_to/wandb_and_mlflow/",
 }
 
 
@@ -162,6 +186,22 @@ def test_code_fits_beside_the_sidebars(seen):
 
 def test_the_table_of_overhead_is_not_cut(seen, address):
     assert seen[f"{address}evidence/overhead/"][1280]["tables"] == 0
+
+
+def test_wide_tables_scroll_on_a_telephone(seen):
+    assert sum(each[390]["tables"] for each in seen.values()) > 10
+    assert not {url: each for url, each in seen.items() if each[390]["stuck"]}
+
+
+def test_the_top_of_each_page_has_the_version(seen):
+    tops = {each[1280]["top"].strip() for each in seen.values()}
+    assert tops == {f"towerjax {tj.__version__}"}
+
+
+def test_types_of_signatures_are_links(seen, address):
+    links = seen[f"{address}reference/steps/"]["links"]
+    found = {link.rpartition("#")[2].rpartition(".")[2] for link in links}
+    assert {"LossFn", "Strategy", "TrainStep", "Trainable", "Guard"} <= found
 
 
 def test_links_and_pictures_lead_somewhere(seen, address):

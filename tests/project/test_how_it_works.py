@@ -84,7 +84,7 @@ def test_no_station_of_a_first_call_calls_another():
         assert not re.search(rf"(?<![.\w])({'|'.join(others)})\(", body), name
 
 
-CONCEPTS = PAGE.parent / "concepts.md"
+CONCEPTS = PAGE
 
 
 # Classes that there were beside the twelve, and what they do now is one of them.

@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import operator
 import pathlib
@@ -188,6 +189,10 @@ def test_the_site_links_its_repository():
     config = types.SimpleNamespace(docs_dir=DOCS, extra={})
     [link] = site.on_config(config).extra["social"]
     assert link["link"] == "https://github.com/towerjax/towerjax"
+    assert config.repo_url == link["link"]
+    assert config.repo_name == f"towerjax {tj.__version__}"
+    at_the_top = (ROOT / ".ci/theme/partials/source.html").read_text()
+    assert 'data-md-component="' not in at_the_top  # by which GitHub would be asked
 
 
 def test_a_notebook_is_a_page():
@@ -270,13 +275,15 @@ def test_every_public_name_is_in_the_reference_once():
             value = getattr(module, each)
             if not inspect.ismodule(value) and getattr(tj, each, None) is not value:
                 expected.add(f"{space}.{each}")
-    names = [name for _, name in referred()]
+    names = [name for page, name in referred() if page != "types"]
     assert len(set(names)) == len(names)
     assert set(names) == expected, "write ::: towerjax.X into a page of reference/"
 
 
 def test_what_is_referred_to_exists():
     for place, name in referred():
+        if place == "types":
+            continue
         module = f"towerjax.{name}".rpartition(".")[0]
         if "batch_norm" in name:
             importlib.import_module(module)
@@ -324,6 +331,29 @@ def test_code_names_pages_by_their_address():
             found.append(name)
         assert not re.search(r"(?<!main/)docs/[\w/]+\.md", path.read_text()), path
     assert len(found) >= 12
+
+
+def said_of(path):
+    """What a file says of its classes, and of the types that it gives a name."""
+    body = ast.parse(path.read_text()).body
+    for node, after in itertools.pairwise([*body, ast.Pass()]):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, ast.get_docstring(node)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = getattr(getattr(after, "value", None), "value", None)
+            yield ast.unparse(target), value if isinstance(value, str) else None
+
+
+def test_types_in_signatures_have_a_page_and_say_what_they_are():
+    names = [name for page, name in referred() if page == "types"]
+    assert len(names) >= 30 and len({*names}) == len(names)
+    for name in names:
+        module, _, last = f"towerjax.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
+        place = module.replace(".", "/") + "/values" * module.endswith(".types")
+        path = ROOT / f"{place}.py"
+        assert dict(said_of(path))[last], name
 
 
 def texts(path):

@@ -37,6 +37,7 @@ from towerjax.types.trees import (
 from towerjax.types.version import page
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
+"""What becomes of a batch that the towers cannot share evenly."""
 
 
 def check_remainder(remainder: str) -> None:

@@ -35,6 +35,7 @@ from towerjax.types.options import cast_ints, check_choice, check_whole
 from towerjax.types.refusals import check_like
 
 Split: TypeAlias = Literal["batch", "elements"]
+"""Whether each element is a global batch, or the rows of one tower."""
 
 
 @dataclasses.dataclass(frozen=True)

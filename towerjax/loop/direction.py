@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, get_args
 from towerjax.types.options import check_choice
 
 Direction: TypeAlias = Literal["min", "max"]
+"""Whether less of a metric is better, or more."""
 
 # Words in the names of metrics of which less, or more, is better.
 _LESS = set(

@@ -10,8 +10,11 @@ from towerjax.types import ArrayLike
 from towerjax.types.refusals import a_type, overflow_of, refuse_no_numbers
 from towerjax.types.trees import native, promote_dtypes, widen_dtype
 
-Values: TypeAlias = ArrayLike  # of elements, [b, ...]
-Weight: TypeAlias = ArrayLike | None  # of their leading dims
+Values: TypeAlias = ArrayLike
+"""One value for each element, ``[b, ...]``."""
+
+Weight: TypeAlias = ArrayLike | None
+"""The weight of each element, of the leading dims of its values; None is 1."""
 
 
 def library_of(*arrays: Any) -> Any:

@@ -264,6 +264,7 @@ class OneDevice(StrategyMethods):
 
 
 Strategy = Mirrored | OneDevice
+"""The towers, their devices, and how values are laid out and reduced."""
 
 
 def with_specs(strategy: Strategy, specs: Any) -> Strategy:

@@ -4,7 +4,9 @@ from towerjax.types.version import page
 
 _TF1 = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
 _ESTIMATOR = f"What to write for each name of TensorFlow: {page('replicate_model_fn')}"
-_EACH_EXAMPLE = f"To count examples see {page('how_to/each_example_once')}"
+_EACH_EXAMPLE = (
+    f"To count examples see {page('how_to/uneven_data', 'Count each example once')}"
+)
 _ABSENT = f"For devices that are not here see {page('reports')}"
 _SAFETENSORS = "Write tj.tools.{0}(path, ...), with a path that ends in .safetensors."
 _ROWS = "For the gradient of some rows of a table write tj.sparse.take(table, ids)."
@@ -13,7 +15,8 @@ RENAMED = {
     "BestEvaluation": "Write checkpointer=tj.Checkpointer(folder, best='loss').",
     "Check": "Write audit=True in tj.build_train_step, or step.check(state, batch).",
     "ChecksDevices": "An op of your own implements tj.collectives.CrossTowerOps.",
-    "Compressed": f"It is an example now: {page('how_to/compressed_sums')}",
+    "Compressed": "It is an example now:"
+    f" {page('cross_tower_ops', 'Compress what is sent')}",
     "ExampleCount": _EACH_EXAMPLE,
     "ExampleReport": _EACH_EXAMPLE,
     "ExamplesError": _EACH_EXAMPLE,

@@ -12,7 +12,11 @@ from towerjax.types.boundary import api_boundaries
 from towerjax.types.notes import explain_missing
 
 PyTree: TypeAlias = Any
+"""Arrays in any nesting of dicts, lists, tuples and other nodes that JAX knows."""
+
 ArrayLike: TypeAlias = jax.typing.ArrayLike
+"""A JAX or NumPy array, or a number."""
+
 Metrics: TypeAlias = dict[str, Any]
 """The value of each metric by its name; in an evaluation, its state."""
 

@@ -23,7 +23,11 @@ from towerjax.types.refusals import a_type, check_types
 from towerjax.types.trees import is_key
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
+"""What to do if a guarded value is not finite."""
+
 Guard = Literal["loss", "gradients"]
+"""What must be finite: the loss alone, or every gradient, too."""
+
 NONE = -1
 """The step flag if no step was refused; otherwise it is the refused step's number."""
 
