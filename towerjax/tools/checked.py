@@ -28,7 +28,7 @@ from towerjax.check.programs.same import (
     same_on_devices,
     takes_nothing,
 )
-from towerjax.check.programs.words import MICRO_BATCHES, Words
+from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
@@ -77,7 +77,7 @@ def check_program(
       timeout_s: As for `same_on_devices`.
     """
     looked = Looked()
-    if words is MICRO_BATCHES:
+    if words is OF_MICRO_BATCHES:
         programs = made_for_parts(maker, numbers, form)
         is_answered = _prove(lambda: proved_on(programs, words), looked)
         if is_answered and not always_run:

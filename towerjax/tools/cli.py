@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from towerjax.check.comparison import SplitError
 from towerjax.check.equality.told import told_of
 from towerjax.check.programs.processes import ProgramDied
-from towerjax.check.programs.words import DEVICES, MICRO_BATCHES
+from towerjax.check.programs.words import OF_DEVICES, OF_MICRO_BATCHES
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
@@ -229,13 +229,13 @@ def check(
         raise ValueError("--json and --github both print on stdout: pass one of them.")
     if None not in (devices, micro_batches):
         raise ValueError("Pass --devices or --micro-batches, not both.")
-    words = DEVICES if micro_batches is None else MICRO_BATCHES
+    words = OF_DEVICES if micro_batches is None else OF_MICRO_BATCHES
     numbers = micro_batches or devices or (1, 2, 4)
-    if words is DEVICES:
+    if words is OF_DEVICES:
         want_cpu_devices(max(numbers))
     maker = resolve(make, "train:make")
     entries = read_baseline(baseline, make) if baseline is not None else []
-    taken = "devices" if words is DEVICES else "micro_batches"
+    taken = "devices" if words is OF_DEVICES else "micro_batches"
     form = f"{make.rpartition(':')[2]}({taken})"
     try:
         options = {"words": words, "always_run": always_run, "timeout_s": timeout_s}

@@ -21,7 +21,7 @@ from towerjax.check.programs.traced import (
     state_places,
     traced_arrays,
 )
-from towerjax.check.programs.words import MICRO_BATCHES, Words
+from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
 from towerjax.jaxprs.equation import is_ref
 from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
@@ -72,7 +72,7 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
 
 def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
     """Whether each program is compared with one that has no loop to write out."""
-    return words is MICRO_BATCHES and 1 in programs
+    return words is OF_MICRO_BATCHES and 1 in programs
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:

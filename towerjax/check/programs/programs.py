@@ -19,7 +19,7 @@ from towerjax.check.programs.traced import (
     state_places,
     trace_program,
 )
-from towerjax.check.programs.words import DEVICES, MICRO_BATCHES, Words
+from towerjax.check.programs.words import OF_DEVICES, OF_MICRO_BATCHES, Words
 from towerjax.jaxprs.equation import (
     Site,
     all_sites,
@@ -83,7 +83,7 @@ class ProgramReport:
     same: int
     copies: int
     equal: tuple[Equality, ...] = ()
-    words: Words = DEVICES
+    words: Words = OF_DEVICES
 
     @property
     def unproved(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class ProgramReport:
         notes = [kept] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
         unread = [f"not read: {x}" for x in self.unread]
         without = [_NO_MAP if self.equal else _NO_MAP + _ASK_FOR_MANY]
-        maps = self.maps or without * (self.words is DEVICES)
+        maps = self.maps or without * (self.words is OF_DEVICES)
         return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
@@ -171,10 +171,10 @@ def prove(
             " micro_batches=...). Let make return the function and its arguments."
         )
     if micro_batches is not None:
-        words = MICRO_BATCHES
+        words = OF_MICRO_BATCHES
         made = made_for_parts(fn, micro_batches)
     else:
-        words = DEVICES
+        words = OF_DEVICES
         check_function("make", fn, FORM_OF_MAKE)
         lists = lists_of_devices(devices or ())
         made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
@@ -196,7 +196,7 @@ def made_for_parts(
 
 
 def proved_on(
-    programs: Mapping[int, UserProgram], words: Words = DEVICES
+    programs: Mapping[int, UserProgram], words: Words = OF_DEVICES
 ) -> tuple[ProgramReport | None, str]:
     """The report of `prove` for a program for several numbers.
 

@@ -91,7 +91,7 @@ def line_of(cause: Cause) -> str:
     return user_line(cause.site) or "a line of a library"
 
 
-DEVICES = Words(
+OF_DEVICES = Words(
     one="device",
     many="devices",
     alone="on one device",
@@ -121,7 +121,7 @@ DEVICES = Words(
         " jax.lax.psum, and divide afterwards"
     ),
 )
-MICRO_BATCHES = Words(
+OF_MICRO_BATCHES = Words(
     one="micro-batch",
     many="micro-batches",
     alone="with one micro-batch",

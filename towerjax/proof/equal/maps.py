@@ -39,7 +39,7 @@ def _mapped(pair: EquationPair) -> list[Known]:
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
     alone = manual_axes(pair.first) - {*axes}
-    walk = Walk(sizes, axes, has_keys=False, alone=alone)
+    walk = Walk(sizes, [axes], has_keys=False, alone=alone)
     walk.kinds = pair.walk.kinds
     splits = [_dim_split(spec, axes) for spec in pair.params["in_specs"]]
     ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]

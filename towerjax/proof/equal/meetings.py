@@ -28,7 +28,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
             f"no rule for {pair.name} of a chunk of each tower's rows"
         )
     axes = tuple(x for x in named_axes(pair.first) if x not in pair.walk.alone)
-    is_of_all = axes == pair.walk.axes
+    is_of_all = axes in pair.walk.axes
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
         raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
 

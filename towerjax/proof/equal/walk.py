@@ -85,9 +85,9 @@ class _Walked(NamedTuple):
 class Walk:
     """One walk of two programs.
 
-    ``axes`` are the names of the axes that together have all towers, in order, and
-    ``alone`` those of axes that have one device. With ``has_keys``, a tower's own key
-    stands for one key per row.
+    ``axes`` are names of the axis of all towers; a tuple names axes that together have
+    all towers, in order. ``alone`` are those of axes that have one device. With
+    ``has_keys``, a tower's own key stands for one key per row.
 
     Attributes:
       kinds: The kinds of the variables of each program, by the id of the first program.
@@ -96,13 +96,13 @@ class Walk:
     def __init__(
         self,
         sizes: Sizes,
-        axes: Sequence[str],
+        axes: Sequence[str | tuple[str, ...]],
         *,
         has_keys: bool = True,
         alone: frozenset[str] = frozenset(),
     ) -> None:
         self.sizes = sizes
-        self.axes = tuple(axes)
+        self.axes = frozenset((x,) if isinstance(x, str) else x for x in axes)
         self.has_keys = has_keys
         self.kinds: dict[int, dict[Any, Known]] = {}
         self.alone = alone

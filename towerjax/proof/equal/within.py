@@ -34,7 +34,8 @@ _LINEAR_MEETINGS = """
 def mapped_within(pair: EquationPair) -> list[Known]:
     """The kinds of the results of a `shard_map` over a tower's devices."""
     axes = manual_axes(pair.first)
-    if axes & {*pair.walk.axes} or axes != manual_axes(pair.second):
+    towers = {name for names in pair.walk.axes for name in names}
+    if axes & towers or axes != manual_axes(pair.second):
         raise NotOfOneKindError("a shard_map in a tower is over the towers")
     split = _axes_of_rows(pair)
     given = [_given_part(pair, x) for x in pair.ins]
