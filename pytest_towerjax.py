@@ -135,6 +135,9 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
         def make(value: Any) -> Any:
             return item.obj(**given, **{name: value})
 
+        if name in ("devices", "micro_batches"):
+            form = f"{item.originalname}({name})"
+            return _checked(make, form, name, values, rtol)
         return same_for(make, rtol=rtol, **{name: values})
     if name != "devices" or given:
         takes = f"{item.originalname}({', '.join(arguments)})"
@@ -143,3 +146,16 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
             " same(devices=...), is run in a process for each number of devices."
         )
     return same_on_devices(item.obj, values, rtol=rtol)
+
+
+def _checked(make: Any, form: str, name: str, values: Any, rtol: float | None) -> str:
+    """The report of a check that proves first, and runs what is not proved."""
+    from towerjax.tools.checked import OF_DEVICES, OF_MICRO_BATCHES, check_program
+    from towerjax.tools.faults import told_of_faults
+
+    words = OF_DEVICES if name == "devices" else OF_MICRO_BATCHES
+    looked = check_program(make, form, values, rtol, words=words, always_run=False)
+    if looked.faults:
+        told = "\n".join(told_of_faults(looked.faults, words))
+        raise pytest.fail.Exception(told, pytrace=False)
+    return "\n".join(looked.told)

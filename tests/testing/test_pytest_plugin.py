@@ -74,8 +74,8 @@ def test_marked_tests_are_compared(tmp_path):
     for failed in ("wrong[1-2]", "parts[1-2]", "without_its_number"):
         assert f"FAILED test_it.py::test_{failed}" in out
     at = 1 + TESTS.splitlines().index('    fn = lambda w, x: reduce(w * x.mean(), "i")')
-    assert "result is 18 on 2 devices and 9 on one" in out
-    assert f"Devices communicate at test_it.py:{at}" in out
+    assert "result: D times what it is on one device" in out  # proved, and not run
+    assert f"test_it.py:{at}" in out and "result is 18" not in out
     assert "result: proportional to micro_batches: " in out
     assert "test_without_its_number(w) must take micro_batches" in out
     assert "Traceback" not in out and "During handling" not in out
