@@ -76,7 +76,7 @@ def test_marked_tests_are_compared(tmp_path):
     at = 1 + TESTS.splitlines().index('    fn = lambda w, x: reduce(w * x.mean(), "i")')
     assert "result: D times what it is on one device" in out  # proved, and not run
     assert f"test_it.py:{at}" in out and "result is 18" not in out
-    assert "result: proportional to micro_batches: " in out
+    assert "result: n times what it is with one micro-batch" in out
     assert "test_without_its_number(w) must take micro_batches" in out
     assert "Traceback" not in out and "During handling" not in out
 
