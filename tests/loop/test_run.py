@@ -816,3 +816,23 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
     assert [x.exception() for x in runs] == [None] * 3
     results = [x.result() for x in runs]
     np.testing.assert_allclose(results, [1 - 0.8**600] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_what_a_run_asks_of_audits_holds_for_a_ragged_batch_too(audit):
+    """A last batch with another number of examples is another program to prove."""
+
+    def loss_fn(params, batch, tower):
+        drawn = jax.random.key_data(tower.rng)[0] / 2.0**32  # which no rule covers
+        return tj.Weighted.mean((params - batch) ** 2 + drawn, tower.weight)
+
+    strategy = tj.Mirrored(("cpu:0",), towers=2)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    rows = np.arange(7, dtype=np.float32)
+    data = [rows[:4], rows[4:]]
+    if audit:
+        with pytest.raises(tj.testing.NotProved):
+            tj.run(step, step.init(np.float32(1)), data, audit=True, progress=False)
+    else:
+        tj.run(step, step.init(np.float32(1)), data, audit=False, progress=False)
+        assert step.unproved is None

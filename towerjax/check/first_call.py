@@ -60,9 +60,10 @@ def prepare(
 ) -> Prepared:
     """Compile a step for such a batch, and check it as these fields of `Asked` say."""
     asked = Asked(**fields)
+    _found(step, asked=asked)  # for later batches with other numbers of examples, too
     before_s = step.checked.seconds
     state = step.start(state)
-    hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)
+    hook = functools.partial(before_first, step, state=state, batch=batch)
     kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
     if asked.audit and step.unproved is None:  # it was compiled before
@@ -77,13 +78,13 @@ def before_first(
     traced: Traced,
     state: TrainState,
     batch: PlacedBatch,
-    asked: Asked = Asked(),
 ) -> None:
     """Prove a step equal to one tower before its first call, if its options say so.
 
     A refuted leaf is refused. An unproved leaf is audited, and one line says so. Where
     towers merge nothing, there is nothing to prove.
     """
+    asked = step.checked.asked or Asked()
     wanted = _wanted(step, asked)
     if wanted is False or _is_one_of_many(step, batch):
         return

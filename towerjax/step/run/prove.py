@@ -64,6 +64,7 @@ class Checked:
     is_told: bool = False  # whether a note was told
     seconds: float = 0.0  # of proofs of equality and audits
     is_done: bool = False  # the first call looks no further
+    asked: Any = None  # what `Step.prepare` was asked, in place of the step's options
 
 
 def prove(
