@@ -474,6 +474,7 @@ for x, y, dims in DOTS:
     for dtype, wider in (
         (F32, None), (jnp.bfloat16, F32), (jnp.int8, None), (jnp.int8, jnp.int32),
         (jnp.int32, None), (jnp.bool_, None), (jnp.uint8, jnp.float32),
+        (jnp.bool_, F32), (jnp.bool_, jnp.int32),
     ):  # fmt: skip
         fn = functools.partial(
             lambda side, x, y, dims, wider: [

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from towerjax.jaxprs.equation import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
+from towerjax.metrics.other_names import as_ours
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.passes.derivative import LossSums
 from towerjax.step.passes.looked_up import TracedLoss
@@ -95,7 +96,8 @@ def _call_of_one_mean(
     out = as_loss(returned, loss_reduction, towers[0] if towers else None)
     if LossSums.of(out.loss).is_of_several:
         raise ValueError(_OF_SEVERAL_MEANS)
-    return out.loss, out if isinstance(returned, TowerOutput) else out.loss
+    has_more = isinstance(as_ours(returned), TowerOutput)
+    return out.loss, out if has_more else out.loss
 
 
 _OF_SEVERAL_MEANS = (

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.batch_rows import refuse_other_than_rows
 from towerjax.jaxprs import tags
+from towerjax.metrics.other_names import as_ours
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.towers.tower import Tower, is_in_step
@@ -23,9 +24,11 @@ def as_tower_output(
 ) -> TowerOutput:
     """The loss function's result as a ``TowerOutput``, with a loss that can be merged.
 
-    The loss becomes a ``Weighted`` of scalars or ``Means``. A bare loss has weight 0 on
+    The loss becomes a ``Weighted`` of scalars or ``Means``, also one of another
+    library; see `as_ours`. A bare loss has weight 0 on
     a tower without examples.
     """
+    out = as_ours(out)
     out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
     loss = out.loss
     if isinstance(loss, Weighted | Means):

@@ -261,7 +261,7 @@ def _matrix_product(pair: EquationPair) -> Known:
         return product_of(x, y)
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
         raise NotOfOneKindError(f"no rule for {x} times {y}")
-    if pair.dtype(0).kind == "b":
+    if pair.out_dtype(0).kind == "b":
         raise NotOfOneKindError("a product of bools tests whether any row has a flag")
     both = product_of(x, y)
     if both.kind is Kind.ROWS:
