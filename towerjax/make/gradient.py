@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from towerjax.jaxprs.equation import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
-from towerjax.metrics.other_names import as_ours
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.passes.derivative import LossSums
 from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.towers.outputs import as_tower_output
+from towerjax.towers.outputs import as_ours, as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.options import check_choice, check_function

@@ -10,13 +10,31 @@ from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.batch_rows import refuse_other_than_rows
 from towerjax.jaxprs import tags
-from towerjax.metrics.other_names import as_ours
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput
 from towerjax.types.refusals import a_type, check_like, listed
 from towerjax.types.trees import named_leaves, widen_dtype
+
+
+def as_ours(returned: Any) -> Any:
+    """Return another library's loss as `Weighted` or `TowerOutput`, others unchanged.
+
+    They are told by the names of tunix and maxtext, ``WeightedMetric(unreduced_sum,
+    denominator)`` and ``LossOutput(primary_loss, aux_metrics)``. An ``eps`` that guards
+    a quotient is left out: the weights of all towers are added before they divide.
+    """
+    if _is_weighted(returned):
+        return Weighted(returned.unreduced_sum, returned.denominator)
+    if hasattr(returned, "primary_loss") and hasattr(returned, "aux_metrics"):
+        metrics = {name: as_ours(x) for name, x in returned.aux_metrics.items()}
+        return TowerOutput(as_ours(returned.primary_loss), metrics)
+    return returned
+
+
+def _is_weighted(x: Any) -> bool:
+    return hasattr(x, "unreduced_sum") and hasattr(x, "denominator")
 
 
 def as_tower_output(
