@@ -336,7 +336,7 @@ def test_a_trainers_own_main_is_checked_as_it_is(shell):
 
 @pytest.mark.slow
 def test_a_fault_that_is_meant_is_told_and_passes(shell):
-    call = "check", "of_user:share", "--devices", "1", "2"
+    call = "check", "of_user:share", "--devices", "1", "2", "--run"
     code, _, err = shell(*call, "--baseline", "meant.json")
     assert code == 2 and "--write-baseline meant.json" in err
     code, out, _ = shell(*call, "--github")
