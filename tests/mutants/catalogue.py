@@ -1658,7 +1658,7 @@ _SHELL = "same_on_devices::the_command_says_both_and_has_a_status"
 _VALUES = "equal_on_devices::arguments_may_have_other_values_than_these"
 ANY_PROGRAM = (
     _m("X01", "a mesh may have as many devices for any number of them",
-       f"{_MAPS}_axis_of", "== [pair.sizes.towers]", "!= []",
+       f"{_MAPS}_axes_of", "towers != pair.sizes.towers", "not towers",
        _on_devices("unknown", "a mesh of all devices")),
     _m("X02", "what is split over devices is the same on all",
        f"{_MAPS}_given_device", "return x if split is None else own",
@@ -1801,8 +1801,34 @@ TRAINERS = (
        "checkpoint::a_run_says_that_it_goes_on_as_another_experiment[a learning rate]"),
 )
 
+_MICRO = "proof.equal.micro_batches:"
+_WRITTEN = "proof.equal.written_out:"
+_NONE_WRONG = "micro_batches_proved::no_wrong_accumulation_is_proved"
+ACCUMULATED = (
+    _m("A51", "a carry may be anything", f"{_MICRO}_after_all_trips",
+       "if (end.kind, end.note) != (Kind.SO_FAR, start.note):",
+       "if end.kind is Kind.UNKNOWN:",
+       f"{_NONE_WRONG}[updated_each]", f"{_NONE_WRONG}[the_last_one]"),
+    _m("A53", "a chain may leave micro-batches out", f"{_WRITTEN}Matched._end_of_chain",
+       "return None", "return value", f"{_NONE_WRONG}[the_last_left_out]"),
+    _m("A56", "a copy is added once", f"{_WRITTEN}_total",
+       "copy(x.power + (x.kind is Kind.COPY))", "copy(x.power)",
+       f"{_NONE_WRONG}[a_copy_of_each]"),
+    _m("A57", "axes may act alone", "proof.equal.meetings:_refuse_other_axes",
+       "is_of_all = axes in pair.walk.axes",
+       "is_of_all = any({*axes} <= {*names} for names in pair.walk.axes)",
+       "axes_together::what_depends_on_the_mesh_is_not[added_over_one_axis]"),
+    _m("A58", "columns are read as rows", "proof.equal.shapes:_reshaped",
+       'if pair.params["dimensions"] is not None:', "if False:",
+       "what_runs::a_branch_on_the_number_of_rows_is_not_proved"
+       "[columns first-12-4-error]"),
+    _m("A59", "rows are written twice", "proof.equal.indexing:_into_table",
+       "isinstance(pair.ins[1].fact, NumberInBatch) and", "",
+       "rows_of_batch::rows_at_other_numbers_are_not[by_numbers_of_triples]"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
 MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM
-MUTANTS += TRAINERS
+MUTANTS += TRAINERS + ACCUMULATED

@@ -356,7 +356,11 @@ class Wrong:
 
     def the_last_left_out(n, w, x, mask):
         parts = split(n, x)
-        return sum(errors(w, parts[i]).sum() for i in range(max(n - 1, 1)))
+        totals = [errors(w, parts[i]).sum() for i in range(n)]
+        return sum(totals[: max(n - 1, 1)])
+
+    def a_copy_of_each(n, w, x, mask):
+        return sum((w**2).sum() for _ in range(n))
 
     def rows_of_columns(n, w, x, mask):
         square = x @ x.T
