@@ -38,7 +38,7 @@ WITHIN = (
     lambda d: jnp.tanh(d.row()),
     lambda d: d.row() * d.row(),
     lambda d: d.row() + d.row(),
-    lambda d: d.row() * d.one(),
+    lambda d: d.row() * d.one()[None],
     lambda d: jax.nn.softmax(d.row(), axis=1),
     lambda d: jnp.where(d.row() > 0, d.row(), 0.5),
     lambda d: d.row() @ jnp.outer(d.one() * jnp.ones(3), jnp.arange(3.0)),
