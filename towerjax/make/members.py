@@ -11,9 +11,8 @@ import numpy as np
 from towerjax.make.checked import step_of
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
-from towerjax.step.passes.in_order import RunPass
 from towerjax.step.passes.one_pass import Pass
-from towerjax.step.plan import Plan, StepOptions, state_ins
+from towerjax.step.plan import Plan, RunPass, StepOptions, state_ins
 from towerjax.step.run.compile import inline
 from towerjax.step.run.prove import Proof
 from towerjax.step.state.accumulators import unmark_per_tower

@@ -6,9 +6,8 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.step.passes.in_order import RunPass
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import mark_per_tower
+from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -52,6 +51,10 @@ class StepOptions:
         check_flag("donate", self.donate)
         check_choice("audit", self.audit, (None, True, False))
         cast_ints(self)
+
+
+RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
+"""``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
 
 
 Next: TypeAlias = Callable[..., Sequence[PyTree]]
@@ -123,6 +126,66 @@ class Passes(Protocol):
         and None.
         """
         ...
+
+
+def run_in_turn(
+    passes: "Passes", call: RunPass, args: Sequence[PyTree]
+) -> tuple[PyTree, ...]:
+    """Run passes, and return ``(donated, kept, all merged, all looked at)``.
+
+    ``args`` are ``(donated, kept, *batch)``.
+    """
+    donated, kept, *batch = args
+    state = TrainState(**donated, **kept)
+    merged = list[PyTree]()
+    looked_at = list[PyTree]()
+    for pass_ in passes.in_turn(merged):
+        before = (unmark_per_tower(passes.given(merged)),) if merged else ()
+        of_pass, look = call(pass_, (state, *batch, before))
+        merged.append(of_pass)
+        looked_at.append(look)
+    return donated, kept, merged, looked_at
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PassesInOrder:
+    """The `Passes` of a builder that knows all of them; see the protocol."""
+
+    each: tuple[Pass, ...]
+    why_not_proved = ""
+    why_not_audited = ""
+    hold_update = False
+
+    @property
+    def is_of_one_loss(self) -> bool:
+        """Whether the one gradient is that of a pass's loss, which it follows from."""
+        return len(self.each) == 1 and self.each[0].trained is not None
+
+    def changed(self, **fields: Any) -> "PassesInOrder":
+        """Return the same passes, with these fields of each."""
+        return PassesInOrder(
+            tuple(dataclasses.replace(pass_, **fields) for pass_ in self.each)
+        )
+
+    run = run_in_turn
+
+    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        """Yield the passes; they are known, whatever was merged."""
+        return iter(self.each)
+
+    def given(self, merged: list[PyTree]) -> PyTree:
+        """Return the last merged result."""
+        return merged[-1]
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """Return all that was merged, which an audit compares."""
+        return merged
+
+    def run_whole_steps(
+        self, donated: PyTree, kept: PyTree, merged: PyTree
+    ) -> tuple[PyTree, None]:
+        """Return what was merged: there are no whole steps to run."""
+        return merged, None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,7 +25,8 @@ from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
-from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
+from towerjax.step.state.desync import check_mirrored
+from towerjax.step.state.nonfinite import nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.boundary import api_boundaries

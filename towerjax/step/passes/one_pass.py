@@ -21,7 +21,7 @@ from towerjax.step.state.accumulators import (
     parts_of_tower,
     values_of,
 )
-from towerjax.step.state.faults import flag_leaves, join_flags
+from towerjax.step.state.nonfinite import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.strategies import Strategy

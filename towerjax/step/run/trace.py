@@ -23,9 +23,8 @@ from towerjax.step.state.accumulators import (
     layouts_of,
     unmark_per_tower,
 )
-from towerjax.step.state.next_state import Outcome
+from towerjax.step.state.next_state import Outcome, accept
 from towerjax.step.state.train_state import split_state, state_layout
-from towerjax.step.state.update import accept
 from towerjax.towers.executors import Static, over_devices
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows

@@ -20,7 +20,7 @@ from towerjax.lowering.sharded_values import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.state.faults import NamedPart
+from towerjax.step.state.nonfinite import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
