@@ -1411,7 +1411,7 @@ EQUAL = (
        "if padded and PADDING not in value.zeros:", "if False:",
        "step_equality::padding_counts_in_rows_of_a_table"),
     _m("E86", "a later pass may read what a tower has of its own",
-       "check.equality.traced_passes:_kinds_given_later", "else Given.PER_TOWER",
+       "check.equality.merged_leaves:kinds_given_later", "else Given.PER_TOWER",
        "else Given.REPLICATED",
        "step_equality::a_later_pass_may_not_read_rows_of_a_table",
        "step_equality::what_each_tower_has_of_its_own_is_unknown_in_a_later_pass"),
