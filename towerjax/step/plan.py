@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeAlias, get_args
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import mark_per_tower, unmark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -17,6 +16,7 @@ from towerjax.step.state.next_state import (
 )
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, split_state, state_layout
+from towerjax.towers.outputs import mark_per_tower, unmark_per_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.options import (

@@ -11,8 +11,7 @@ from towerjax.check.comparison import GRADIENT
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf
-from towerjax.step.passes.one_pass import Pass
-from towerjax.step.state.accumulators import (
+from towerjax.step.passes.accumulators import (
     ADDED,
     CARRIED,
     JOINED,
@@ -24,6 +23,7 @@ from towerjax.step.state.accumulators import (
     Returned,
     key_name,
 )
+from towerjax.step.passes.one_pass import Pass
 from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.trees import map_parts
 

@@ -27,11 +27,11 @@ from towerjax.data.batch_rows import without_replicated
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.proof.equal.one_tower import Given, MergedLeaf, TowerProgram
+from towerjax.step.passes.accumulators import put_sums
 from towerjax.step.passes.on_device import over_towers
 from towerjax.step.passes.one_pass import Pass
 from towerjax.step.passes.traced_tower import Arguments, TracedTower, call_tower
 from towerjax.step.plan import Passes, Plan
-from towerjax.step.state.accumulators import put_sums
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.state.accumulators import values_of
+from towerjax.step.passes.accumulators import values_of
 from towerjax.types import PyTree, Sum
 from towerjax.types.trees import map_parts, widen_dtype
 

@@ -13,17 +13,12 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
+from towerjax.step.passes.accumulators import parts_of_tower, values_of
 from towerjax.step.passes.added import Added
-from towerjax.step.state.accumulators import (
-    PerTowerValue,
-    is_per_tower_value,
-    layouts_of,
-    parts_of_tower,
-    values_of,
-)
 from towerjax.step.state.nonfinite import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.outputs import PerTowerValue, is_per_tower_value, layouts_of
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.trees import map_parts

@@ -12,15 +12,7 @@ from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import findings
 from towerjax.proof.analysis import depends
-from towerjax.step.passes.derivative import gradients_of_terms
-from towerjax.step.passes.on_device import (
-    each_micro_batch,
-    on_local_towers,
-    over_towers,
-)
-from towerjax.step.passes.one_pass import Pass
-from towerjax.step.passes.traced_tower import Arguments, PerTowerArgs, TracedTower
-from towerjax.step.state.accumulators import (
+from towerjax.step.passes.accumulators import (
     ADDED,
     CARRIED,
     PER_TOWER,
@@ -29,6 +21,14 @@ from towerjax.step.state.accumulators import (
     Returned,
     put_sums,
 )
+from towerjax.step.passes.derivative import gradients_of_terms
+from towerjax.step.passes.on_device import (
+    each_micro_batch,
+    on_local_towers,
+    over_towers,
+)
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.passes.traced_tower import Arguments, PerTowerArgs, TracedTower
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import PerTower, PyTree

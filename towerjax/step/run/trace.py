@@ -18,15 +18,11 @@ from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof, join_proofs, prove
-from towerjax.step.state.accumulators import (
-    is_per_tower_value,
-    layouts_of,
-    unmark_per_tower,
-)
 from towerjax.step.state.next_state import Outcome, accept
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.towers.executors import Static, over_devices
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.outputs import is_per_tower_value, layouts_of, unmark_per_tower
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.trees import shapes_of
 

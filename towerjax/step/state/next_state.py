@@ -18,9 +18,9 @@ from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.state.accumulators import PerTowerValue
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.executors import vmap_members
+from towerjax.towers.outputs import PerTowerValue
 from towerjax.types import PerTower, PyTree
 from towerjax.types.notes import says
 from towerjax.types.refusals import a_type, check_types

@@ -10,43 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.batch_rows import concat_rows
-from towerjax.data.placer import PlacedBatch
 from towerjax.lowering.sharded_values import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.state.nonfinite import NamedPart
-from towerjax.towers.outputs import check_rows
+from towerjax.towers.outputs import OF_TOWERS, PerTowerValue, check_rows
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.refusals import shown
 from towerjax.types.trees import (
-    key_data,
-    like_key,
     map_parts,
     name_by_key,
     parts_of,
     put_parts,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PerTowerValue:
-    """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
-
-    value: PyTree
-
-
-is_per_tower_value: Callable[[Any], bool] = PerTowerValue.__instancecheck__
-"""Whether the value is a `PerTowerValue`; asked of each leaf, without our own call."""
-
-_OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +115,7 @@ class Returned:
 
 def is_typed(x: Any) -> bool:
     """Whether the leaf's type says how it is merged."""
-    return isinstance(x, _OF_TOWERS) or is_rows(x) or is_metric(x)
+    return isinstance(x, OF_TOWERS) or is_rows(x) or is_metric(x)
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
@@ -186,31 +168,6 @@ def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
 def values_of(tree: PyTree) -> PyTree:
     """The tree as it was returned, with a value for each `Returned`."""
     return map_parts(Returned, lambda x: x.value, tree)
-
-
-def layouts_of(tree: PyTree) -> PyTree:
-    """A prefix tree of the layouts of merged values."""
-    return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
-        tree,
-        is_leaf=is_per_tower_value,
-    )
-
-
-def mark_per_tower(tree: PyTree) -> PyTree:
-    """The tree, in which each leaf that is per tower by its type is `PerTowerValue`."""
-    return map_parts(_OF_TOWERS, PerTowerValue, tree)
-
-
-def unmark_per_tower(
-    tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
-) -> PyTree:
-    """The tree with each `PerTowerValue` replaced by its value.
-
-    ``change`` gets the list of these values, and returns those to put in their place.
-    """
-    values = [x.value for x in parts_of(PerTowerValue, tree)]
-    return put_parts(PerTowerValue, tree, change(values) if values else [])
 
 
 METRICS = ("metrics", "eval_metrics")
@@ -294,21 +251,6 @@ def states_of(own: PerTower) -> PyTree:
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
-
-
-def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """The tree with `Rows` as bare arrays, without the padded rows."""
-    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
-
-    def cut(x: Any) -> Any:
-        if not batch.padded:
-            return x
-        if isinstance(x, Tracer):
-            return x[np.flatnonzero(kept)]
-        # The host cuts it: a slice on the devices would compile for every new size.
-        return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
-
-    return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 
 
 def key_name(entry: Any) -> str:
