@@ -369,7 +369,7 @@ MODELS = (
        "reads_local=mode is not Mode.TRAIN", "reads_local=True",
        f"{_ONE_TOWER}[3]"),
     _m("M17", "rows of a table are those of one device's towers",
-       "step.passes.accumulators:_of_all", "all_gather_rows(x, axes)", "x",
+       "step.passes.accumulators:_of_all", "all_gather_rows(values, axes)", "values",
        "tower_optimizer::rows_of_a_table_are_updated_of_the_one_gradient"),
     _m("M18", "padding may count in what towers keep of their own",
        "step.run.masks:_values_to_mask",

@@ -252,8 +252,7 @@ class Plan:
         return self._reading(self.passes, merged)
 
     def _reading(self, passes: Passes, results: Next) -> "Plan":
-        given = self.strategy, self.options, passes, results, self.states
-        return Plan(*given, self.ins)
+        return Plan(self.strategy, self.options, passes, results, self.states, self.ins)
 
 
 def state_ins(
@@ -306,25 +305,31 @@ def unguarded_plan(
     *,
     changes_state: bool = False,
 ) -> Plan:
-    """The plan of a step that is never refused, such as an evaluation.
+    """Return the plan of a step that is never refused, such as an evaluation.
 
     ``results_fn(state, merged) -> (next state, results)``, with what all passes merged.
-    The program returns ``(results,)``; with ``changes_state`` the two parts of the next
-    state, and then the results.
+    The program returns ``(results,)``. With ``changes_state`` it returns the two parts
+    of the next state, and then the results.
     """
 
     def finish(
-        donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
+        donated: PyTree, kept: PyTree, merged: list[PyTree], looked_at: PyTree
     ) -> tuple[PyTree, ...]:
         after, results = results_fn(TrainState(**donated, **kept), merged)
-        own = mark_per_tower(results)
-        return (*split_state(after), own) if changes_state else (own,)
+        marked = mark_per_tower(results)
+        return (*split_state(after), marked) if changes_state else (marked,)
 
-    parts = ("state", "kept") if changes_state else ()
-    outs = (*parts, Layout.MIRRORED)
-    donates = options.donate and changes_state
-    given = strategy, options, passes, finish, states
-    return Plan(*given, state_ins(strategy), outs, donates=donates)
+    of_state = ("state", "kept") if changes_state else ()
+    return Plan(
+        strategy,
+        options,
+        passes,
+        finish,
+        states,
+        state_ins(strategy),
+        outs=(*of_state, Layout.MIRRORED),
+        donates=options.donate and changes_state,
+    )
 
 
 def training_pass(
@@ -333,7 +338,7 @@ def training_pass(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training; ``fields`` are further fields of the pass."""
+    """Return a pass of a training; ``fields`` are further fields of the pass."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}

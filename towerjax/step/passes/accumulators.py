@@ -45,43 +45,91 @@ class Accumulator:
     merge: Callable[[PyTree, TowerAxes], PyTree]
 
 
-def _stacked(
+def _joined(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """An accumulator that keeps the values of micro-batches, and joins them last."""
-    keep = lambda _, x: (None, x)  # noqa: E731
-    return Accumulator(lambda _: None, keep, lambda _, xs: join(xs), merge)
+    """Keep the values of all micro-batches, and join them after the last one."""
+
+    def start(value: PyTree) -> None:
+        return None
+
+    def add(total: None, value: PyTree) -> tuple[None, PyTree]:
+        return None, value
+
+    def finish(total: None, values: PyTree) -> PyTree:
+        return join(values)
+
+    return Accumulator(start, add, finish, merge)
 
 
-def _summed(merge: Callable[[PyTree, TowerAxes], PyTree]) -> Accumulator:
-    zeros = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
-    add = lambda so_far, x: (jax.tree.map(jnp.add, so_far, x), None)  # noqa: E731
-    return Accumulator(zeros, add, _so_far, merge)
+def _added() -> Accumulator:
+    """Add the values of micro-batches up.
+
+    Sums over towers are not taken by a merge, but together, in few all-reduces.
+    """
+
+    def start(value: PyTree) -> PyTree:
+        return jax.tree.map(jnp.zeros_like, value)
+
+    def add(total: PyTree, value: PyTree) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, total, value), None
+
+    def merge(total: PyTree, axes: TowerAxes) -> PyTree:
+        return total
+
+    return Accumulator(start, add, _total, merge)
 
 
-def _so_far(so_far: PyTree, _: PyTree) -> PyTree:
-    return so_far
+def _carried() -> Accumulator:
+    """Give each micro-batch the value of the one before, and keep the last one."""
+
+    def start(value: PyTree) -> PyTree:
+        return value
+
+    def add(total: PyTree, value: PyTree) -> tuple[PyTree, None]:
+        return value, None
+
+    return Accumulator(start, add, _total, _stay_per_tower)
 
 
-def _of_all(join: Callable[[PyTree], PyTree], x: PyTree, axes: TowerAxes) -> PyTree:
-    """The values of all towers, gathered and then joined by ``join``."""
-    return join(all_gather_rows(x, axes))
+def _total(total: PyTree, kept: None) -> PyTree:
+    """Return the last total, which is the tower's value."""
+    return total
 
 
-def _own(x: PyTree, _: TowerAxes) -> PerTowerValue:
-    return PerTowerValue(x)
+def _of_all(join: Callable[[PyTree], PyTree]) -> Callable[[PyTree, TowerAxes], PyTree]:
+    """Return a merge that gathers the values of all towers, and joins them."""
+
+    def merge(values: PyTree, axes: TowerAxes) -> PyTree:
+        return join(all_gather_rows(values, axes))
+
+    return merge
 
 
-def _row(index: int) -> Callable[..., PyTree]:
-    return lambda x, *_: jax.tree.map(lambda x: x[index], x)
+def _stay_per_tower(values: PyTree, axes: TowerAxes) -> PerTowerValue:
+    """Mark values that each tower keeps for itself."""
+    return PerTowerValue(values)
+
+
+def _rows_of_batch(values: PyTree, axes: TowerAxes) -> PerTowerValue:
+    """Join the rows of a device's towers, in the order of the batch."""
+    return PerTowerValue(concat_rows(values))
+
+
+def _last(values: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[-1], values)
+
+
+def _first(values: PyTree, axes: TowerAxes) -> PyTree:
+    return jax.tree.map(lambda x: x[0], values)
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """All rows of a table, one after another; rows of one index stand for their sum."""
+    """Join all rows of a table; rows of one index stand for their sum."""
     return one_of(Reduction.SUM, rows)
 
 
-def _refuse_several(_: PyTree) -> PyTree:
+def _refuse_several(value: PyTree) -> PyTree:
     raise ValueError(
         "A tower of several micro-batches returned tj.PerTower of an array, but each"
         " micro-batch has its own. Say how they are merged, as in"
@@ -90,18 +138,19 @@ def _refuse_several(_: PyTree) -> PyTree:
     )
 
 
-# Their sums over towers are not taken here, but together, in few all-reduces.
-ADDED = _summed(lambda x, _: x)
-SHOWN = _summed(lambda x, _: x)  # the same for metrics, which no guard looks at
-MERGED = _stacked(merge_stacked, lambda *x: _of_all(merge_stacked, *x))
-JOINED = _stacked(_add_table_rows, lambda *x: _of_all(_add_table_rows, *x))
-SAME = _stacked(_row(-1), _row(0))  # bare values, proved to be the same in each
-ROWS = _stacked(concat_rows, lambda x, _: PerTowerValue(concat_rows(x)))
-CARRIED = Accumulator(lambda x: x, lambda _, x: (x, None), _so_far, _own)
-PER_TOWER = dataclasses.replace(_stacked(_row(-1), _own), start=_refuse_several)
+ADDED = _added()
+SHOWN = _added()  # the same for metrics, which no guard looks at
+MERGED = _joined(merge_stacked, _of_all(merge_stacked))
+JOINED = _joined(_add_table_rows, _of_all(_add_table_rows))
+SAME = _joined(_last, _first)  # bare values, proved to be the same in each
+ROWS = _joined(concat_rows, _rows_of_batch)
+CARRIED = _carried()
+PER_TOWER = dataclasses.replace(_joined(_last, _stay_per_tower), start=_refuse_several)
 
 _ADDITIVE = ADDED, SHOWN
-_KEPT = {x: dataclasses.replace(x, merge=_own) for x in (ADDED, MERGED, JOINED)}
+_KEPT = {
+    x: dataclasses.replace(x, merge=_stay_per_tower) for x in (ADDED, MERGED, JOINED)
+}
 
 
 @jax.tree_util.register_dataclass
@@ -205,25 +254,45 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     The next micro-batch gets them in the order of the tree. A single variable may have
     any name.
     """
-
-    def variables(kind: Any, tree: PyTree) -> tuple[list[tuple[str, ...]], list[str]]:
-        is_kind = lambda x: isinstance(x, kind)  # noqa: E731
-        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
-        own = [(at, x) for at, x in pairs if getattr(x, "how", CARRIED) is CARRIED]
-        values = jax.tree.leaves([x for _, x in own])
-        types = [f"{x.dtype}{list(x.shape)}" for x in values]
-        return [tuple(map(key_name, at)) for at, _ in own], types
-
-    (came, new) = variables(Returned, tree)
-    (held, old) = variables(TowerLocal, local)
-    ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
-    if came and (new != old or (len(held) > 1 and ends != held)):
-        names = [", ".join(map("/".join, part)) for part in (came, held)]
+    returned = [
+        (path, x)
+        for path, x in _leaves_of_kind(Returned, tree)
+        if not isinstance(x, Returned) or x.how is CARRIED
+    ]
+    variables = _leaves_of_kind(TowerLocal, local)
+    new_names = [tuple(map(key_name, path)) for path, _ in returned]
+    old_names = [tuple(map(key_name, path)) for path, _ in variables]
+    new_types = _types_of([x for _, x in returned])
+    old_types = _types_of([x for _, x in variables])
+    if not new_names:
+        return
+    # Towers may return them deeper in their tree, such as under "local".
+    pairs = zip(new_names, old_names, strict=False)
+    ends = [new[-len(old) :] for new, old in pairs]
+    has_other_names = len(old_names) > 1 and ends != old_names
+    if new_types != old_types or has_other_names:
+        new = ", ".join("/".join(name) for name in new_names)
+        old = ", ".join("/".join(name) for name in old_names)
         raise ValueError(
-            f"A tower of several micro-batches returned the variables {names[0]}, of"
-            f" {new}, but the next micro-batch needs {names[1]}, of {old}. Return all"
-            " variables of state.local, with their new values, under these names."
+            f"A tower of several micro-batches returned the variables {new}, of"
+            f" {new_types}, but the next micro-batch needs {old}, of {old_types}."
+            " Return all variables of state.local, with their new values, under these"
+            " names."
         )
+
+
+def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return ``(path, value)`` of each value of a kind, and of each other leaf."""
+
+    def is_kind(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+
+
+def _types_of(values: list[Any]) -> list[str]:
+    """Return dtype and shape of each array in the values, as text."""
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(values)]
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:

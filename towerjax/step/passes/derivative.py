@@ -1,4 +1,4 @@
-"""The gradient of a loss: the losses are added first, and then differentiated once.
+"""Differentiate a loss: add the losses first, and then take one derivative.
 
 ``of_micro_batch(trained, zeros)`` returns the results of one micro-batch and the ids of
 its lookups. It computes one tower, or all towers of a device and the sum of their
