@@ -97,13 +97,19 @@ def _total(total: PyTree, kept: None) -> PyTree:
     return total
 
 
-def _of_all(join: Callable[[PyTree], PyTree]) -> Callable[[PyTree, TowerAxes], PyTree]:
-    """Return a merge that gathers the values of all towers, and joins them."""
+def _of_all(
+    join: Callable[[PyTree], PyTree], values: PyTree, axes: TowerAxes
+) -> PyTree:
+    """Gather the values of all towers, and join them."""
+    return join(all_gather_rows(values, axes))
 
-    def merge(values: PyTree, axes: TowerAxes) -> PyTree:
-        return join(all_gather_rows(values, axes))
 
-    return merge
+def _merge_states(values: PyTree, axes: TowerAxes) -> PyTree:
+    return _of_all(merge_stacked, values, axes)
+
+
+def _merge_table_rows(values: PyTree, axes: TowerAxes) -> PyTree:
+    return _of_all(_add_table_rows, values, axes)
 
 
 def _stay_per_tower(values: PyTree, axes: TowerAxes) -> PerTowerValue:
@@ -140,8 +146,8 @@ def _refuse_several(value: PyTree) -> PyTree:
 
 ADDED = _added()
 SHOWN = _added()  # the same for metrics, which no guard looks at
-MERGED = _joined(merge_stacked, _of_all(merge_stacked))
-JOINED = _joined(_add_table_rows, _of_all(_add_table_rows))
+MERGED = _joined(merge_stacked, _merge_states)
+JOINED = _joined(_add_table_rows, _merge_table_rows)
 SAME = _joined(_last, _first)  # bare values, proved to be the same in each
 ROWS = _joined(concat_rows, _rows_of_batch)
 CARRIED = _carried()
