@@ -66,7 +66,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--most", type=int, default=1000, help="losses of each deck")
     options = options_of(parser, most=_KEPT)
-    sys.path.insert(0, str(_TESTS))
+    sys.path[:0] = [str(_TESTS), str(_TESTS / "decks")]
     jax.config.update("jax_num_cpu_devices", 2)
     decks = importlib.import_module("proved_decks")
     table = begin("train steps of two towers", COLUMNS, options)

@@ -22,7 +22,8 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.state.faults import DesyncError, NonFiniteError, check_mirrored
+from towerjax.step.state.desync import DesyncError, check_mirrored
+from towerjax.step.state.nonfinite import NonFiniteError
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower

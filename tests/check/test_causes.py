@@ -55,7 +55,7 @@ def source_of(deck, name):
 def test_a_refusal_names_a_line_of_the_wrong_loss(deck, name):
     model = WRONG[deck][name]()
     text = refusal_of(model.loss_fn, model.params, model.batch)
-    lines = lines_of(text, deck)
+    lines = lines_of(text, f"decks/{deck}")
     assert lines, text
     if name not in ELSEWHERE and re.fullmatch(r"\w+", name):
         assert source_of(deck, name).intersection(lines), text

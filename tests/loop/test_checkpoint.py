@@ -40,7 +40,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.stopping import Point
-from towerjax.step.state.faults import nonfinite_leaves
+from towerjax.step.state.nonfinite import nonfinite_leaves
 from towerjax.types.trees import is_key
 
 LOOP = pathlib.Path(tj.loop.__file__).parent

@@ -27,7 +27,7 @@ from towerjax.loop.throughput import Done, Throughput, flops_in_words
 from towerjax.loop.writers import json_value
 
 Flops = tj.tools.Flops
-NO_FLOPS = Flops(0, 0, 0)
+NO_FLOPS = Flops(0, 0)
 
 
 # When a run stops.
@@ -309,7 +309,7 @@ def test_rates_beside_a_step_are_those_of_the_last_twenty():
         # One second a step, of the last twenty half a second.
         seconds = number if number <= 20 else 20 + (number - 20) / 2
         metrics = {"tokens": np.int32(3)}
-        log.add(seconds, metrics, 2, Flops(10, 0, 0, ("x",) * (number == 9)))
+        log.add(seconds, metrics, 2, Flops(10, 0, ("x",) * (number == 9)))
     assert log.now() == {
         "steps_per_second": 2,
         "examples_per_second": 4,

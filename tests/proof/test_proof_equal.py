@@ -126,7 +126,7 @@ def test_what_is_unknown_says_since_which_line():
     lines = pathlib.Path(split_functions.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "jnp.sort(b" in text)
     told = "the tower's rows in another order times the tower's rows"
-    assert f"{told}, at tests/split_functions.py:{line}" in found.why
+    assert f"{told}, at tests/decks/split_functions.py:{line}" in found.why
 
 
 # The decks of the audit.

@@ -25,8 +25,8 @@ from towerjax.step.run.step_flags import (
 )
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.checks import is_usable
-from towerjax.step.state.faults import fingerprint, outliers
-from towerjax.step.state.update import accept_or_keep
+from towerjax.step.state.desync import fingerprint, outliers
+from towerjax.step.state.next_state import accept_or_keep
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

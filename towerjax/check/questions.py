@@ -21,7 +21,7 @@ from towerjax.step.run.compile import Program, compile_step
 from towerjax.step.run.programs import send_replicated
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced, trace
-from towerjax.step.state.faults import Location
+from towerjax.step.state.nonfinite import Location
 from towerjax.step.state.train_state import (
     TrainState,
     split_state,

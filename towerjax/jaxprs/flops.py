@@ -1,4 +1,4 @@
-"""Count a program's arithmetic: loops by their trips, recomputation separately."""
+"""Count a program's products: loops by their trips, recomputation separately."""
 
 import dataclasses
 import math
@@ -24,13 +24,11 @@ from towerjax.jaxprs.equation import (
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """The arithmetic of one run of a program, in FLOPs.
+    """The products of one run of a program, in FLOPs; other operations count nothing.
 
     Attributes:
       products: The FLOPs of dot products and convolutions: a multiplication and an
         addition for each pair of numbers. They are called the model's FLOPs.
-      elementwise: One FLOP for each number that other operations compute. As in XLA's
-        count, moves of data, transcendental functions and random bits count nothing.
       recomputed: The FLOPs of products that `jax.checkpoint` computes once more; they
         are not in ``products``.
       uncounted: The operations that are not counted, or not fully, each with its line
@@ -38,14 +36,12 @@ class Flops:
     """
 
     products: int
-    elementwise: int
     recomputed: int
     uncounted: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
             self.products + other.products,
-            self.elementwise + other.elementwise,
             self.recomputed + other.recomputed,
             tuple(dict.fromkeys(self.uncounted + other.uncounted)),
         )
@@ -55,21 +51,15 @@ class Flops:
         return dataclasses.replace(
             self,
             products=self.products * count,
-            elementwise=self.elementwise * count,
             recomputed=self.recomputed * count,
         )
 
-    @property
-    def total(self) -> int:
-        """All FLOPs, recomputation included."""
-        return self.products + self.elementwise + self.recomputed
 
-
-NO_FLOPS = Flops(0, 0, 0)
+NO_FLOPS = Flops(0, 0)
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
-    """The arithmetic of a program; a ``shard_map`` counts on all its devices together.
+    """Count the products of a program; a ``shard_map`` counts on all its devices.
 
     The largest branch of a ``cond`` counts. The number of trips of a ``while`` is
     unknown, so its body counts once. Operations that no result needs are left out.
@@ -91,8 +81,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
     Source:
       That recomputation is left out of a model's FLOPs: Chowdhery et al. (2022),
       "PaLM: Scaling Language Modeling with Pathways", appendix B,
-      https://arxiv.org/abs/2204.02311. What counts as one operation: XLA's
-      ``HloCostAnalysis``.
+      https://arxiv.org/abs/2204.02311.
     """
     body = open_jaxpr(jaxpr)
     return _count(body, [True] * len(body.outvars), False, None)
@@ -105,7 +94,7 @@ _REMATTED = "rematted_computation"
 def _count(
     jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
 ) -> Flops:
-    """The arithmetic that the used results need; ``is_again``: it is recomputation."""
+    """Count the products that used results need; ``is_again``: it is recomputation."""
     total = NO_FLOPS
     results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     wanted = {x for x in results if not isinstance(x, Literal)}
@@ -124,26 +113,22 @@ def _of_site(site: Site, used: Sequence[bool], is_again: bool) -> Flops:
     name = eqn.primitive.name
     if (products := _PRODUCTS.get(name)) is not None:
         count = products(eqn)
-        return Flops(0, 0, count) if is_again else Flops(count, 0, 0)
-    if name in _FREE:
+        return Flops(0, count) if is_again else Flops(count, 0)
+    if eqn.primitive in PLAIN or name in _FREE:
         return NO_FLOPS
-    if (operations := _OPERATIONS.get(name)) is not None:
-        return Flops(0, operations(eqn), 0)
-    if eqn.primitive in PLAIN or name in _ELEMENTWISE:
-        return Flops(0, sum(_size(x) for x in eqn.outvars), 0)
     inner = [*sub_jaxprs(eqn)]
     if not inner and is_hidden(eqn):
         hidden = trace_hidden(eqn, {})
         inner = [] if hidden is None else [open_jaxpr(hidden)]
     if not inner:
-        return Flops(0, 0, 0, (_told(site, "is not counted"),))
+        return Flops(0, 0, (_told(site, "is not counted"),))
     return _of_inner(site, inner, used, is_again)
 
 
 def _of_inner(
     site: Site, inner: list[Jaxpr], used: Sequence[bool], is_again: bool
 ) -> Flops:
-    """The arithmetic of an equation's inner programs, times how often each runs."""
+    """Count the products of an equation's inner programs, times their trips."""
     eqn, _ = site
     name = eqn.primitive.name
     trips = _trips(eqn)
@@ -153,10 +138,10 @@ def _of_inner(
         flags = used if is_call else [True] * len(body.outvars)
         each.append(_count(body, flags, is_again, site))
     if name == "cond":
-        return max(each, key=lambda x: x.total)
+        return max(each, key=lambda x: x.products + x.recomputed)
     total = sum(each, NO_FLOPS)
     if trips is None:
-        return total + Flops(0, 0, 0, (_told(site, "counts as one trip"),))
+        return total + Flops(0, 0, (_told(site, "counts as one trip"),))
     return total.times(trips)
 
 
@@ -237,70 +222,23 @@ def _of_conv(eqn: JaxprEqn) -> int:
     return 2 * out[batch] * out[features] * kernel[numbers.rhs_spec[1]] * pairs
 
 
-def _of_power(eqn: JaxprEqn) -> int:
-    exponent = abs(eqn.params["y"])
-    multiplications = max(exponent.bit_length() - 1 + exponent.bit_count() - 1, 0)
-    return _size(eqn.outvars[0]) * (multiplications + (eqn.params["y"] < 0))
-
-
-def _of_reduction(eqn: JaxprEqn) -> int:
-    return max(_size(eqn.invars[0]) - _size(eqn.outvars[0]), 0)
-
-
-def _of_window(eqn: JaxprEqn) -> int:
-    window = math.prod(eqn.params["window_dimensions"])
-    return _size(eqn.outvars[0]) * max(window - 1, 0)
-
-
-def _of_selection(eqn: JaxprEqn) -> int:
-    return _size(eqn.invars[0]) * math.prod(eqn.params["window_dimensions"])
-
-
-def _of_sort(eqn: JaxprEqn) -> int:
-    size = _size(eqn.invars[0])
-    return math.ceil(size * math.log2(max(size, 1)))
-
-
-def _of_updates(eqn: JaxprEqn) -> int:
-    return _size(eqn.invars[2])
-
-
 _PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
     "dot_general": _of_dot,
     "ragged_dot_general": _of_ragged_dot,
     "conv_general_dilated": _of_conv,
 }
-_OPERATIONS: dict[str, Callable[[JaxprEqn], int]] = {
-    "integer_pow": _of_power,
-    **dict.fromkeys(
-        "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
-        " reduce argmax argmin".split(),
-        _of_reduction,
-    ),
-    **dict.fromkeys(
-        "reduce_window reduce_window_sum reduce_window_max reduce_window_min".split(),
-        _of_window,
-    ),
-    "select_and_scatter_add": _of_selection,
-    "select_and_gather_add": _of_window,
-    "sort": _of_sort,
-    **dict.fromkeys(
-        "scatter_add scatter_sub scatter_mul scatter_min scatter_max".split(),
-        _of_updates,
-    ),
-    **dict.fromkeys(
-        "scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(),
-        _of_updates,
-    ),
-}
-# XLA does not count these among its operations.
-_TRANSCENDENTAL = """
+# What multiplies no pairs of numbers; others are named as not counted.
+_FREE_NAMES = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh
     cumlogsumexp bessel_i0e bessel_i1e igamma igammac igamma_grad_a polygamma
     random_gamma_grad regularized_incomplete_beta zeta
-"""
-_MOVES = """
+    add_any eq_to integer_pow le_to lt_to mul_add one_minus_square
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
+    reduce_sum reduce_xor reduce_window reduce_window_max reduce_window_min
+    reduce_window_sum select_and_gather_add select_and_scatter_add sort
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub
+    scatter_add scatter_max scatter_min scatter_mul scatter_sub
     bitcast_convert_type broadcast_in_dim concatenate copy_p dynamic_slice
     dynamic_update_slice empty gather iota pad reshape rev scatter slice split squeeze
     stack unstack
@@ -312,6 +250,4 @@ _MOVES = """
     random_bits random_fold_in random_gamma random_seed random_split random_unwrap
     random_wrap random_clone threefry2x32 rng_bit_generator rng_uniform
 """
-_FREE = frozenset([*_TRANSCENDENTAL.split(), *_MOVES.split(), *IDENTITIES, *REDUCTIONS])
-# One FLOP for each number of a result, as for primitives that are `PLAIN`.
-_ELEMENTWISE = frozenset("add_any eq_to le_to lt_to mul_add one_minus_square".split())
+_FREE = frozenset([*_FREE_NAMES.split(), *IDENTITIES, *REDUCTIONS])

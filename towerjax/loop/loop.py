@@ -26,8 +26,8 @@ from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.step.run.step_flags import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
-from towerjax.step.state.faults import NonFiniteError, explain_params, integers_text
 from towerjax.step.state.next_state import NONE
+from towerjax.step.state.nonfinite import NonFiniteError, explain_params, integers_text
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree

@@ -6,9 +6,9 @@ from typing import Any
 from towerjax.data.batch_rows import Remainder
 from towerjax.make.checked import step_of
 from towerjax.make.of_loss import LossPass, pass_of
-from towerjax.step.passes.in_order import PassesInOrder
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import (
+    PassesInOrder,
     Plan,
     StepOptions,
     training_plan,

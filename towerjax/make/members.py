@@ -11,12 +11,10 @@ import numpy as np
 from towerjax.make.checked import step_of
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
-from towerjax.step.passes.in_order import RunPass
 from towerjax.step.passes.one_pass import Pass
-from towerjax.step.plan import Plan, StepOptions, state_ins
+from towerjax.step.plan import Plan, RunPass, StepOptions, state_ins
 from towerjax.step.run.compile import inline
 from towerjax.step.run.prove import Proof
-from towerjax.step.state.accumulators import unmark_per_tower
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.first_state import placed_state
 from towerjax.step.state.next_state import Outcome
@@ -24,6 +22,7 @@ from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.step.step import Step
 from towerjax.towers.executors import Static, vmap_members
+from towerjax.towers.outputs import unmark_per_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.refusals import a_type

@@ -13,7 +13,7 @@ from towerjax.make.gradient import (
 from towerjax.step.passes.one_pass import Pass, TowerFn
 from towerjax.step.plan import StepOptions, training_pass
 from towerjax.step.state.train_state import TrainState
-from towerjax.step.state.update import (
+from towerjax.step.state.trainable import (
     Trainable,
     check_trainable,
     trained_part,

@@ -14,16 +14,14 @@ from towerjax.data.batch_rows import Remainder
 from towerjax.make.checked import step_of
 from towerjax.make.of_loss import LossPass, pass_of
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.passes.in_order import PassesInOrder
 from towerjax.step.passes.one_pass import TowerFn
-from towerjax.step.plan import Plan, StepOptions, training_plan
+from towerjax.step.plan import PassesInOrder, Plan, StepOptions, training_plan
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import Guard, OnNonfinite, Update
+from towerjax.step.state.next_state import Guard, OnNonfinite, Update, accept_or_keep
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState
-from towerjax.step.state.update import (
+from towerjax.step.state.trainable import (
     Trainable,
-    accept_or_keep,
     check_like_params,
     check_trainable,
     node_types,

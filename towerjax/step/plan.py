@@ -6,9 +6,7 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.step.passes.in_order import RunPass
 from towerjax.step.passes.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state.accumulators import mark_per_tower
 from towerjax.step.state.next_state import (
     Guard,
     NextState,
@@ -18,6 +16,7 @@ from towerjax.step.state.next_state import (
 )
 from towerjax.step.state.policies import StatePolicy
 from towerjax.step.state.train_state import TrainState, split_state, state_layout
+from towerjax.towers.outputs import mark_per_tower, unmark_per_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.options import (
@@ -52,6 +51,10 @@ class StepOptions:
         check_flag("donate", self.donate)
         check_choice("audit", self.audit, (None, True, False))
         cast_ints(self)
+
+
+RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
+"""``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
 
 
 Next: TypeAlias = Callable[..., Sequence[PyTree]]
@@ -125,6 +128,66 @@ class Passes(Protocol):
         ...
 
 
+def run_in_turn(
+    passes: "Passes", call: RunPass, args: Sequence[PyTree]
+) -> tuple[PyTree, ...]:
+    """Run passes, and return ``(donated, kept, all merged, all looked at)``.
+
+    ``args`` are ``(donated, kept, *batch)``.
+    """
+    donated, kept, *batch = args
+    state = TrainState(**donated, **kept)
+    merged = list[PyTree]()
+    looked_at = list[PyTree]()
+    for pass_ in passes.in_turn(merged):
+        before = (unmark_per_tower(passes.given(merged)),) if merged else ()
+        of_pass, look = call(pass_, (state, *batch, before))
+        merged.append(of_pass)
+        looked_at.append(look)
+    return donated, kept, merged, looked_at
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PassesInOrder:
+    """The `Passes` of a builder that knows all of them; see the protocol."""
+
+    each: tuple[Pass, ...]
+    why_not_proved = ""
+    why_not_audited = ""
+    hold_update = False
+
+    @property
+    def is_of_one_loss(self) -> bool:
+        """Whether the one gradient is that of a pass's loss, which it follows from."""
+        return len(self.each) == 1 and self.each[0].trained is not None
+
+    def changed(self, **fields: Any) -> "PassesInOrder":
+        """Return the same passes, with these fields of each."""
+        return PassesInOrder(
+            tuple(dataclasses.replace(pass_, **fields) for pass_ in self.each)
+        )
+
+    run = run_in_turn
+
+    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        """Yield the passes; they are known, whatever was merged."""
+        return iter(self.each)
+
+    def given(self, merged: list[PyTree]) -> PyTree:
+        """Return the last merged result."""
+        return merged[-1]
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """Return all that was merged, which an audit compares."""
+        return merged
+
+    def run_whole_steps(
+        self, donated: PyTree, kept: PyTree, merged: PyTree
+    ) -> tuple[PyTree, None]:
+        """Return what was merged: there are no whole steps to run."""
+        return merged, None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What a builder returns: a step before it is traced, as data.
@@ -189,8 +252,7 @@ class Plan:
         return self._reading(self.passes, merged)
 
     def _reading(self, passes: Passes, results: Next) -> "Plan":
-        given = self.strategy, self.options, passes, results, self.states
-        return Plan(*given, self.ins)
+        return Plan(self.strategy, self.options, passes, results, self.states, self.ins)
 
 
 def state_ins(
@@ -243,25 +305,31 @@ def unguarded_plan(
     *,
     changes_state: bool = False,
 ) -> Plan:
-    """The plan of a step that is never refused, such as an evaluation.
+    """Return the plan of a step that is never refused, such as an evaluation.
 
     ``results_fn(state, merged) -> (next state, results)``, with what all passes merged.
-    The program returns ``(results,)``; with ``changes_state`` the two parts of the next
-    state, and then the results.
+    The program returns ``(results,)``. With ``changes_state`` it returns the two parts
+    of the next state, and then the results.
     """
 
     def finish(
-        donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
+        donated: PyTree, kept: PyTree, merged: list[PyTree], looked_at: PyTree
     ) -> tuple[PyTree, ...]:
         after, results = results_fn(TrainState(**donated, **kept), merged)
-        own = mark_per_tower(results)
-        return (*split_state(after), own) if changes_state else (own,)
+        marked = mark_per_tower(results)
+        return (*split_state(after), marked) if changes_state else (marked,)
 
-    parts = ("state", "kept") if changes_state else ()
-    outs = (*parts, Layout.MIRRORED)
-    donates = options.donate and changes_state
-    given = strategy, options, passes, finish, states
-    return Plan(*given, state_ins(strategy), outs, donates=donates)
+    of_state = ("state", "kept") if changes_state else ()
+    return Plan(
+        strategy,
+        options,
+        passes,
+        finish,
+        states,
+        state_ins(strategy),
+        outs=(*of_state, Layout.MIRRORED),
+        donates=options.donate and changes_state,
+    )
 
 
 def training_pass(
@@ -270,7 +338,7 @@ def training_pass(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training; ``fields`` are further fields of the pass."""
+    """Return a pass of a training; ``fields`` are further fields of the pass."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}

@@ -15,8 +15,8 @@ from towerjax.step.run.prove import Checked, Proof
 from towerjax.step.run.step_flags import StepFlags
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable
-from towerjax.step.state.faults import Location, NonFiniteError
 from towerjax.step.state.first_state import first_shapes, first_state, placed_state
+from towerjax.step.state.nonfinite import Location, NonFiniteError
 from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.types import Metrics, PyTree

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from towerjax.tf1.values import AnyStrategy
+from towerjax.tf1.values import AnyStrategy, refuse_per_tower
 from towerjax.towers.values import as_native, of_first_process, unwrap
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
     Variable,
-    check_towers,
     check_variable,
     fit,
     fit_copies,
@@ -23,7 +23,7 @@ from towerjax.towers.variables import (
     place_by_type,
     plain,
     read_local,
-    refuse_per_tower,
+    refuse_own_copy,
 )
 from towerjax.types import PyTree, Reduction
 from towerjax.types.boundary import warn_if_dropped
@@ -197,3 +197,16 @@ def _replace_value(variable: Any, value: PyTree) -> Any:
         return jax.device_put(jnp.copy(new), old.sharding)
 
     return dataclasses.replace(variable, value=jax.tree.map(put, variable.value, value))
+
+
+def check_towers(variable: Variable, num_towers: int) -> None:
+    """Raise unless the variable has a copy for each tower."""
+    refuse_own_copy(variable)
+    for x in jax.tree.leaves(variable.value):
+        if np.shape(x)[:1] != (num_towers,):
+            raise ValueError(
+                f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
+                f" {num_towers} towers. Make it with this strategy's create_var(...,"
+                " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
+                " tj.towers.saved_values(v))."
+            )

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 import towerjax as tj
-from towerjax.tf1.values import AnyStrategy
+from towerjax.tf1.values import AnyStrategy, refuse_per_tower
 from towerjax.towers import values
-from towerjax.towers.variables import refuse_per_tower
 from towerjax.types import PerTower, PyTree, Reduction
 from towerjax.types.options import check_callable, check_list
 from towerjax.types.trees import parts_of

@@ -22,7 +22,7 @@ from towerjax.jaxprs.parts import Parts
 from towerjax.lowering.dependents import dependents
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means
-from towerjax.step.state.accumulators import is_typed
+from towerjax.step.passes.accumulators import is_typed
 from towerjax.tf1.meets import (
     DIFFERENTIATE,
     MEET,

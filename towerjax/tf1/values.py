@@ -21,7 +21,7 @@ from towerjax.towers.values import (
 from towerjax.types import PerTower, PyTree
 from towerjax.types.options import check_callable, check_whole
 from towerjax.types.refusals import a_type
-from towerjax.types.trees import has_tracers, key_data, leaf_name
+from towerjax.types.trees import has_tracers, key_data, leaf_name, parts_of
 
 AnyStrategy: TypeAlias = tj.Mirrored | tj.OneDevice
 
@@ -134,7 +134,7 @@ def fetch(
       3.0
     """
     value = variables.read_local(value)
-    variables.refuse_per_tower(value, "strategy.fetch")
+    refuse_per_tower(value, "strategy.fetch")
     refuse_in_tower("fetch", value, "x itself, which a tower reads as it is")
     if fn is not None:
         check_callable("fn", fn, "fn(value)")
@@ -146,10 +146,20 @@ def fetch(
 
 def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyTree:
     """A copy of a replicated value on each of several devices; None is all devices."""
-    variables.refuse_per_tower(value, "strategy.broadcast")
+    refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(
         "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"
     )
     if destinations is None:
         destinations = value if has_tracers(value) else self.placement.devices
     return copy_to(value, destinations)
+
+
+def refuse_per_tower(values: PyTree, what: str) -> None:
+    """Raise if a value differs from tower to tower."""
+    if own := parts_of(PerTower | tj.TowerLocal, values):
+        raise ValueError(
+            f"{what}: Expected value to be mirrored across towers, got a"
+            f" {type(own[0]).__name__}. Reduce it first, with strategy.reduce or"
+            " strategy.read_var, or assign in a tower, with tower.assign."
+        )

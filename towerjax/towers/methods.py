@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 
 from towerjax.data.batch_rows import Remainder
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.reduce import reduce_values
-from towerjax.towers.values import unwrap
+from towerjax.towers.values import StrategyFields, unwrap
 from towerjax.types.boundary import api_boundaries
 from towerjax.types.notes import explain_missing
 from towerjax.types.options import short_repr

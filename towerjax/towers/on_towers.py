@@ -28,8 +28,8 @@ from towerjax.towers.executors import (
     over_devices,
     trace_one_tower,
 )
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.tower import tower_of
+from towerjax.towers.values import StrategyFields
 from towerjax.types import Layout, PyTree
 from towerjax.types.trees import has_tracers, is_traced, shapes_of
 

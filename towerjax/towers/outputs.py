@@ -1,6 +1,7 @@
-"""Check what a tower function returns: losses, metrics, rows and local values."""
+"""What towers return: its checks, and how it is marked once it is merged."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,55 @@ from towerjax.jaxprs import tags
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.towers.tower import Tower, is_in_step
-from towerjax.types import PerTower, PyTree, Reduction, TowerOutput
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, TowerOutput
 from towerjax.types.refusals import a_type, check_like, listed
-from towerjax.types.trees import named_leaves, widen_dtype
+from towerjax.types.trees import (
+    map_parts,
+    named_leaves,
+    parts_of,
+    put_parts,
+    widen_dtype,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerTowerValue:
+    """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
+
+    value: PyTree
+
+
+is_per_tower_value: Callable[[Any], bool] = PerTowerValue.__instancecheck__
+"""Whether the value is a `PerTowerValue`; asked of each leaf, without our own call."""
+
+OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
+
+
+def layouts_of(tree: PyTree) -> PyTree:
+    """A prefix tree of the layouts of merged values."""
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
+        tree,
+        is_leaf=is_per_tower_value,
+    )
+
+
+def mark_per_tower(tree: PyTree) -> PyTree:
+    """The tree, in which each leaf that is per tower by its type is `PerTowerValue`."""
+    return map_parts(OF_TOWERS, PerTowerValue, tree)
+
+
+def unmark_per_tower(
+    tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
+) -> PyTree:
+    """The tree with each `PerTowerValue` replaced by its value.
+
+    ``change`` gets the list of these values, and returns those to put in their place.
+    """
+    values = [x.value for x in parts_of(PerTowerValue, tree)]
+    return put_parts(PerTowerValue, tree, change(values) if values else [])
 
 
 def as_ours(returned: Any) -> Any:

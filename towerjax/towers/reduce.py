@@ -20,7 +20,7 @@ from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers import values
 from towerjax.towers.executors import is_inside_tower, over_devices
-from towerjax.towers.fields import StrategyFields
+from towerjax.towers.values import StrategyFields
 from towerjax.towers.variables import (
     TowerLocal,
     read_local_over_towers,

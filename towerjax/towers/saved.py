@@ -7,7 +7,7 @@ import jax
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import readable
-from towerjax.towers.fields import StrategyFields
+from towerjax.towers.values import StrategyFields
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,

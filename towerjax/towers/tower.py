@@ -25,9 +25,8 @@ from towerjax.lowering.tower_axis import axes_in_tower
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.executors import in_merge_fn, in_tower_fn
-from towerjax.towers.fields import StrategyFields
 from towerjax.towers.row_free_keys import ALL_TOWERS
-from towerjax.towers.values import is_mergeable, stack_towers
+from towerjax.towers.values import StrategyFields, is_mergeable, stack_towers
 from towerjax.towers.variables import (
     TowerLocal,
     Variable,

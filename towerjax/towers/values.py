@@ -1,4 +1,4 @@
-"""Values of all towers: take them apart, stack them, copy them to devices."""
+"""Values of a strategy's towers: take them apart, stack them, copy them to devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from towerjax.collectives.ops import CrossTowerOps
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import (
@@ -19,7 +20,6 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.towers import variables
 from towerjax.towers.executors import is_of_one_tower
-from towerjax.towers.fields import StrategyFields
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.refusals import refuse_unheld
 from towerjax.types.trees import (
@@ -30,6 +30,19 @@ from towerjax.types.trees import (
     native,
     parts_of,
 )
+
+
+class StrategyFields:
+    """The fields of every strategy: its towers' places and its communication."""
+
+    placement: Placement
+    cross_tower_ops: CrossTowerOps
+    prefetch_on_device: int
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers, ``T``."""
+        return self.placement.num_towers
 
 
 def is_mergeable(leaf: Any) -> bool:

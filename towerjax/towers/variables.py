@@ -245,19 +245,6 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(copies, fit(variable, value, reads=True), variable.value)
 
 
-def check_towers(variable: Variable, num_towers: int) -> None:
-    """Raise unless the variable has a copy for each tower."""
-    refuse_own_copy(variable)
-    for x in jax.tree.leaves(variable.value):
-        if np.shape(x)[:1] != (num_towers,):
-            raise ValueError(
-                f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
-                f" {num_towers} towers. Make it with this strategy's create_var(...,"
-                " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
-                " tj.towers.saved_values(v))."
-            )
-
-
 def _holds(dtype: Any, value: Any) -> bool:
     given = jnp.result_type(value)
     if given == dtype:
@@ -331,16 +318,6 @@ def assign_in_tower(
         new = fit(variable, reduce(variable.reduction, new))
     new = jax.tree.map(combine, variable.value, new)
     return dataclasses.replace(variable, value=new)
-
-
-def refuse_per_tower(values: PyTree, what: str) -> None:
-    """Raise if a value differs from tower to tower."""
-    if own := parts_of(PerTower | TowerLocal, values):
-        raise ValueError(
-            f"{what}: Expected value to be mirrored across towers, got a"
-            f" {type(own[0]).__name__}. Reduce it first, with strategy.reduce or"
-            " strategy.read_var, or assign in a tower, with tower.assign."
-        )
 
 
 def check_variable(variable: Any, what: str) -> None:

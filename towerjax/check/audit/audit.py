@@ -19,7 +19,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.sparse_rows import SparseRows, join_entries
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.plan import Plan
-from towerjax.step.run.programs import refuse_padding
+from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
@@ -66,7 +66,7 @@ def run_audit(
     if unmasked := audit.unmasked():
         total = len(feed.batches(rows, 1))
         if total % (calls * strategy.placement.row_shards):
-            refuse_padding(total, unmasked)
+            refuse_unmasked(total, unmasked)
         audit = audit.unpadded()
     try:
         report = _run_or_advise(audit)

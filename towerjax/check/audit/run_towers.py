@@ -27,10 +27,10 @@ from towerjax.mesh.private_jax import least_effort
 from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means
+from towerjax.step.passes.accumulators import is_typed, key_name
 from towerjax.step.plan import Passes, Plan
-from towerjax.step.run.programs import refuse_unread_weight
+from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.run.trace import Traced, trace
-from towerjax.step.state.accumulators import is_typed, key_name
 from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_state
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
@@ -144,7 +144,9 @@ class Towers:
     def prove(self, split: RowsToRun) -> None:
         """Raise for what a step on these towers refuses, or if padding counts."""
         placed = self._args(split, self.state)[1]
-        refuse_unread_weight(placed, self.trace(split))
+        traced = self.trace(split)
+        if placed.padded:
+            refuse_unmasked(placed.num_examples, traced.proof.unmasked())
 
     def _params_for(self, split: RowsToRun) -> PyTree:
         """The parameters, on the host, with which a split is run."""

@@ -15,37 +15,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.comparison import GRADIENT
+from towerjax.check.equality.merged_leaves import (
+    kinds_given_later,
+    leaves_of_tower,
+    shapes_given_later,
+)
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.batch_rows import without_replicated
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
-from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
+from towerjax.proof.equal.one_tower import Given, MergedLeaf, TowerProgram
+from towerjax.step.passes.accumulators import put_sums
 from towerjax.step.passes.on_device import over_towers
 from towerjax.step.passes.one_pass import Pass
 from towerjax.step.passes.traced_tower import Arguments, TracedTower, call_tower
 from towerjax.step.plan import Passes, Plan
-from towerjax.step.state.accumulators import (
-    ADDED,
-    CARRIED,
-    JOINED,
-    MERGED,
-    PER_TOWER,
-    ROWS,
-    SAME,
-    SHOWN,
-    Returned,
-    key_name,
-    put_sums,
-)
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.trees import key_data, map_parts, parts_of, shapes_of
 
 
@@ -182,15 +173,33 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
         known = step.programs if is_own else ()
         traced = _trace_passes(of_split, step, split, in_micro_batches, known)
         columns.append([*traced])
-    found = []
-    for each in zip(*columns, strict=True):
-        programs, inputs, outputs, axes, bare = zip(*each, strict=True)
-        if not any(outputs):
+    to_prove = []
+    for of_splits in zip(*columns, strict=True):
+        first = of_splits[0]
+        if not any(x.outputs for x in of_splits):
             continue  # it merges nothing
-        has_same_leaves = all(x == outputs[0] for x in outputs)
-        given = [*programs], inputs[0], outputs[0], axes[0]
-        found.append(PassToProve(*given, several > 1, has_same_leaves, bare[0]))
-    return found
+        to_prove.append(
+            PassToProve(
+                [x.program for x in of_splits],
+                first.inputs,
+                first.outputs,
+                first.axes,
+                in_micro_batches=several > 1,
+                has_same_leaves=all(x.outputs == first.outputs for x in of_splits),
+                loss_reduction=first.loss_reduction,
+            )
+        )
+    return to_prove
+
+
+class _PassOfSplit(NamedTuple):
+    """A pass, traced for one split."""
+
+    program: TowerProgram
+    inputs: list[Given]
+    outputs: list[MergedLeaf]
+    axes: list[str]
+    loss_reduction: Reduction | None
 
 
 def _trace_passes(
@@ -199,12 +208,8 @@ def _trace_passes(
     split: RowSplit,
     in_micro_batches: bool,
     known: Sequence[TowerPrograms],
-) -> Iterator[tuple[Any, ...]]:
-    """The parts of a `PassToProve` for one split, pass after pass.
-
-    They are a program, its inputs, its outputs, the names of the axes, and the meaning
-    of a bare loss.
-    """
+) -> Iterator[_PassOfSplit]:
+    """Trace the passes for one split, one after another."""
     number = split.towers
     rows = split.rows
 
@@ -227,13 +232,13 @@ def _trace_passes(
         lambda variable: jax.tree.map(of_local, variable),
         shapes_of(step.state),
     )
-    given = state, jax.tree.map(of_all, own), counts, replicated
+    of_step = state, jax.tree.map(of_all, own), counts, replicated
     merged = list[PyTree]()
     kinds = list[PyTree]()
     for at, pass_ in enumerate(passes.in_turn(merged)):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []
-        args = *given, shapes_of(before)
+        args = *of_step, shapes_of(before)
         programs = known[at] if known else {}
         try:
             closed, tree = _trace_tower(pass_, args, in_micro_batches, programs)
@@ -245,14 +250,10 @@ def _trace_passes(
         # The next micro-batch reads what one leaves in a variable.
         variables = [] if in_micro_batches else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_micro_batches else []
-        outputs = _leaves_of_tower(tree, variables)
-        if pass_.merges_sums:
-            outputs = _gradients_as_means(outputs, pass_.loss, tree.get(pass_.loss))
-        if pass_.loss_reduction is Reduction.SUM:
-            outputs = _losses_as_sums(outputs, pass_.loss)
-        yield program, inputs, outputs, axes, pass_.loss_reduction
-        merged.append(_as_given_later(tree, split))
-        kinds.append(_kinds_given_later(tree))
+        outputs = leaves_of_tower(pass_, tree, variables)
+        yield _PassOfSplit(program, inputs, outputs, axes, pass_.loss_reduction)
+        merged.append(shapes_given_later(tree, split.towers, split.micro_batches))
+        kinds.append(kinds_given_later(tree))
 
 
 def _trace_tower(
@@ -333,166 +334,3 @@ def _is_one_for_all(value: Any) -> bool:
         return False
     rows = np.asarray(key_data(value))
     return bool((rows == rows[:1]).all())
-
-
-# The fields of `Sum` and `Weighted` that have a tree.
-_HELD_IN = jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum")
-_MERGES = {
-    ADDED: Merge.SUM,
-    SHOWN: Merge.SUM,
-    SAME: Merge.REPLICATED,
-    ROWS: Merge.ROWS,
-    JOINED: Merge.TABLE_ROWS,
-    MERGED: Merge.OTHER,
-    PER_TOWER: Merge.PER_TOWER,
-}
-
-
-_REPLICATED = ADDED, SHOWN, SAME, ROWS  # values that do not depend on the split
-
-
-def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
-    """The leaves that a tower returns, in the order of its program's results."""
-    becomes = iter(variables)
-    is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
-    leaves: list[MergedLeaf] = []
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
-        first = key_name(path[0]) if path else "result"
-        root = GRADIENT if first == "grads" else first
-        # The type that holds the gradients is not part of their names.
-        is_held = root == GRADIENT and path[1:2] and path[1] in _HELD_IN
-        name = root + jax.tree_util.keystr(path[2 if is_held else 1 :])
-        if isinstance(x, PerTower):
-            count = len(jax.tree.leaves(x))
-            leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
-        elif x.how is CARRIED:
-            count = len(jax.tree.leaves(x))
-            leaves += [
-                dataclasses.replace(each, becomes=next(becomes, None))
-                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
-            ]
-        else:
-            leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
-    return leaves
-
-
-def _gradients_as_means(
-    leaves: list[MergedLeaf], loss: str, losses: PyTree
-) -> list[MergedLeaf]:
-    """Return the leaves with sums of gradients divided by the weight of their loss.
-
-    The gradient of a sum of several means is already divided. The gradients of a list
-    of losses have the order of the losses.
-    """
-    suffixes = [f"[{i}]" for i in range(len(losses))] if type(losses) is list else [""]
-    merged = [*leaves]
-    for suffix in suffixes:
-        weights = [
-            x.weight
-            for x in leaves
-            if x.name.startswith(loss + suffix) and x.merge is Merge.MEAN
-        ]
-        for i, leaf in enumerate(leaves):
-            is_sum = leaf.merge is Merge.SUM
-            if is_sum and len(weights) == 1 and leaf.name.startswith(GRADIENT + suffix):
-                how = {"merge": Merge.MEAN, "weight": weights[0]}
-                merged[i] = dataclasses.replace(leaf, **how)
-    return merged
-
-
-def _losses_as_sums(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
-    """Return the leaves with losses and gradients that are added and not divided."""
-    roots = "loss", loss, GRADIENT
-    return [
-        dataclasses.replace(x, merge=Merge.SUM, weight=None)
-        if x.name.startswith(roots) and x.merge is Merge.MEAN
-        else x
-        for x in leaves
-    ]
-
-
-def _leaves_of_returned(
-    name: str, value: PyTree, merge: Merge, start: int
-) -> list[MergedLeaf]:
-    """The leaves of one value, with the weights of means and the indices of tables."""
-    is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
-    leaves: list[MergedLeaf] = []
-    if getattr(value, "counts_towers", False):  # it depends on towers by design
-        merge = Merge.PER_TOWER
-    if isinstance(value, Sum | Rows):
-        value = value.value
-    if merge is Merge.OTHER and (merges := _merges_of_state(value)):
-        flat = jax.tree_util.tree_leaves_with_path(value)
-        return [
-            MergedLeaf(name + jax.tree_util.keystr(path), how, state=name)
-            for (path, _), how in zip(flat, merges, strict=True)
-        ]
-    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
-    for path, x in pairs:
-        within = name + jax.tree_util.keystr(path)
-        if isinstance(x, IndexedRows):  # its values, then its indices
-            at = start + len(leaves) + 1
-            leaves.append(MergedLeaf(within, merge, indices=at))
-            leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
-            continue
-        if not isinstance(x, Weighted):
-            is_penalty = isinstance(value, Means)
-            leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
-            continue
-        flat = jax.tree_util.tree_leaves_with_path(x)
-        weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
-        leaves += [
-            MergedLeaf(within + jax.tree_util.keystr(at[1:]), Merge.MEAN, weight)
-            for at, _ in flat[:-1]
-        ]
-        leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
-    return leaves
-
-
-def _merges_of_state(state: PyTree) -> list[Merge]:
-    """How a metric state merges each of its leaves; empty if that is not known."""
-    number = len(jax.tree.leaves(state))
-    merge = lambda one, other: one.merge(other)  # noqa: E731
-    jaxpr = jax.make_jaxpr(merge)(state, state).jaxpr
-    makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
-    found = []
-    for i, out in enumerate(jaxpr.outvars[:number]):
-        maker = None if isinstance(out, Literal) else makers.get(out)
-        pair = {jaxpr.invars[i], jaxpr.invars[number + i]}
-        if maker is None or {*maker.invars} != pair:
-            return []
-        found.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
-    return found
-
-
-_BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
-
-
-def _as_given_later(tree: PyTree, split: RowSplit) -> PyTree:
-    """The shapes of the merged results, which the next pass is given."""
-
-    def of(x: Returned) -> PyTree:
-        if x.how in (*_REPLICATED, MERGED) and x.how is not ROWS:
-            return x.value
-        is_joined = x.how in (ROWS, JOINED)
-
-        def of_all(s: Any) -> jax.ShapeDtypeStruct:
-            if is_joined:
-                shape = s.shape[0] * split.number, *s.shape[1:]
-                return jax.ShapeDtypeStruct(shape, s.dtype)
-            return jax.ShapeDtypeStruct((split.towers, *s.shape), s.dtype)
-
-        return jax.tree.map(of_all, x.value)
-
-    return map_parts(Returned, of, tree)
-
-
-def _kinds_given_later(tree: PyTree) -> PyTree:
-    """The kinds of the merged results, which the next pass is given."""
-
-    def of(x: Returned) -> PyTree:
-        # The rows of a table are in the towers' order, which depends on the split.
-        kind = Given.REPLICATED if x.how in _REPLICATED else Given.PER_TOWER
-        return jax.tree.map(lambda _: kind, x.value)
-
-    return map_parts(Returned, of, tree)

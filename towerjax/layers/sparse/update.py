@@ -16,7 +16,7 @@ from towerjax.collectives.sparse_rows import (
     set_rows,
     sum_duplicates,
 )
-from towerjax.step.state.update import check_like_params
+from towerjax.step.state.trainable import check_like_params
 from towerjax.types import PyTree
 from towerjax.types.options import check_flag, check_methods
 from towerjax.types.trees import named_leaves

@@ -30,7 +30,8 @@ from towerjax.mesh.processes import (
     print_line,
     require_same,
 )
-from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
+from towerjax.step.state.desync import check_mirrored
+from towerjax.step.state.nonfinite import nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.boundary import api_boundaries

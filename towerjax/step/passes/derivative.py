@@ -1,4 +1,4 @@
-"""The gradient of a loss: the losses are added first, and then differentiated once.
+"""Differentiate a loss: add the losses first, and then take one derivative.
 
 ``of_micro_batch(trained, zeros)`` returns the results of one micro-batch and the ids of
 its lookups. It computes one tower, or all towers of a device and the sum of their
@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.state.accumulators import values_of
+from towerjax.step.passes.accumulators import values_of
 from towerjax.types import PyTree, Sum
 from towerjax.types.trees import map_parts, widen_dtype
 

@@ -13,12 +13,7 @@ from towerjax.jaxprs import tags
 from towerjax.lowering.in_turn import scan_in_turn
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
-from towerjax.step.state.accumulators import (
-    CARRIED,
-    SAME,
-    Returned,
-    values_of,
-)
+from towerjax.step.passes.accumulators import CARRIED, SAME, Returned, values_of
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PyTree
 from towerjax.types.boundary import warn

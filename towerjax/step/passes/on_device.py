@@ -16,6 +16,14 @@ from towerjax.collectives.ops import sum_over_towers
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers, run_lowered
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
+from towerjax.step.passes.accumulators import (
+    JOINED,
+    Returned,
+    as_returned,
+    put_sums,
+    take_sums,
+    values_of,
+)
 from towerjax.step.passes.added import Added, dim_of_shards, sums_in_shards, targets_of
 from towerjax.step.passes.derivative import Ids, LossSums, Zeros, gradient_of
 from towerjax.step.passes.micro_batches import (
@@ -29,14 +37,6 @@ from towerjax.step.passes.traced_tower import (
     Arguments,
     PerTowerArgs,
     TracedTower,
-)
-from towerjax.step.state.accumulators import (
-    JOINED,
-    Returned,
-    as_returned,
-    put_sums,
-    take_sums,
-    values_of,
 )
 from towerjax.types import PyTree
 from towerjax.types.trees import parts_of, put_parts

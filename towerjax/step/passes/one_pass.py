@@ -13,17 +13,12 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
+from towerjax.step.passes.accumulators import parts_of_tower, values_of
 from towerjax.step.passes.added import Added
-from towerjax.step.state.accumulators import (
-    PerTowerValue,
-    is_per_tower_value,
-    layouts_of,
-    parts_of_tower,
-    values_of,
-)
-from towerjax.step.state.faults import flag_leaves, join_flags
+from towerjax.step.state.nonfinite import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.outputs import PerTowerValue, is_per_tower_value, layouts_of
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.trees import map_parts
@@ -130,44 +125,50 @@ class Pass:
         return ops.needs_every_tower or isinstance(self.looks_at, TowersFlags)
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
-        """Which arguments and results devices hold in shards; None if they hold none.
+        """Return which arguments and results devices hold in shards; None without any.
 
         These are the parameters, and sums of their shapes. If only the optimizer's
         state is sharded, parameters are whole, and only tell which sums are scattered.
         """
-        place = self.strategy.placement
-        if self.strategy.state == "mirrored" or place.num_devices == 1:
+        placement = self.strategy.placement
+        if self.strategy.state == "mirrored" or placement.num_devices == 1:
             return None
         mirrored = Layout.MIRRORED
-        split = Layout.SHARDED
-        state, *rest = jax.tree.map(lambda x: mirrored, args)
-        ours = jax.tree.map(lambda x: split, state.params)
-        in_shards = dataclasses.replace(state, params=ours)
-        holds_params = self.strategy.state == "sharded"
-        shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
-        if exact := self.strategy.exact:
+        sharded = Layout.SHARDED
+        is_exact = self.strategy.exact
+        state, *of_batch, merged = args
+        params = state.params
+        shapes = {x.shape for x in jax.tree.leaves(params)}
+        if is_exact:
             shapes = set()  # the sums are replicated
+
+        def layout_of(x: Any) -> Layout:
+            is_sharded = not is_per_tower_value(x) and x.shape in shapes
+            return sharded if is_sharded else mirrored
+
+        replicated = jax.tree.map(lambda _: mirrored, state)
+        in_shards = dataclasses.replace(
+            replicated, params=jax.tree.map(lambda _: sharded, params)
+        )
+        batch_at = jax.tree.map(lambda _: mirrored, of_batch)
         # The result of an earlier pass has the layout in which that pass returned it.
-        *rest, merged = rest
-        of_merged = lambda x: split if x.shape in shapes else mirrored  # noqa: E731
-        merged = jax.tree.map(of_merged, args[-1])
-        given = in_shards if holds_params else state, *rest, merged
-        taken = state if holds_params else in_shards, *rest, mirrored
-
-        def of_result(x: Any) -> Layout:
-            is_split = not is_per_tower_value(x) and x.shape in shapes
-            return split if is_split else mirrored
-
-        wanted = jax.tree.map(of_result, out[0], is_leaf=is_per_tower_value)
-        wanted = wanted, jax.tree.map(lambda x: mirrored, out[1])
-        params = args[0].params
+        merged_at = jax.tree.map(layout_of, merged)
+        if self.strategy.state == "sharded":
+            held = in_shards, *batch_at, merged_at
+            used = replicated, *batch_at, mirrored
+        else:
+            held = replicated, *batch_at, merged_at
+            used = in_shards, *batch_at, mirrored
+        results, looks = out
+        results_at = jax.tree.map(layout_of, results, is_leaf=is_per_tower_value)
+        looks_at = jax.tree.map(lambda _: mirrored, looks)
         return shards_of(
-            place,
-            (args, given),
-            (out, wanted),
+            placement,
+            (args, held),
+            (out, (results_at, looks_at)),
             params=params,
-            taken=taken,
-            exact=exact,
+            taken=used,
+            exact=is_exact,
         )
 
     def used(self, held: PyTree) -> PyTree:

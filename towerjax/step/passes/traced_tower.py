@@ -17,16 +17,16 @@ from towerjax.lowering.sharded_values import is_shard
 from towerjax.lowering.shards import on_shards, shapes_of_whole
 from towerjax.lowering.tower_axis import TowerPrograms, tower_program
 from towerjax.mesh.placement import TowerAxes
-from towerjax.step.passes.derivative import Ids, Zeros
-from towerjax.step.passes.looked_up import Lookups
-from towerjax.step.passes.micro_batches import check_micro_batch, numbered_rows
-from towerjax.step.passes.one_pass import Pass
-from towerjax.step.state.accumulators import (
+from towerjax.step.passes.accumulators import (
     as_one_tree,
     refuse_mixed_up,
     split_returned,
     take_sums,
 )
+from towerjax.step.passes.derivative import Ids, Zeros
+from towerjax.step.passes.looked_up import Lookups
+from towerjax.step.passes.micro_batches import check_micro_batch, numbered_rows
+from towerjax.step.passes.one_pass import Pass
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import plain, read_local_over_towers, with_local_values

@@ -1,4 +1,4 @@
-"""Find the results of a pass in which padding would count."""
+"""Find the results of a pass in which padding would count, and refuse these."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +12,7 @@ from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import findings
 from towerjax.proof.analysis import depends
-from towerjax.step.passes.derivative import gradients_of_terms
-from towerjax.step.passes.on_device import (
-    each_micro_batch,
-    on_local_towers,
-    over_towers,
-)
-from towerjax.step.passes.one_pass import Pass
-from towerjax.step.passes.traced_tower import Arguments, PerTowerArgs, TracedTower
-from towerjax.step.state.accumulators import (
+from towerjax.step.passes.accumulators import (
     ADDED,
     CARRIED,
     PER_TOWER,
@@ -29,6 +21,14 @@ from towerjax.step.state.accumulators import (
     Returned,
     put_sums,
 )
+from towerjax.step.passes.derivative import gradients_of_terms
+from towerjax.step.passes.on_device import (
+    each_micro_batch,
+    on_local_towers,
+    over_towers,
+)
+from towerjax.step.passes.one_pass import Pass
+from towerjax.step.passes.traced_tower import Arguments, PerTowerArgs, TracedTower
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import PerTower, PyTree
@@ -143,4 +143,20 @@ def _with_each_gradient(tower: TracedTower) -> PyTree:
 
     return each_micro_batch(
         of_micro_batch, own.rows, own.local, pass_.micro_batches, of_several=True
+    )
+
+
+def refuse_unmasked(examples: int, unmasked: Sequence[str]) -> None:
+    """Raise for a padded batch of so many examples if its padding counts in a value."""
+    if not unmasked:
+        return
+    unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
+    shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
+    raise ValueError(
+        f"A batch of {examples} examples was padded, but {shown} does not"
+        " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
+        "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
+        " 'weight': tower.weight}) or tower.all_gather((x, tower.weight)), and send the"
+        " weights in every other collective, too. Use TowerBatchNorm in place of"
+        " another batch norm. Or build the step with remainder='drop' or 'error'."
     )

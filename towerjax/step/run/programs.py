@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import NoReturn
 
 import jax
 
@@ -19,11 +18,13 @@ from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
 from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program, compile_step, inline, require_jit
+from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.run.trace import Traced
+from towerjax.step.state.checks import refuse_donated_twice
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree
 from towerjax.types.boundary import warn
-from towerjax.types.trees import key_data, like_key, named_leaves
+from towerjax.types.trees import key_data, like_key
 
 _MOST_PROGRAMS = 8
 
@@ -109,7 +110,8 @@ class Programs:
         key = batch.signature, kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
-            refuse_unread_weight(batch, program.traced)
+            if batch.padded:
+                refuse_unmasked(batch.num_examples, program.traced.proof.unmasked())
             return program
         seen = self._seen.setdefault(kind, [])
         signature = admit(batch, seen, self.max_programs)
@@ -124,7 +126,8 @@ class Programs:
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
 
         def check(traced: Traced) -> None:
-            refuse_unread_weight(batch, traced)
+            if batch.padded:
+                refuse_unmasked(batch.num_examples, traced.proof.unmasked())
             if before_first is not None:
                 before_first(traced)
 
@@ -150,7 +153,8 @@ class Programs:
         """The results in a trace, as a part of another program."""
         args = (*first, *batch.args)
         out, traced = inline(self.plan, self.placement, args, before_first=before_first)
-        refuse_unread_weight(batch, traced)
+        if batch.padded:
+            refuse_unmasked(batch.num_examples, traced.proof.unmasked())
         return out
 
     def __call__(
@@ -180,7 +184,7 @@ class Programs:
         batch = send_replicated(batch)
         donates = self.plan.donates
         if donates and self._on_cpus:
-            _refuse_donated_twice(first[0], batch.args[2])
+            refuse_donated_twice(first[0], batch.args[2])
         try:
             return program.call(*first, *batch.args, *step_flag)
         except (RuntimeError, ValueError):
@@ -189,7 +193,7 @@ class Programs:
             donated = () if known else jax.tree.leaves(first[0])
             # If all are deleted, the devices failed after they had taken the state.
             if not all(x.is_deleted() for x in donated):
-                _refuse_donated_twice(first[0], batch.args[2])
+                refuse_donated_twice(first[0], batch.args[2])
             raise
         except FoundNonFinite as error:
             raise FloatingPointError(
@@ -233,49 +237,3 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
     layout = Layout.MIRRORED
     first = executors.over_devices(of_device, placement, (layout,), layout)
     return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
-
-
-def refuse_unread_weight(batch: PlacedBatch, traced: Traced) -> None:
-    """Raise if padded rows would count in a sum."""
-    if batch.padded and (unmasked := traced.proof.unmasked()):
-        refuse_padding(batch.num_examples, unmasked)
-
-
-def refuse_padding(examples: int, unmasked: Sequence[str]) -> NoReturn:
-    """Raise for a padded batch, and name the values in which its padding counts."""
-    unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
-    shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
-    raise ValueError(
-        f"A batch of {examples} examples was padded, but {shown} does not"
-        " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
-        "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-        " 'weight': tower.weight}) or tower.all_gather((x, tower.weight)), and send the"
-        " weights in every other collective, too. Use TowerBatchNorm in place of"
-        " another batch norm. Or build the step with remainder='drop' or 'error'."
-    )
-
-
-def _refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
-    """Raise if two leaves are one array, or a leaf was donated before.
-
-    JAX raises without a name; on several CPU devices it aborts the process.
-    """
-    leaves = jax.tree.leaves((donated, replicated))
-    if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
-        raise ValueError(
-            "An array of the state or of a tj.Whole was donated to an earlier step, so"
-            " it has no values. Go on with the state that the last step returned, pass"
-            " jnp.copy(x), or build the step with donate=False."
-        )
-    if len(set(map(id, leaves))) == len(leaves):
-        return
-    seen: dict[int, str] = {}
-    pairs = [*named_leaves("", donated), *named_leaves("tj.Whole", replicated)]
-    for name, leaf in pairs:
-        if id(leaf) in seen:
-            raise ValueError(
-                f"{name} is the same array as {seen[id(leaf)]}, and a step cannot be"
-                " donated one buffer twice. Make one of them a copy, jnp.copy(x), or"
-                " build the step with donate=False."
-            )
-        seen[id(leaf)] = name

@@ -13,12 +13,9 @@ from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.private_jax import inputs_read
 from towerjax.proof import findings
 from towerjax.proof.meshes import prove_update, refuse_mapped
+from towerjax.step.passes.accumulators import as_one_tree, values_of
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.run.masks import unmasked_of
-from towerjax.step.state.accumulators import (
-    as_one_tree,
-    values_of,
-)
 from towerjax.types import Layout, PyTree
 from towerjax.types.refusals import listed
 from towerjax.types.trees import (

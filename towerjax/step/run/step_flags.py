@@ -12,8 +12,8 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place_own
-from towerjax.step.state.faults import NonFiniteError, explain_params
 from towerjax.step.state.next_state import NONE
+from towerjax.step.state.nonfinite import NonFiniteError, explain_params
 from towerjax.types import Layout, PyTree
 
 ASKED_EACH = 8

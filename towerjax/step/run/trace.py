@@ -18,16 +18,11 @@ from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof, join_proofs, prove
-from towerjax.step.state.accumulators import (
-    is_per_tower_value,
-    layouts_of,
-    unmark_per_tower,
-)
-from towerjax.step.state.next_state import Outcome
+from towerjax.step.state.next_state import Outcome, accept
 from towerjax.step.state.train_state import split_state, state_layout
-from towerjax.step.state.update import accept
 from towerjax.towers.executors import Static, over_devices
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.outputs import is_per_tower_value, layouts_of, unmark_per_tower
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.trees import shapes_of
 
@@ -193,21 +188,23 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """The layouts of an update's arguments, as they lie and as it uses them."""
-    donated, kept = split_state(state_layout(plan.strategy))
-    whole = Layout.MIRRORED
-    own = Layout.PER_TOWER
-    sharded = Layout.SHARDED if plan.strategy.state == "sharded" else whole
+    """Return the layouts of an update's arguments: where they lie, and as it uses them.
+
+    ``results`` are those of the passes.
+    """
+    mirrored = Layout.MIRRORED
+    is_sharded = plan.strategy.state == "sharded"
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
-    def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:
-        def of(x: Any) -> PyTree:
+    def layouts(per_tower: Layout, like_params: Layout) -> tuple[PyTree, ...]:
+        def layout_of(x: Any) -> Layout:
             if is_per_tower_value(x):
-                return whole if isinstance(x.value, Rows) else own
-            return split if x.shape in shapes else whole
+                return mirrored if isinstance(x.value, Rows) else per_tower
+            return like_params if x.shape in shapes else mirrored
 
-        return jax.tree.map(of, results, is_leaf=is_per_tower_value)
+        return jax.tree.map(layout_of, results, is_leaf=is_per_tower_value)
 
-    given = layouts(own, whole)
-    taken = layouts(whole, sharded)
-    return (donated, kept, *given), (whole, whole, *taken)
+    state_at = split_state(state_layout(plan.strategy))
+    results_at = layouts(Layout.PER_TOWER, mirrored)
+    used = layouts(mirrored, Layout.SHARDED if is_sharded else mirrored)
+    return (*state_at, *results_at), (mirrored, mirrored, *used)

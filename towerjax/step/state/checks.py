@@ -224,3 +224,29 @@ def is_computed(state: TrainState) -> bool:
     except (RuntimeError, ValueError):  # a failed computation, or donated buffers
         return False
     return not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
+    """Raise if two leaves are one array, or a leaf was donated before.
+
+    JAX raises without a name; on several CPU devices it aborts the process.
+    """
+    leaves = jax.tree.leaves((donated, replicated))
+    if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
+        raise ValueError(
+            "An array of the state or of a tj.Whole was donated to an earlier step, so"
+            " it has no values. Go on with the state that the last step returned, pass"
+            " jnp.copy(x), or build the step with donate=False."
+        )
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    seen: dict[int, str] = {}
+    pairs = [*named_leaves("", donated), *named_leaves("tj.Whole", replicated)]
+    for name, leaf in pairs:
+        if id(leaf) in seen:
+            raise ValueError(
+                f"{name} is the same array as {seen[id(leaf)]}, and a step cannot be"
+                " donated one buffer twice. Make one of them a copy, jnp.copy(x), or"
+                " build the step with donate=False."
+            )
+        seen[id(leaf)] = name

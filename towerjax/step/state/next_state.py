@@ -9,14 +9,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
 
 from towerjax.collectives.packing import all_finite
+from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.state.accumulators import PerTowerValue
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.executors import vmap_members
+from towerjax.towers.outputs import PerTowerValue
 from towerjax.types import PerTower, PyTree
 from towerjax.types.notes import says
 from towerjax.types.refusals import a_type, check_types
@@ -201,3 +205,126 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
                 " opt_state=optimizer.init(params))."
             )
         raise
+
+
+def guard_rows(
+    walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
+) -> list[Any] | None:
+    """The operands with which an equation writes no rows if the step is refused.
+
+    None, if the equation does not write rows of a leaf of the state. ``left`` has, by
+    its variable, the leaf that is left there in a refused step; the equation's result
+    is added to it.
+
+    To select between the new and the old array needs both at once: a copy of a whole
+    table for a few rows. Here the written rows are selected, so that XLA writes into
+    the donated buffer.
+    """
+    first = eqn.invars[0]
+    if isinstance(first, core.Literal) or first not in left:
+        return None
+    out = eqn.outvars[0]
+    leaf = left[first]
+    operands = [walk.read(x) for x in eqn.invars]
+    name = eqn.primitive.name
+    if name.startswith("scatter") and _drops(eqn):
+        left[out] = leaf
+        # A scatter drops the index -1.
+        return [operands[0], jnp.where(accepted, operands[1], -1), *operands[2:]]
+    if name == "dynamic_update_slice":
+        left[out] = leaf
+        array, new, *starts = operands
+        old = lax.dynamic_slice(array, starts, new.shape)
+        return [array, lax.select(accepted, new, old), *starts]
+    return None
+
+
+def _drops(eqn: Any) -> bool:
+    """Whether a scatter drops the index -1, and its indices can hold it."""
+    indices = eqn.invars[1].aval
+    drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
+    return drops and signed and indices.shape[-1] > 0
+
+
+def accept_or_keep(
+    step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
+) -> tuple[PyTree, PyTree]:
+    """``(carry, rest)`` of ``step(carry)``, with the old carry if it is refused."""
+    return accept(*jax.make_jaxpr(step, return_shape=True)(carry), carry)
+
+
+def accept(
+    closed: core.ClosedJaxpr,
+    out: tuple[PyTree, PyTree, PyTree],
+    carry: PyTree,
+    *others: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """``(carry, rest)`` of a traced step, called with ``(carry, *others)``.
+
+    The step returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is not
+    accepted, the carry is the old one. The equations that ``accepted`` needs run first.
+    Each new leaf of the carry is selected right where it is made, and later equations
+    use the selected value: the new one if the step is accepted; if not, what they make
+    of it is unused. Selecting at the end would keep old and new leaves alive at once, a
+    copy of the whole state at every step. A ``cond`` would make the update wait for the
+    last gradient.
+    """
+    jaxpr = closed.jaxpr
+    before = jax.tree.leaves(carry)
+    walk = Interpreter(jaxpr, closed.consts, [*before, *jax.tree.leaves(others)])
+    accepted, *results = jaxpr.outvars
+    after = results[: len(before)]
+    rest = results[len(before) :]
+    is_never_refused = isinstance(accepted, core.Literal) and bool(accepted.val)
+    if is_never_refused:
+        for eqn in jaxpr.eqns:
+            walk.evaluate(eqn)
+        leaves = [walk.read(x) for x in after]
+    else:
+        leaves = _evaluate_guarded(walk, jaxpr, after, before)
+    return (
+        jax.tree.unflatten(jax.tree.structure(carry), leaves),
+        jax.tree.unflatten(jax.tree.structure(out[2]), [walk.read(x) for x in rest]),
+    )
+
+
+def _evaluate_guarded(
+    walk: Interpreter, jaxpr: core.Jaxpr, after: Sequence[Any], before: Sequence[Any]
+) -> list[Any]:
+    """The new leaves of a carry, or the old ones if the step is refused."""
+    effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
+    deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], always=effects)
+    for eqn in deciding:
+        walk.evaluate(eqn)
+    accepted = walk.read(jaxpr.outvars[0])
+    is_deciding = {id(eqn) for eqn in deciding}
+    updating = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_deciding]
+    made = {var for eqn in updating for var in eqn.outvars}
+    # The old leaf of each variable that is selected where it is made.
+    olds: dict[Any, Any] = {}
+    for var, old in zip(after, before, strict=True):
+        # A scalar costs no copy, and later equations may divide by the new one.
+        if not isinstance(var, core.Literal) and var in made and jnp.ndim(old):
+            olds.setdefault(var, old)
+    # The old leaf that a variable holds where the step is refused.
+    if_refused = dict(zip(jaxpr.invars, before, strict=False))
+    for eqn in updating:
+        operands = None
+        name = eqn.primitive.name
+        if name == "dynamic_update_slice" or name.startswith("scatter"):
+            operands = guard_rows(walk, eqn, if_refused, accepted)
+        walk.evaluate(eqn, operands)
+        for var in eqn.outvars:
+            if var in olds and if_refused.get(var) is not olds[var]:
+                walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
+                if_refused[var] = olds[var]
+
+    def leaf(var: Any, old: Any) -> Any:
+        if not isinstance(var, core.Literal) and olds.get(var) is old:
+            return walk.read(var)
+        # It is a constant, an unchanged input, a value that decides, or one variable
+        # for two leaves: it was not selected yet.
+        return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
+
+    return [leaf(*pair) for pair in zip(after, before, strict=True)]

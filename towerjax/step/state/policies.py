@@ -8,14 +8,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process, place, refuse_traced
-from towerjax.step.state.accumulators import (
-    PerTowerValue,
-    unmark_per_tower,
-    without_padding,
-)
 from towerjax.step.state.checks import (
     check_is_state,
     check_leaves,
@@ -32,11 +28,13 @@ from towerjax.step.state.train_state import (
     refuse_result,
     state_layout,
 )
+from towerjax.towers.outputs import PerTowerValue, unmark_per_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.towers.variables import is_never_read
-from towerjax.types import Layout, PyTree
+from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.refusals import refuse_unheld
+from towerjax.types.trees import key_data, like_key, map_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,7 @@ class StatePolicy:
         """The towers' results, readable on every process and without padded rows."""
         placement = self.strategy.placement
         out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
-        return without_padding(out, batch)
+        return _without_padding(out, batch)
 
     def as_state(self, given: PyTree) -> TrainState:
         """The given state, checked but not placed: it has shapes or traced values."""
@@ -198,3 +196,18 @@ def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
     if local and type(local) is dict:
         local = {k: x for k, x in local.items() if not is_never_read(x)}
     return join_state(vars(state), {"opt_state": (), "local": local})
+
+
+def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
+    """The tree with `Rows` as bare arrays, without the padded rows."""
+    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
+
+    def cut(x: Any) -> Any:
+        if not batch.padded:
+            return x
+        if isinstance(x, Tracer):
+            return x[np.flatnonzero(kept)]
+        # The host cuts it: a slice on the devices would compile for every new size.
+        return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
+
+    return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)

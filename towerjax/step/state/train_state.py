@@ -13,7 +13,7 @@ import optax
 
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, refuse_leaked
-from towerjax.step.state.update import OF_MODELS, trainable_flags
+from towerjax.step.state.trainable import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.values import stack_local
 from towerjax.towers.variables import check_tower_local

@@ -10,7 +10,7 @@ from towerjax.jaxprs import tags
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.step.passes.derivative import LossSums, with_fixed_weights
 from towerjax.step.passes.looked_up import TracedLoss
-from towerjax.step.state.update import OF_MODELS, trainable_flags
+from towerjax.step.state.trainable import OF_MODELS, trainable_flags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction

@@ -7,9 +7,8 @@ from typing import Any
 
 import towerjax as tj
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.passes.in_order import run_in_turn
 from towerjax.step.passes.one_pass import Pass, TowerFn
-from towerjax.step.plan import StepOptions, training_pass
+from towerjax.step.plan import StepOptions, run_in_turn, training_pass
 from towerjax.tf1.estimator.losses import (
     LossReduction,
     one_loss,

@@ -10,43 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.batch_rows import concat_rows
-from towerjax.data.placer import PlacedBatch
 from towerjax.lowering.sharded_values import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.state.faults import NamedPart
-from towerjax.towers.outputs import check_rows
+from towerjax.step.state.nonfinite import NamedPart
+from towerjax.towers.outputs import OF_TOWERS, PerTowerValue, check_rows
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.refusals import shown
 from towerjax.types.trees import (
-    key_data,
-    like_key,
     map_parts,
     name_by_key,
     parts_of,
     put_parts,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PerTowerValue:
-    """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
-
-    value: PyTree
-
-
-is_per_tower_value: Callable[[Any], bool] = PerTowerValue.__instancecheck__
-"""Whether the value is a `PerTowerValue`; asked of each leaf, without our own call."""
-
-_OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,43 +45,97 @@ class Accumulator:
     merge: Callable[[PyTree, TowerAxes], PyTree]
 
 
-def _stacked(
+def _joined(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """An accumulator that keeps the values of micro-batches, and joins them last."""
-    keep = lambda _, x: (None, x)  # noqa: E731
-    return Accumulator(lambda _: None, keep, lambda _, xs: join(xs), merge)
+    """Keep the values of all micro-batches, and join them after the last one."""
+
+    def start(value: PyTree) -> None:
+        return None
+
+    def add(total: None, value: PyTree) -> tuple[None, PyTree]:
+        return None, value
+
+    def finish(total: None, values: PyTree) -> PyTree:
+        return join(values)
+
+    return Accumulator(start, add, finish, merge)
 
 
-def _summed(merge: Callable[[PyTree, TowerAxes], PyTree]) -> Accumulator:
-    zeros = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
-    add = lambda so_far, x: (jax.tree.map(jnp.add, so_far, x), None)  # noqa: E731
-    return Accumulator(zeros, add, _so_far, merge)
+def _added() -> Accumulator:
+    """Add the values of micro-batches up.
+
+    Sums over towers are not taken by a merge, but together, in few all-reduces.
+    """
+
+    def start(value: PyTree) -> PyTree:
+        return jax.tree.map(jnp.zeros_like, value)
+
+    def add(total: PyTree, value: PyTree) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, total, value), None
+
+    def merge(total: PyTree, axes: TowerAxes) -> PyTree:
+        return total
+
+    return Accumulator(start, add, _total, merge)
 
 
-def _so_far(so_far: PyTree, _: PyTree) -> PyTree:
-    return so_far
+def _carried() -> Accumulator:
+    """Give each micro-batch the value of the one before, and keep the last one."""
+
+    def start(value: PyTree) -> PyTree:
+        return value
+
+    def add(total: PyTree, value: PyTree) -> tuple[PyTree, None]:
+        return value, None
+
+    return Accumulator(start, add, _total, _stay_per_tower)
 
 
-def _of_all(join: Callable[[PyTree], PyTree], x: PyTree, axes: TowerAxes) -> PyTree:
-    """The values of all towers, gathered and then joined by ``join``."""
-    return join(all_gather_rows(x, axes))
+def _total(total: PyTree, kept: None) -> PyTree:
+    """Return the last total, which is the tower's value."""
+    return total
 
 
-def _own(x: PyTree, _: TowerAxes) -> PerTowerValue:
-    return PerTowerValue(x)
+def _of_all(
+    join: Callable[[PyTree], PyTree], values: PyTree, axes: TowerAxes
+) -> PyTree:
+    """Gather the values of all towers, and join them."""
+    return join(all_gather_rows(values, axes))
 
 
-def _row(index: int) -> Callable[..., PyTree]:
-    return lambda x, *_: jax.tree.map(lambda x: x[index], x)
+def _merge_states(values: PyTree, axes: TowerAxes) -> PyTree:
+    return _of_all(merge_stacked, values, axes)
+
+
+def _merge_table_rows(values: PyTree, axes: TowerAxes) -> PyTree:
+    return _of_all(_add_table_rows, values, axes)
+
+
+def _stay_per_tower(values: PyTree, axes: TowerAxes) -> PerTowerValue:
+    """Mark values that each tower keeps for itself."""
+    return PerTowerValue(values)
+
+
+def _rows_of_batch(values: PyTree, axes: TowerAxes) -> PerTowerValue:
+    """Join the rows of a device's towers, in the order of the batch."""
+    return PerTowerValue(concat_rows(values))
+
+
+def _last(values: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[-1], values)
+
+
+def _first(values: PyTree, axes: TowerAxes) -> PyTree:
+    return jax.tree.map(lambda x: x[0], values)
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """All rows of a table, one after another; rows of one index stand for their sum."""
+    """Join all rows of a table; rows of one index stand for their sum."""
     return one_of(Reduction.SUM, rows)
 
 
-def _refuse_several(_: PyTree) -> PyTree:
+def _refuse_several(value: PyTree) -> PyTree:
     raise ValueError(
         "A tower of several micro-batches returned tj.PerTower of an array, but each"
         " micro-batch has its own. Say how they are merged, as in"
@@ -108,18 +144,19 @@ def _refuse_several(_: PyTree) -> PyTree:
     )
 
 
-# Their sums over towers are not taken here, but together, in few all-reduces.
-ADDED = _summed(lambda x, _: x)
-SHOWN = _summed(lambda x, _: x)  # the same for metrics, which no guard looks at
-MERGED = _stacked(merge_stacked, lambda *x: _of_all(merge_stacked, *x))
-JOINED = _stacked(_add_table_rows, lambda *x: _of_all(_add_table_rows, *x))
-SAME = _stacked(_row(-1), _row(0))  # bare values, proved to be the same in each
-ROWS = _stacked(concat_rows, lambda x, _: PerTowerValue(concat_rows(x)))
-CARRIED = Accumulator(lambda x: x, lambda _, x: (x, None), _so_far, _own)
-PER_TOWER = dataclasses.replace(_stacked(_row(-1), _own), start=_refuse_several)
+ADDED = _added()
+SHOWN = _added()  # the same for metrics, which no guard looks at
+MERGED = _joined(merge_stacked, _merge_states)
+JOINED = _joined(_add_table_rows, _merge_table_rows)
+SAME = _joined(_last, _first)  # bare values, proved to be the same in each
+ROWS = _joined(concat_rows, _rows_of_batch)
+CARRIED = _carried()
+PER_TOWER = dataclasses.replace(_joined(_last, _stay_per_tower), start=_refuse_several)
 
 _ADDITIVE = ADDED, SHOWN
-_KEPT = {x: dataclasses.replace(x, merge=_own) for x in (ADDED, MERGED, JOINED)}
+_KEPT = {
+    x: dataclasses.replace(x, merge=_stay_per_tower) for x in (ADDED, MERGED, JOINED)
+}
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +170,7 @@ class Returned:
 
 def is_typed(x: Any) -> bool:
     """Whether the leaf's type says how it is merged."""
-    return isinstance(x, _OF_TOWERS) or is_rows(x) or is_metric(x)
+    return isinstance(x, OF_TOWERS) or is_rows(x) or is_metric(x)
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
@@ -188,31 +225,6 @@ def values_of(tree: PyTree) -> PyTree:
     return map_parts(Returned, lambda x: x.value, tree)
 
 
-def layouts_of(tree: PyTree) -> PyTree:
-    """A prefix tree of the layouts of merged values."""
-    return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
-        tree,
-        is_leaf=is_per_tower_value,
-    )
-
-
-def mark_per_tower(tree: PyTree) -> PyTree:
-    """The tree, in which each leaf that is per tower by its type is `PerTowerValue`."""
-    return map_parts(_OF_TOWERS, PerTowerValue, tree)
-
-
-def unmark_per_tower(
-    tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
-) -> PyTree:
-    """The tree with each `PerTowerValue` replaced by its value.
-
-    ``change`` gets the list of these values, and returns those to put in their place.
-    """
-    values = [x.value for x in parts_of(PerTowerValue, tree)]
-    return put_parts(PerTowerValue, tree, change(values) if values else [])
-
-
 METRICS = ("metrics", "eval_metrics")
 """The keys of those results of towers that no guard looks at."""
 
@@ -248,25 +260,45 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     The next micro-batch gets them in the order of the tree. A single variable may have
     any name.
     """
-
-    def variables(kind: Any, tree: PyTree) -> tuple[list[tuple[str, ...]], list[str]]:
-        is_kind = lambda x: isinstance(x, kind)  # noqa: E731
-        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
-        own = [(at, x) for at, x in pairs if getattr(x, "how", CARRIED) is CARRIED]
-        values = jax.tree.leaves([x for _, x in own])
-        types = [f"{x.dtype}{list(x.shape)}" for x in values]
-        return [tuple(map(key_name, at)) for at, _ in own], types
-
-    (came, new) = variables(Returned, tree)
-    (held, old) = variables(TowerLocal, local)
-    ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
-    if came and (new != old or (len(held) > 1 and ends != held)):
-        names = [", ".join(map("/".join, part)) for part in (came, held)]
+    returned = [
+        (path, x)
+        for path, x in _leaves_of_kind(Returned, tree)
+        if not isinstance(x, Returned) or x.how is CARRIED
+    ]
+    variables = _leaves_of_kind(TowerLocal, local)
+    new_names = [tuple(map(key_name, path)) for path, _ in returned]
+    old_names = [tuple(map(key_name, path)) for path, _ in variables]
+    new_types = _types_of([x for _, x in returned])
+    old_types = _types_of([x for _, x in variables])
+    if not new_names:
+        return
+    # Towers may return them deeper in their tree, such as under "local".
+    pairs = zip(new_names, old_names, strict=False)
+    ends = [new[-len(old) :] for new, old in pairs]
+    has_other_names = len(old_names) > 1 and ends != old_names
+    if new_types != old_types or has_other_names:
+        new = ", ".join("/".join(name) for name in new_names)
+        old = ", ".join("/".join(name) for name in old_names)
         raise ValueError(
-            f"A tower of several micro-batches returned the variables {names[0]}, of"
-            f" {new}, but the next micro-batch needs {names[1]}, of {old}. Return all"
-            " variables of state.local, with their new values, under these names."
+            f"A tower of several micro-batches returned the variables {new}, of"
+            f" {new_types}, but the next micro-batch needs {old}, of {old_types}."
+            " Return all variables of state.local, with their new values, under these"
+            " names."
         )
+
+
+def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return ``(path, value)`` of each value of a kind, and of each other leaf."""
+
+    def is_kind(x: Any) -> bool:
+        return isinstance(x, kind)
+
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+
+
+def _types_of(values: list[Any]) -> list[str]:
+    """Return dtype and shape of each array in the values, as text."""
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(values)]
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
@@ -294,21 +326,6 @@ def states_of(own: PerTower) -> PyTree:
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
-
-
-def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """The tree with `Rows` as bare arrays, without the padded rows."""
-    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
-
-    def cut(x: Any) -> Any:
-        if not batch.padded:
-            return x
-        if isinstance(x, Tracer):
-            return x[np.flatnonzero(kept)]
-        # The host cuts it: a slice on the devices would compile for every new size.
-        return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
-
-    return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 
 
 def key_name(entry: Any) -> str:

@@ -1,0 +1,204 @@
+"""How the leaves that a tower returns are merged, for a proof of equality."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from towerjax.check.comparison import GRADIENT
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf
+from towerjax.step.passes.accumulators import (
+    ADDED,
+    CARRIED,
+    JOINED,
+    MERGED,
+    PER_TOWER,
+    ROWS,
+    SAME,
+    SHOWN,
+    Returned,
+    key_name,
+)
+from towerjax.step.passes.one_pass import Pass
+from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types.trees import map_parts
+
+# The fields of `Sum` and `Weighted` that have a tree.
+_HELD_IN = jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum")
+_MERGES = {
+    ADDED: Merge.SUM,
+    SHOWN: Merge.SUM,
+    SAME: Merge.REPLICATED,
+    ROWS: Merge.ROWS,
+    JOINED: Merge.TABLE_ROWS,
+    MERGED: Merge.OTHER,
+    PER_TOWER: Merge.PER_TOWER,
+}
+_REPLICATED = ADDED, SHOWN, SAME, ROWS  # values that do not depend on the split
+_BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
+
+
+def leaves_of_tower(
+    pass_: Pass, tree: PyTree, variables: Sequence[int | None]
+) -> list[MergedLeaf]:
+    """Return the leaves that a tower returns, in the order of its program's results.
+
+    Args:
+      pass_: The pass that merges them.
+      tree: What the tower returns, as `Returned` values.
+      variables: For each tower-local variable the input that it becomes, or None.
+    """
+    leaves = _leaves_of(tree, variables)
+    if pass_.merges_sums:
+        leaves = _gradients_as_means(leaves, pass_.loss, tree.get(pass_.loss))
+    if pass_.loss_reduction is Reduction.SUM:
+        leaves = _losses_as_sums(leaves, pass_.loss)
+    return leaves
+
+
+def _leaves_of(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
+    """Return the leaves as they merge by their types."""
+    becomes = iter(variables)
+    is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
+        first = key_name(path[0]) if path else "result"
+        root = GRADIENT if first == "grads" else first
+        # The type that holds the gradients is not part of their names.
+        is_held = root == GRADIENT and path[1:2] and path[1] in _HELD_IN
+        name = root + jax.tree_util.keystr(path[2 if is_held else 1 :])
+        if isinstance(x, PerTower):
+            count = len(jax.tree.leaves(x))
+            leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
+        elif x.how is CARRIED:
+            count = len(jax.tree.leaves(x))
+            leaves += [
+                dataclasses.replace(each, becomes=next(becomes, None))
+                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
+            ]
+        else:
+            leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
+    return leaves
+
+
+def _gradients_as_means(
+    leaves: list[MergedLeaf], loss: str, losses: PyTree
+) -> list[MergedLeaf]:
+    """Return the leaves with sums of gradients divided by the weight of their loss.
+
+    The gradient of a sum of several means is already divided. The gradients of a list
+    of losses have the order of the losses.
+    """
+    suffixes = [f"[{i}]" for i in range(len(losses))] if type(losses) is list else [""]
+    merged = [*leaves]
+    for suffix in suffixes:
+        weights = [
+            x.weight
+            for x in leaves
+            if x.name.startswith(loss + suffix) and x.merge is Merge.MEAN
+        ]
+        for i, leaf in enumerate(leaves):
+            is_sum = leaf.merge is Merge.SUM
+            if is_sum and len(weights) == 1 and leaf.name.startswith(GRADIENT + suffix):
+                how = {"merge": Merge.MEAN, "weight": weights[0]}
+                merged[i] = dataclasses.replace(leaf, **how)
+    return merged
+
+
+def _losses_as_sums(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
+    """Return the leaves with losses and gradients that are added and not divided."""
+    roots = "loss", loss, GRADIENT
+    return [
+        dataclasses.replace(x, merge=Merge.SUM, weight=None)
+        if x.name.startswith(roots) and x.merge is Merge.MEAN
+        else x
+        for x in leaves
+    ]
+
+
+def _leaves_of_returned(
+    name: str, value: PyTree, merge: Merge, start: int
+) -> list[MergedLeaf]:
+    """The leaves of one value, with the weights of means and the indices of tables."""
+    is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    if getattr(value, "counts_towers", False):  # it depends on towers by design
+        merge = Merge.PER_TOWER
+    if isinstance(value, Sum | Rows):
+        value = value.value
+    if merge is Merge.OTHER and (merges := _merges_of_state(value)):
+        flat = jax.tree_util.tree_leaves_with_path(value)
+        return [
+            MergedLeaf(name + jax.tree_util.keystr(path), how, state=name)
+            for (path, _), how in zip(flat, merges, strict=True)
+        ]
+    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
+    for path, x in pairs:
+        within = name + jax.tree_util.keystr(path)
+        if isinstance(x, IndexedRows):  # its values, then its indices
+            at = start + len(leaves) + 1
+            leaves.append(MergedLeaf(within, merge, indices=at))
+            leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
+            continue
+        if not isinstance(x, Weighted):
+            is_penalty = isinstance(value, Means)
+            leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
+            continue
+        flat = jax.tree_util.tree_leaves_with_path(x)
+        weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
+        leaves += [
+            MergedLeaf(within + jax.tree_util.keystr(at[1:]), Merge.MEAN, weight)
+            for at, _ in flat[:-1]
+        ]
+        leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
+    return leaves
+
+
+def _merges_of_state(state: PyTree) -> list[Merge]:
+    """How a metric state merges each of its leaves; empty if that is not known."""
+    number = len(jax.tree.leaves(state))
+    merge = lambda one, other: one.merge(other)  # noqa: E731
+    jaxpr = jax.make_jaxpr(merge)(state, state).jaxpr
+    makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
+    found = []
+    for i, out in enumerate(jaxpr.outvars[:number]):
+        maker = None if isinstance(out, Literal) else makers.get(out)
+        pair = {jaxpr.invars[i], jaxpr.invars[number + i]}
+        if maker is None or {*maker.invars} != pair:
+            return []
+        found.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
+    return found
+
+
+def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
+    """Return the shapes of the merged results, which the next pass is given."""
+
+    def of(x: Returned) -> PyTree:
+        if x.how in (*_REPLICATED, MERGED) and x.how is not ROWS:
+            return x.value
+        is_joined = x.how in (ROWS, JOINED)
+
+        def of_all(s: Any) -> jax.ShapeDtypeStruct:
+            if is_joined:
+                shape = s.shape[0] * towers * micro_batches, *s.shape[1:]
+                return jax.ShapeDtypeStruct(shape, s.dtype)
+            return jax.ShapeDtypeStruct((towers, *s.shape), s.dtype)
+
+        return jax.tree.map(of_all, x.value)
+
+    return map_parts(Returned, of, tree)
+
+
+def kinds_given_later(tree: PyTree) -> PyTree:
+    """Return the kinds of the merged results, which the next pass is given."""
+
+    def of(x: Returned) -> PyTree:
+        # The rows of a table are in the towers' order, which depends on the split.
+        kind = Given.REPLICATED if x.how in _REPLICATED else Given.PER_TOWER
+        return jax.tree.map(lambda _: kind, x.value)
+
+    return map_parts(Returned, of, tree)
