@@ -195,8 +195,9 @@ def _next_state(
 
 def _unscaled(grads: Any, scale: jax.Array) -> Any:
     """The merged gradient of the parameters, divided by the scale."""
-    is_dense = isinstance(grads, tj.Weighted | tj.Sum)
-    total = grads.sum if isinstance(grads, tj.Weighted) else getattr(grads, "value", ())
+    is_weighted = isinstance(grads, tj.Weighted)
+    is_dense = is_weighted or isinstance(grads, tj.Sum)
+    total: Any = getattr(grads, "sum" if is_weighted else "value", ())
     leaves = jax.tree.leaves(total)
     if not is_dense or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
         raise ValueError(
@@ -205,6 +206,6 @@ def _unscaled(grads: Any, scale: jax.Array) -> Any:
             " scale."
         )
     divided = jax.tree.map(lambda x: x / scale, total["params"])
-    if isinstance(grads, tj.Weighted):
+    if is_weighted:
         return dataclasses.replace(grads, sum=divided)
     return tj.Sum(divided)
