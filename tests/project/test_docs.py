@@ -294,8 +294,17 @@ def pages_are_of_no_machine_and_not_wide(page):
         assert wide or len(line) <= 90, line
 
 
+def the_first_sentence_says_for_whom_it_is(page):
+    if page == "README.md" or page.startswith("reference/"):
+        return
+    prose = BLOCK.sub("", TEXTS[page])
+    first = next(x for x in prose.split("\n\n") if x.strip() and x[0] != "#")
+    assert re.match(r"For (those|losses) ", first.lstrip()), first
+
+
 LAWS = (
     no_cell_is_empty,
+    the_first_sentence_says_for_whom_it_is,
     every_name_exists,
     every_keyword_exists,
     paths_lead_somewhere,

@@ -66,23 +66,23 @@ class Scaled(NamedTuple):
 
 
 def checked_dtype(dtype: Any) -> Any:
-    """The dtype of ``compute_dtype=``, or None; raise for any other value."""
+    """Return the dtype of ``compute_dtype=``, or None; raise for any other value."""
     if dtype is None:
         return None
     try:
-        found = jnp.dtype(dtype)
+        known = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or found.name not in DTYPES:
+        known = None
+    if known is None or known.name not in DTYPES:
         raise ValueError(
             f"compute_dtype={dtype!r} must be None or one of {', '.join(DTYPES)}."
             " Parameters keep their own dtype."
         )
-    return found
+    return known
 
 
 def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
-    """The loss scale: the given one, or for float16 the usual one."""
+    """Return the loss scale that is asked for, or for float16 the usual one."""
     if loss_scale is None:
         return LossScale() if dtype == jnp.float16 else None
     if not isinstance(loss_scale, LossScale):
@@ -93,7 +93,7 @@ def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
 
 
 def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """A loss whose parameters and rows are cast; the gradient is cast back."""
+    """Return a loss that casts parameters and rows; the gradient is cast back."""
 
     def cast(x: Any) -> Any:
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
@@ -108,7 +108,7 @@ def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
 def keeping_scale(
     optimizer: optax.GradientTransformation, loss_scale: LossScale
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose state also holds the loss scale, which it does not change."""
+    """Return an optimizer whose state also holds the scale, which it leaves alone."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: _Tree) -> Scaled:
@@ -127,7 +127,7 @@ def keeping_scale(
 def scaling(
     fns: Any, loss_fn: Callable[..., Any], loss_scale: LossScale, options: Any
 ) -> Any:
-    """The functions of a train step, with a scaled loss and an update that unscales."""
+    """Return a train step's functions with a scaled loss and an unscaling update."""
     trainable = options.get("trainable")
 
     def trains(name: str, leaf: Any) -> bool:
@@ -140,11 +140,11 @@ def scaling(
     def params_of(state: tj.TrainState) -> dict[str, Any]:
         return {"params": state.params, "scale": state.opt_state.scale}
 
-    def scaled_loss(given: dict[str, Any], batch: _Tree, tower: tj.Tower) -> Any:
-        out = loss_fn(given["params"], batch, tower)
+    def scaled_loss(parts: dict[str, Any], batch: _Tree, tower: tj.Tower) -> Any:
+        out = loss_fn(parts["params"], batch, tower)
         if isinstance(out, tj.TowerOutput):
-            return dataclasses.replace(out, loss=out.loss * given["scale"])
-        return out * given["scale"]
+            return dataclasses.replace(out, loss=out.loss * parts["scale"])
+        return out * parts["scale"]
 
     is_tree = trainable is not None and not callable(trainable)
     flags = {"params": trainable, "scale": False} if is_tree else trains
@@ -162,7 +162,7 @@ def scaling(
 def _next_state(
     fns: Any, loss_scale: LossScale, state: tj.TrainState, merged: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The next state and metrics, and whether the step is not to be refused."""
+    """Return the next state and metrics, and whether the step is accepted."""
     _, scale, finite_steps = state.opt_state
     grads = _unscaled(merged["grads"], scale)
     loss = merged["loss"] * (1 / scale)
@@ -194,9 +194,10 @@ def _next_state(
 
 
 def _unscaled(grads: Any, scale: jax.Array) -> Any:
-    """The merged gradient of the parameters, divided by the scale."""
-    is_dense = isinstance(grads, tj.Weighted | tj.Sum)
-    total = grads.sum if isinstance(grads, tj.Weighted) else getattr(grads, "value", ())
+    """Divide the merged gradient of the parameters by the scale."""
+    is_weighted = isinstance(grads, tj.Weighted)
+    is_dense = is_weighted or isinstance(grads, tj.Sum)
+    total: Any = getattr(grads, "sum" if is_weighted else "value", ())
     leaves = jax.tree.leaves(total)
     if not is_dense or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
         raise ValueError(
@@ -205,6 +206,6 @@ def _unscaled(grads: Any, scale: jax.Array) -> Any:
             " scale."
         )
     divided = jax.tree.map(lambda x: x / scale, total["params"])
-    if isinstance(grads, tj.Weighted):
+    if is_weighted:
         return dataclasses.replace(grads, sum=divided)
     return tj.Sum(divided)

@@ -247,7 +247,7 @@ class JsonLines:
 
 
 def _json_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
-    """The kind, the step number and the size of each line of a `JsonLines`."""
+    """Yield the kind, the step number and the size of each line of a `JsonLines`."""
     for line, length in read_lines(path, "kind", "a run"):
         yield line["kind"], line["step"], length
 
@@ -258,7 +258,7 @@ def _kept(
     start: int,
     lines: Callable[[epath.Path], Iterable[tuple[str, int, int]]],
 ) -> tuple[int | None, int | None]:
-    """How many bytes to keep, and where an evaluation of ``start`` begins.
+    """Return how many bytes to keep, and where an evaluation of ``start`` begins.
 
     It raises if a run that starts at step 0 would cut off the lines of another one.
     """
@@ -385,7 +385,7 @@ def _as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
 
 
 def _csv_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
-    """The kind, the step number and the size of each line of a `Csv`."""
+    """Yield the kind, the step number and the size of each line of a `Csv`."""
     head = _as_csv([_HEAD])
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -435,7 +435,7 @@ class Curves:
         check_whole("max_elements", self.max_elements, 1)
 
     def open(self, start: int) -> OpenWriter:
-        """The function, as a writer; ``start`` is not used."""
+        """Return the function as a writer; ``start`` is not used."""
 
         def write(record: Record) -> None:
             if record.kind == "eval" or record.step % self.every == 0:

@@ -405,6 +405,8 @@ UNASKED = {
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "replace": False,
     "max_elements": 64, "iterations": 0, "max_rows": 40,
+    # Of a loss scale.
+    "start": 2.0**15, "double_every": 2000,
     # How long processes wait for one another, in seconds, and their exit code.
     "exit_code": 75, "grace_s": 5.0, "heartbeat_timeout_s": 100,
     "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
