@@ -385,6 +385,8 @@ UNLIKE = {
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
+    # `prove` counts them as it counts devices, and a tower is told their number.
+    "micro_batches": {"1": "Tower build_step build_train_step", "None": "prove"},
     "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
         "Reduction.NONE": "MirroredVar"},
     "devices": {"(1, 2, 4)": "same_on_devices", "1": "same_resumed",
