@@ -187,7 +187,7 @@ def call_refusing_writes(
 
 
 def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """The leaves that are attributes of objects, which a function can change."""
+    """Return the leaves that are attributes of objects, which a function can change."""
     return {
         leaf_name(root, path): leaf
         for root, tree in trees.items()

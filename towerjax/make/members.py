@@ -98,7 +98,7 @@ def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTr
 
 
 def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Static]:
-    """A member's first state, and the strategy and options of its step."""
+    """Return a member's first state, and the strategy and options of its step."""
     made = build(numbers)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ValueError(
@@ -135,7 +135,7 @@ def _member(
 def _plan_of_members(
     build: BuildMember, strategy: Strategy, options: StepOptions, *, together: bool
 ) -> Plan:
-    """The plan of a step that runs the step of each member."""
+    """Return the plan of a step that runs the step of each member."""
     if options.on_nonfinite == "raise":
         options = dataclasses.replace(options, on_nonfinite="skip")
     options = dataclasses.replace(options, donate=True)
@@ -219,7 +219,7 @@ class _WholeSteps:
 
 
 def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
-    """The outcome of all members, with one step number and one step flag."""
+    """Return the outcome of all members, with one step number and one step flag."""
     now = {**trained.now, "step": kept["step"] + 1}
     return trained._replace(now=now, step_flag=trained.step_flag.max())
 
@@ -229,5 +229,5 @@ class _StatesOfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The state itself: nothing needs checking."""
+        """Return the state itself: nothing needs checking."""
         return given

@@ -258,7 +258,7 @@ class Plan:
 def state_ins(
     strategy: Strategy, layout: TrainState | None = None
 ) -> dict[str, PyTree]:
-    """The layouts of a program's arguments: a state's two parts, and a batch."""
+    """Return the layouts of a program's arguments: a state's two parts, and a batch."""
     donated, kept = split_state(layout or state_layout(strategy))
     return {"state": donated, "kept": kept, **BATCH_LAYOUT}
 

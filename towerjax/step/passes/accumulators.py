@@ -169,7 +169,7 @@ class Returned:
 
 
 def is_typed(x: Any) -> bool:
-    """Whether the leaf's type says how it is merged."""
+    """Return whether the leaf's type says how it is merged."""
     return isinstance(x, OF_TOWERS) or is_rows(x) or is_metric(x)
 
 
@@ -205,7 +205,7 @@ def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
-    """The inverse of `take_sums`."""
+    """Return the inverse of `take_sums`."""
     left = {how: iter(values) for how, values in zip(_ADDITIVE, sums, strict=True)}
 
     def put(x: Returned) -> Returned:
@@ -221,7 +221,7 @@ def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """The tree as it was returned, with a value for each `Returned`."""
+    """Return the tree as it was returned, with a value for each `Returned`."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 
@@ -235,7 +235,7 @@ _ORDER = ("loss", "gradient", "metric", "value")
 
 
 def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
-    """The result of a tower, checked, with each leaf as `Returned`.
+    """Return the result of a tower, checked, with each leaf as `Returned`.
 
     A leaf of ``merged`` that the tower returns again is mirrored, in any container.
     """
@@ -322,14 +322,14 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(own: PerTower) -> PyTree:
-    """A tower's own sums and metric states; None for each bare value."""
+    """Return a tower's own sums and metric states; None for each bare value."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
 
 
 def key_name(entry: Any) -> str:
-    """An entry of a key path as one word."""
+    """Return an entry of a key path as one word."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 

@@ -39,7 +39,7 @@ class Tables(Protocol):
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """The gradients; that of a table has only the rows that were looked up.
+        """Return the gradients; that of a table has only the rows that were looked up.
 
         ``grads`` and ``rows`` are the gradients by the trained values and by the zeros.
         ``reads`` are the numbers of those leaves of both, trained values first, that
@@ -60,7 +60,7 @@ class LossSums:
 
     @classmethod
     def of(cls, loss: Weighted | Means | Sum) -> "LossSums":
-        """The sums of a loss that towers returned."""
+        """Return the sums of a loss that towers returned."""
         if isinstance(loss, Sum):
             return cls([loss.value], [], [])
         if isinstance(loss, Means):
@@ -74,14 +74,14 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """The sums of all terms, with the shared term apart."""
+        """Return the sums of all terms, with the shared term apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
     @classmethod
     def each(cls, loss: Any) -> "list[LossSums]":
-        """The sums of a loss, or of each loss in a list: always a list."""
+        """Return the sums of a loss, or of each loss in a list: always a list."""
         return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
 
     @property
@@ -105,7 +105,7 @@ class LossSums:
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
     def with_gradients(self, grads: list[PyTree]) -> PyTree:
-        """The gradients of the sums; a single sum is merged as it is."""
+        """Return the gradients of the sums; a single sum is merged as it is."""
         if self.is_of_several:
             return grads
         [grad] = grads
@@ -258,7 +258,7 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """The value, whose derivative by ``by`` raises a ``ValueError``.
+    """Return the value, whose derivative by ``by`` raises a ``ValueError``.
 
     ``by`` are arguments of the rule below, so that it runs in the derivative by them.
     """

@@ -83,7 +83,7 @@ class Lookups:
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
 
     def evaluate(self, leaves: Sequence[Any], zeros: Zeros) -> tuple[list[Any], Ids]:
-        """The program's results for one tower, and the ids of each lookup.
+        """Return the program's results for one tower, and the ids of each lookup.
 
         Without ``zeros`` a lookup is evaluated like any other equation, and no ids are
         returned.

@@ -32,7 +32,7 @@ def scan_micro_batches(
     *,
     of_several: bool,
 ) -> PyTree:
-    """The merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
+    """Return the merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
 
     Args:
       of_micro_batch: ``(index, rows, local) -> tree`` of `Returned`.
@@ -52,7 +52,7 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """The towers' variables after the micro-batches so far."""
+        """Return the towers' variables after the micro-batches so far."""
         pairs = zip(totals, parts, strict=True)
         carried = [total for total, part in pairs if part.how is CARRIED]
         if not carried:

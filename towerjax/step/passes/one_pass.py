@@ -48,7 +48,7 @@ class FiniteSums:
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> jax.Array:
-        """Whether the sums and rows are finite, ``()`` bool."""
+        """Return whether the sums and rows are finite, ``()`` bool."""
         added, rows = guarded
         return added.are_finite(rows)
 
@@ -57,13 +57,13 @@ class TowersFlags:
     """A look at which values of each tower are not finite, before any sum."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """The `Flags` of the values that the tower returns."""
+        """Return the `Flags` of the values that the tower returns."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """The `Flags` of all towers, with those of the parameters."""
+        """Return the `Flags` of all towers, with those of the parameters."""
         flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
         replicated = on_shards(flag, params, replicated=True)
         return all_gather_rows(join_flags(replicated, own), axes)

@@ -82,7 +82,7 @@ def _unmasked_calls(
 def _values_to_mask(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """A function that returns the values in which padding must not count."""
+    """Return a function that returns the values in which padding must not count."""
 
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))

@@ -80,7 +80,7 @@ def prove(
 
 
 def join_proofs(proofs: Sequence[Proof]) -> Proof:
-    """The proof of one or several passes or steps."""
+    """Return the proof of one or several passes or steps."""
     if len(proofs) == 1:
         return proofs[0]
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
@@ -142,7 +142,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
 
 
 def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
-    """The numbers of a tower's results that are its loss, if it returns one.
+    """Return the numbers of a tower's results that are its loss, if it returns one.
 
     An earlier pass may have it. ``with_gradient``: only if it returns its gradient.
     """

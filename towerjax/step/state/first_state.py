@@ -85,7 +85,7 @@ def first_shapes(
     local: PyTree,
     extra: PyTree,
 ) -> TrainState:
-    """The shapes of the first state.
+    """Return the shapes of the first state.
 
     ``made_of(params)`` returns the shapes of the fields that the step makes.
     """

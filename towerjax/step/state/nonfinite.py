@@ -80,7 +80,7 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """A text with the range of each leaf of integers, which may be labels."""
+    """Return a text with the range of each leaf of integers, which may be labels."""
     named = [
         (name, x)
         for name, x in named_leaves("batch", batch)
@@ -132,7 +132,7 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
 
 
 def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
-    """The names of a tree's leaves that hold NaN or infinity."""
+    """Return the names of a tree's leaves that hold NaN or infinity."""
     if jax.device_get(_all_finite(tree)):
         return []
     named = readable_leaves(root, tree)
@@ -165,7 +165,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
 
 
 def _towers_text(towers: Sequence[int]) -> str:
-    """A text for the towers, such as ``"towers 0, 2-5"``."""
+    """Return a text for the towers, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:

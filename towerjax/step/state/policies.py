@@ -70,13 +70,13 @@ class StatePolicy:
         check_leaves(given)
 
     def copied(self, state: TrainState) -> TrainState:
-        """A copy of a state on the strategy's devices."""
+        """Return a copy of a state on the strategy's devices."""
         return place(state, self.strategy.placement, self.layout, state.params)
 
     def placed(
         self, state: TrainState, root: str = "state", *, own: bool = False
     ) -> TrainState:
-        """The state with leaves that lie elsewhere placed; itself if none does.
+        """Return the state with leaves that lie elsewhere placed; itself if none does.
 
         ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
         default is copied, too.
@@ -113,7 +113,7 @@ class StatePolicy:
         return placed
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The given state, if no check is needed; None if `start` must check it.
+        """Return the given state, if no check is needed; None if `start` must check it.
 
         It must with several processes, because each might hold other numbers.
         """
@@ -155,7 +155,7 @@ class Read(StatePolicy):
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The values that the step reads, checked and placed on the devices."""
+        """Return the values that the step reads, checked and placed on the devices."""
         refuse_traced("state", given)
         if not isinstance(given, TrainState):
             _check_read(given)
@@ -165,7 +165,7 @@ class Read(StatePolicy):
         return self.placed(model)
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The values that the step reads, unplaced; None for bare parameters."""
+        """Return the values that the step reads, unplaced; None for bare parameters."""
         return _model_part(given) if isinstance(given, TrainState) else None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
@@ -187,7 +187,7 @@ def _check_read(params: PyTree) -> None:
 
 
 def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
-    """A state, or parameters with these counters, without values never read."""
+    """Return a state, or parameters with these counters, without values never read."""
     state = given
     if not isinstance(given, TrainState):
         number, rng = counters
@@ -199,7 +199,7 @@ def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
 
 
 def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """The tree with `Rows` as bare arrays, without the padded rows."""
+    """Return the tree with `Rows` as bare arrays, without the padded rows."""
     kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:

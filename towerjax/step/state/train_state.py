@@ -104,7 +104,7 @@ class TrainState:
         return leaf_table("TrainState", leaves, rows)
 
     def replace(self, **fields: Any) -> "TrainState":
-        """A state with other values of some fields, as ``dataclasses.replace``.
+        """Return a state with other values of some fields, as ``dataclasses.replace``.
 
         Example:
           >>> state = TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
@@ -172,7 +172,7 @@ def state_layout(strategy: Strategy) -> TrainState:
 
 
 def step_number(state: TrainState) -> int:
-    """The steps done, by an explicit transfer, which transfer guards allow.
+    """Return the steps done, by an explicit transfer, which transfer guards allow.
 
     The state's int32 wraps round after ``2**31`` steps, this number after ``2**32``.
     """
@@ -189,7 +189,7 @@ def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]
 
 
 def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainState:
-    """The inverse of `split_state`, in half the time of ``TrainState(...)``."""
+    """Return the inverse of `split_state`, in half the time of ``TrainState(...)``."""
     state = object.__new__(TrainState)
     vars(state).update(donated)
     vars(state).update(kept)
@@ -199,7 +199,7 @@ def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainStat
 def init_state(
     strategy: Strategy, *parts: PyTree, like: PyTree = None, **others: Any
 ) -> TrainState:
-    """The state of `make_state`, copied and placed on the strategy's devices.
+    """Return the state of `make_state`, copied and placed on the strategy's devices.
 
     ``like`` are the parameters, if they are placed already and ``parts`` has others.
     """
@@ -223,7 +223,7 @@ def make_on_devices(
     make_opt_state: Callable[[PyTree], PyTree],
     rng: jax.Array | None,
 ) -> dict[str, PyTree]:
-    """The parameters that a function of a key makes, and their optimizer state.
+    """Return the parameters that a function of a key makes, and their optimizer state.
 
     One program makes both on the devices, sharded if the strategy shards them. Draws
     from JAX's counter-based keys do not depend on how an array is split.
@@ -254,7 +254,7 @@ def make_state(
     rng: jax.Array | None = None,
     extra: PyTree = None,
 ) -> TrainState:
-    """The state before the first step, not yet placed."""
+    """Return the state before the first step, not yet placed."""
     params = check_params(params)
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)

@@ -106,7 +106,7 @@ def check_trainable(trainable: Any) -> None:
 
 
 def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
-    """The trained leaves, None for the others; ``params`` itself if all are."""
+    """Return the trained leaves, None for the others; ``params`` itself if all are."""
     flags = trainable_flags(params, trainable)
     if all(jax.tree.leaves(flags)):
         return params
@@ -124,7 +124,7 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
 
 
 def node_types(tree: PyTree) -> set[str]:
-    """The names of the types of a tree's nodes."""
+    """Return the names of the types of a tree's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds
