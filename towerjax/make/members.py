@@ -55,7 +55,7 @@ class Members:
 
     @classmethod
     def of(cls, build: BuildMember, numbers: Numbers) -> "Members":
-        """The members that ``build`` makes, of numbers with these names and shapes.
+        """Build the members that ``build`` makes of numbers of these names and shapes.
 
         Raises:
           ValueError: ``build`` returns something else than a step and a state, or
@@ -76,7 +76,7 @@ class Members:
         return cls(step_of(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
-        """The state before the first step, for numbers of the same names and shapes."""
+        """Make the first state, for numbers of the same names and shapes."""
         state, _ = self.first_state(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
         strategy = self.step.strategy
@@ -93,7 +93,7 @@ class Members:
 
 
 def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
-    """A function of one member, or if they train together of all, by ``vmap``."""
+    """Return a function of one member, or by ``vmap`` of all that train together."""
     return vmap_members(fn) if together else fn
 
 
@@ -112,7 +112,7 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
 
 
 def _layout(strategy: Strategy, together: bool) -> TrainState:
-    """The layout of the state; if members train together, they come before towers."""
+    """Return the state's layout; members that train together come before towers."""
     layout = state_layout(strategy)
     if not together:
         return layout

@@ -42,7 +42,7 @@ class LossPass:
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """The parameters by which the loss is differentiated; None for the others."""
+        """Return the parameters that the loss is differentiated by; None for others."""
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -100,7 +100,7 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training step: of a loss to differentiate, or of a tower function.
+    """Make a training step's pass: of a loss to differentiate, or a tower function.
 
     ``fields`` are further fields of the pass.
     """

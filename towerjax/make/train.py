@@ -72,7 +72,7 @@ class OptimizerUpdate:
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """The field of the first state beside its parameters: the optimizer state."""
+        """Make the first state's field beside its parameters: the optimizer state."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
@@ -259,7 +259,7 @@ def _kind_of_number(dtype: Any) -> int:
 
 
 def _mean_gradient(grads: Weighted | Sum) -> PyTree:
-    """The mean gradient; a lone array is divided as a tree is, for the same bits."""
+    """Divide the gradient; a lone array is divided as a tree is, for the same bits."""
     if isinstance(grads, Sum):
         return grads.value
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]

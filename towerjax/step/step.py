@@ -202,7 +202,7 @@ class Step(Generic[_Result]):
     def outputs(
         self, state: PyTree, batch: PlacedBatch, *step_flag: jax.Array
     ) -> tuple[TrainState, PyTree]:
-        """The state as it was given to the program, and the program's results."""
+        """Run the program; return the state it was given, and its results."""
         policy = self.plan.states
         programs = self.programs
         taken = policy.take(state)
@@ -271,7 +271,7 @@ class Step(Generic[_Result]):
         return (self.plan, state) if other is None else other(state)
 
     def start(self, state: PyTree) -> TrainState:
-        """The state to start a loop with: the same, checked, with numbers placed."""
+        """Check the state that a loop starts with, and place its numbers."""
         last = self.programs.last
         return self.plan.states.start(state, None if last is None else last.state)
 
@@ -475,7 +475,7 @@ class Step(Generic[_Result]):
     def refused(
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
-        """The error for a step that was refused, with the locations that are known."""
+        """Make the error for a refused step, with the locations that are known."""
         how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, locations, **how)
 

@@ -174,7 +174,7 @@ def is_typed(x: Any) -> bool:
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
-    """A checked leaf as `Returned`, or as a tree of these if it has several parts."""
+    """Make `Returned` of a checked leaf, or a tree of these if it has several parts."""
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
@@ -215,7 +215,7 @@ def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
 
 
 def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
-    """A tower's ``(sums, (rest, ids))`` as one tree of `Returned`, without ids."""
+    """Join a tower's ``(sums, (rest, ids))`` to one tree of `Returned`, without ids."""
     sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
     return put_sums(rest, sums)
 
@@ -302,7 +302,7 @@ def _types_of(values: list[Any]) -> list[str]:
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
-    """A tower's sums, each with what it is: loss, gradient, metric or other value.
+    """Name a tower's sums, each as a loss, gradient, metric or other value.
 
     They are sorted in this order.
     """
@@ -344,7 +344,7 @@ def _to_array(name: str, x: Any) -> jax.Array:
 
 
 def _check_leaf(name: str, x: Any, rows: int) -> Any:
-    """A typed leaf with checked row counts and dtypes wide enough to be added."""
+    """Check the rows of a typed leaf, and widen its dtypes so that it can be added."""
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):

@@ -95,7 +95,7 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """The factors of the sums; ``total`` is the `denominators`, added over towers.
+        """Return the sums' factors; ``total`` is the `denominators`, added over towers.
 
         ``share`` is the factor of the shared term.
         """
@@ -121,7 +121,7 @@ class Gradient:
     weight: jax.Array | None
 
     def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
-        """The gradient with its weight, as towers return it; or as sums without it."""
+        """Pair the gradient with its weight, as towers return it; or give bare sums."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
             return Sum(grads)
@@ -164,7 +164,7 @@ def gradient_of(
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """The dict that a micro-batch returns, and the gradient of its loss by ``trained``.
+    """Differentiate the loss that a micro-batch returns in a dict by ``trained``.
 
     ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
     adds the weights of several means over all towers and micro-batches. ``share`` is
@@ -227,7 +227,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """The loss; its derivative by ``trained`` raises where a weight depends on it."""
+    """Let the loss's derivative by ``trained`` raise where a weight depends on it."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -238,7 +238,7 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """The values; a derivative puts the numbers of the leaves it needs in ``reads``."""
+    """Let a derivative of the values note the leaves it needs in ``reads``."""
     leaves, treedef = jax.tree.flatten(values)
 
     @jax.custom_vjp
@@ -281,7 +281,7 @@ def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-    """The value; no derivative is taken through it: its tangent is a symbolic zero."""
+    """Hold the value: no derivative goes through it, its tangent is a symbolic zero."""
 
     @jax.custom_jvp
     def same(x: jax.Array) -> jax.Array:

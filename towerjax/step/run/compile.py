@@ -151,7 +151,7 @@ def inline(
     *,
     before_first: Callable[[Traced], None] | None = None,
 ) -> tuple[PyTree, Traced]:
-    """The results in a trace, as a part of another program; and the traced step."""
+    """Trace a step as a part of another program; return results and traced step."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
             f"A step of {placement.num_devices} devices is called in a tower, which"
@@ -169,7 +169,7 @@ def inline(
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """The function to compile; the program's text shows the names of its arguments."""
+    """Make the function to compile; the program's text shows its arguments' names."""
     at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:

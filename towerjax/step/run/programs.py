@@ -32,7 +32,7 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """The batch's signature; raises if as many as may compile have been ``seen``."""
+    """Return the batch's signature; raise if as many as may compile were ``seen``."""
 
     def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
@@ -207,7 +207,7 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """The batch, with the first process's values of replicated leaves on the host."""
+    """Give the batch the first process's values of replicated leaves on the host."""
     placement = batch.placement
     layout = Layout.MIRRORED
     if placement.num_processes == 1:

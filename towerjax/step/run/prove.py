@@ -65,7 +65,7 @@ class Checked:
 def prove(
     passes: Sequence[TracedPass], finish: ClosedJaxpr, *, update_on_devices: bool
 ) -> Proof:
-    """The proof, without a device, that what a step declares mirrored is the same.
+    """Prove, without a device, that what a step declares mirrored is the same.
 
     ``finish`` is its update. ``update_on_devices`` says whether each device runs it.
     """
@@ -119,7 +119,7 @@ def _prove_pass(traced: TracedPass) -> Proof:
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
-    """Whether a loss with a gradient reads no leaf of its batch, and draws nothing.
+    """Return whether a differentiated loss reads no leaf of its batch, nor draws.
 
     A draw may be all that it needs, as may a tower's own variable, or what an earlier
     pass has merged.

@@ -129,7 +129,7 @@ class StepFlags:
             raise self._error(number)
 
     def _number(self, x: jax.Array) -> int:
-        """A number on the host; a transfer is meant, so transfer guards allow it.
+        """Read a number on the host; a transfer is meant, so transfer guards allow it.
 
         Raises what the devices failed with.
         """

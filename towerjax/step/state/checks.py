@@ -31,7 +31,7 @@ def place_others(
     *,
     own: bool = False,
 ) -> PyTree:
-    """The tree, with leaves that lie elsewhere placed; the same object if none does.
+    """Place leaves that lie elsewhere; return the same object if none does.
 
     With ``own`` a leaf that JAX has put there by default is copied, too. ``params`` are
     those of `Placement.shardings`.
@@ -218,7 +218,7 @@ def _describe_location(x: Any) -> str:
 
 
 def is_computed(state: TrainState) -> bool:
-    """Whether the state could be computed and no step has donated its buffers."""
+    """Return whether the state was computed and no step has donated its buffers."""
     try:
         jax.block_until_ready(state)
     except (RuntimeError, ValueError):  # a failed computation, or donated buffers

@@ -112,7 +112,7 @@ _UPDATE = (
 
 
 def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
-    """The next state, the metrics and more that ``update_fn`` returned, checked."""
+    """Check the next state, the metrics and more that ``update_fn`` returned."""
     given: Any = updated if isinstance(updated, tuple) else (updated,)
     kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
     fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))

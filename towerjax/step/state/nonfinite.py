@@ -105,7 +105,7 @@ class Flags:
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def locations(self, step: int) -> list[Location]:
-        """A `Location` for each flag that is set, once the table is on the host."""
+        """Return a `Location` for each flag set; the table must be on the host."""
         return [
             Location(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
             for tower, i in np.argwhere(self.table)
@@ -156,7 +156,7 @@ def explain_params(error: NonFiniteError, state: PyTree) -> None:
 
 
 def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
-    """The flags of each tower, with those of replicated leaves before its own."""
+    """Join each tower's flags to those of replicated leaves, which come first."""
     rows = jnp.broadcast_to(
         replicated.table, (per_tower.table.shape[0], *replicated.table.shape)
     )
@@ -177,7 +177,7 @@ def _towers_text(towers: Sequence[int]) -> str:
 
 
 def locations_text(locations: Sequence[Location]) -> str:
-    """A text for the locations, in which several towers of one leaf are one entry."""
+    """Write the locations as text; several towers of one leaf are one entry."""
     towers: dict[Location, list[int]] = {}
     for location in locations:
         towers.setdefault(dataclasses.replace(location, tower=0), []).append(

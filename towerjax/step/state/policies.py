@@ -50,7 +50,7 @@ class StatePolicy:
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
-        """The shapes of the fields of a state that the step makes, by their names."""
+        """Return the shapes of the fields that the step makes of a state, by name."""
         makes = self.makes.items()
         made = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := made.pop("local", None):
@@ -85,20 +85,20 @@ class StatePolicy:
         return place_others(state, *where, own=own)
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """The towers' results, readable on every process and without padded rows."""
+        """Make the towers' results readable on every process, without padded rows."""
         placement = self.strategy.placement
         out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
         return _without_padding(out, batch)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The given state, checked but not placed: it has shapes or traced values."""
+        """Check a state without placing it: it has shapes or traced values."""
         check_is_state(given)
         check_not_donated(given)
         check_made(given, self.made(given.params))
         return given
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The given state, checked, with its scalars placed; itself if none had to be.
+        """Check a state and place its scalars; return itself if none had to be.
 
         ``expected`` has the shapes that the last program takes, if there is one.
         """
@@ -146,7 +146,7 @@ class Read(StatePolicy):
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The values that the step reads, from a state or from bare parameters."""
+        """Return the values that the step reads, of a state or of bare parameters."""
         if isinstance(given, TrainState):
             check_not_donated(given)
         else:
@@ -169,7 +169,7 @@ class Read(StatePolicy):
         return _model_part(given) if isinstance(given, TrainState) else None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """The value that towers returned under the single name, without padding."""
+        """Return what towers returned under the single name, without padding."""
         (merged,) = out
         (result,) = self.returned(merged, batch).values()
         return result

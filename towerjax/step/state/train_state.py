@@ -66,7 +66,7 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """The fields; for arrays that were donated to a step only their shapes."""
+        """Show the fields; for arrays that were donated to a step only their shapes."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
@@ -79,7 +79,7 @@ class TrainState:
         return by_rich([self._table()])
 
     def table(self, *, rows: int = 40) -> str:
-        """A table of the leaves: name, shape, dtype, layout, bytes, bytes per device.
+        """Tabulate the leaves: name, shape, dtype, layout, bytes, bytes per device.
 
         Args:
           rows: The most leaves to show.
@@ -123,7 +123,7 @@ class TrainState:
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> "TrainState":
-        """The state before the first step, of one tower, on no particular device.
+        """Create the state before the first step, of one tower, on no device.
 
         Args:
           params: Floating or complex arrays.
@@ -269,7 +269,7 @@ def make_state(
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
-    """A dict of the given tower-local variables and of those that a step keeps."""
+    """Join the given tower-local variables and those that a step keeps."""
     local = {} if local is None else local
     if not isinstance(local, Mapping) or local.keys() & more.keys():
         raise ValueError(

@@ -64,7 +64,7 @@ def trainable_flags(
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """A text that says where a tree of bool is not a prefix of the parameters."""
+    """Say where a tree of bool is not a prefix of the parameters."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
