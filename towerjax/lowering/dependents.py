@@ -46,7 +46,7 @@ def dependents(
 def rounds_shared_values(
     program: ClosedJaxpr, own: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
-    """Whether values that all towers share are rounded to fewer bits.
+    """Return whether values that all towers share are rounded to fewer bits.
 
     ``own`` are the per-tower inputs, ``trained`` the inputs by which a gradient is
     taken, and ``axis`` is the axis of all towers.
@@ -73,7 +73,7 @@ def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
 
 
 def _own_inside(eqn: JaxprEqn, inner: Jaxpr, is_own: Any) -> set[Any]:
-    """The per-tower inputs of an inner program."""
+    """Return the per-tower inputs of an inner program."""
     if eqn.primitive.name == "while":  # it has no backward derivative
         return {*inner.invars}
     outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
@@ -86,7 +86,7 @@ def _own_inside(eqn: JaxprEqn, inner: Jaxpr, is_own: Any) -> set[Any]:
 
 
 def _is_rounding(eqn: JaxprEqn) -> bool:
-    """Whether a floating value is cast to fewer bits than gradients have."""
+    """Return whether a floating value is cast to fewer bits than gradients have."""
     if eqn.primitive.name != "convert_element_type":
         return False
     aval: Any = eqn.invars[0].aval

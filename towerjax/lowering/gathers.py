@@ -20,7 +20,7 @@ from towerjax.types import PyTree
 
 
 def gather(shard: jax.Array, dim: int) -> jax.Array:
-    """The whole value, gathered from the devices' shards along ``dim``."""
+    """Return the whole value, gathered from the devices' shards along ``dim``."""
     return lax.all_gather(shard, DEVICE_AXIS, axis=dim, tiled=True)
 
 
@@ -32,7 +32,7 @@ def scatter(x: jax.Array, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
-    """The whole value, cast before it is sent.
+    """Return the whole value, cast before it is sent.
 
     Its gradient is added over devices in the bits of ``shard``, and scattered. If there
     is a ``sink``, an array of the whole shape, this device's own gradient becomes that

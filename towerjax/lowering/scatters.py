@@ -15,7 +15,7 @@ from towerjax.mesh.placement import Placement
 
 
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
-    """The jaxpr, closed or not, changed so that XLA compiles it rightly.
+    """Return the jaxpr, closed or not, changed so that XLA compiles it rightly.
 
     It is for a tower of several devices, where XLA has two bugs.
 
@@ -60,7 +60,7 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
 
 
 def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
-    """A spec of the operand that splits none of the indexed dims.
+    """Return a spec of the operand that splits none of the indexed dims.
 
     If the first dim is indexed, the operand is a table, and not rows of a batch. Then
     its columns are not split along the rows' axis, but may be along the other axes.

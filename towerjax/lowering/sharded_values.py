@@ -44,7 +44,7 @@ class Shards:
     exact: bool = False  # whether the bits must be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """The specs of arguments and results.
+        """Return the specs of arguments and results.
 
         ``specs`` are two prefix trees, with the specs of leaves that are not shards.
         """
@@ -95,7 +95,7 @@ def shards_of(
     taken: PyTree = None,
     exact: bool,
 ) -> Shards:
-    """The `Shards` of arguments and of results.
+    """Return the `Shards` of arguments and of results.
 
     ``args`` and ``out`` are pairs: the values, and a prefix tree of their layouts.
     ``taken`` is a prefix tree that is SHARDED for whole arguments of which a shard is
@@ -154,7 +154,7 @@ class Shard:
 
     @classmethod
     def tree_unflatten(cls, meta: tuple[Any, ...], arrays: tuple[Any, ...]) -> "Shard":
-        """The inverse of `tree_flatten`."""
+        """Return the inverse of `tree_flatten`."""
         (source, sink) = arrays
         (dim, dtype, is_trained, exact) = meta
         how = {"sink": sink, "is_trained": is_trained, "exact": exact}
@@ -189,7 +189,7 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """A `Shard` of the same elements in other places.
+        """Return a `Shard` of the same elements in other places.
 
         ``move`` moves those of the shard, and ``move_whole`` those of the whole value.
         """
@@ -199,7 +199,7 @@ class Shard:
         return Shard.tree_unflatten(meta, (move(self.source), sink))
 
     def cast(self, dtype: Any) -> "Shard":
-        """The `Shard` of the value cast to ``dtype``."""
+        """Return the `Shard` of the value cast to ``dtype``."""
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         if not (self.is_trained and is_float):
             return self.of(self.data.astype(dtype))
@@ -252,7 +252,7 @@ class Targets:
 
     @classmethod
     def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
-        """The targets of a tree.
+        """Return the targets of a tree.
 
         ``is_sent_alone(number, shape)``: whether the op sends that leaf alone.
         """
@@ -322,7 +322,7 @@ class Uniform:
 
 
 def whole(x: Any) -> Any:
-    """The whole value of a `Shard` or a `Uniform`; anything else unchanged."""
+    """Return the whole value of a `Shard` or a `Uniform`; anything else unchanged."""
     return x.whole if isinstance(x, Shard | Uniform) else x
 
 
@@ -334,14 +334,14 @@ def cut_shard(x: jax.Array, dim: int) -> jax.Array:
 
 
 def take_shard(x: jax.Array, dim: int) -> Shard:
-    """The `Shard` of a whole value, whose bits are those of one device."""
+    """Return the `Shard` of a whole value, whose bits are those of one device."""
     return Shard(cut_shard(x, dim), dim, exact=True, make=lambda: x)
 
 
 def as_shards(
     values: Sequence[Any], dims: SplitDims, *, exact: bool = False
 ) -> list[Any]:
-    """The values, each with a dim as a `Shard` along that dim."""
+    """Return the values, each with a dim as a `Shard` along that dim."""
     pairs = zip(values, dims, strict=True)
     return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
@@ -359,19 +359,19 @@ def shard_on_device(x: Any, dim: int) -> jax.Array:
 
 
 def with_barrier(operands: list[Any]) -> list[Any]:
-    """The operands behind an optimization barrier; a `Shard` stays one."""
+    """Return the operands behind an optimization barrier; a `Shard` stays one."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     return lax.optimization_barrier(fresh)
 
 
 def is_uniform(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes an array of one number."""
+    """Return whether an equation makes an array of one number."""
     aval: Any = eqn.invars[0].aval if eqn.invars else None
     return eqn.primitive.name == "broadcast_in_dim" and not aval.ndim
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes each element by itself, from any operands."""
+    """Return whether an equation computes each element by itself, from any operands."""
     return eqn.primitive.name in (*_OF_SEVERAL, "convert_element_type")
 
 
@@ -401,7 +401,7 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of an equation that needs no more than each shard; else None.
+    """Return the results of an equation that needs no more than each shard; else None.
 
     All operands must be shards: a result of shards and of per-tower values is no shard,
     since it differs between devices.
@@ -426,7 +426,7 @@ def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The results of an equation that changes no value."""
+    """Return the results of an equation that changes no value."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     if len(operands) == 1:
         return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
@@ -435,7 +435,7 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
-    """Whether all elements are true, in the shards of all devices."""
+    """Return whether all elements are true, in the shards of all devices."""
     [flag] = evaluate_eqn(eqn, [shard.data])
     return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
 

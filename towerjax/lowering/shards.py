@@ -45,7 +45,7 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
-    """The shapes of a tree's leaves; for a `Shard` that of its whole value."""
+    """Return the shapes of a tree's leaves; for a `Shard` that of its whole value."""
     of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     return jax.tree.map(of, tree, is_leaf=is_shard)
 
@@ -125,7 +125,7 @@ class _Body:
         return inside
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """The results, of which some may be a `Shard`."""
+        """Return the results, of which some may be a `Shard`."""
         walk = Interpreter(self._body, self._consts, args)
         for eqn in self._body.eqns:
             operands = [walk.read(x) for x in eqn.invars]
@@ -169,7 +169,7 @@ class _Body:
     def _enter(
         self, eqn: JaxprEqn, inner: Any, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
-        """The results of a call of another program."""
+        """Return the results of a call of another program."""
         body = _Body(inner, replicated=self._replicated, sums=inside)
         params = eqn.params
         if eqn.primitive.name not in _CHECKPOINT:
@@ -189,7 +189,7 @@ class _Body:
     def _scan(
         self, eqn: JaxprEqn, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
-        """A scan that gathers the rows of its ``xs`` in each step."""
+        """Return a scan that gathers the rows of its ``xs`` in each step."""
         params = eqn.params
         num_consts, num_carried = loop_sizes(eqn)
         first_xs = num_consts + num_carried
@@ -230,7 +230,7 @@ class _Body:
         return [Shard(x, inside[i]) if i in inside else x for i, x in results]
 
     def _loop_of_towers(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """A loop that gathers its constants in each round."""
+        """Return a loop that gathers its constants in each round."""
         params = eqn.params
         at = eqn.params["cond_nconsts"]
         until = at + params["body_nconsts"]
@@ -248,12 +248,12 @@ class _Body:
 
 
 def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The results of an equation that needs its operands whole."""
+    """Return the results of an equation that needs its operands whole."""
     return evaluate_eqn(eqn, [whole(x) for x in operands])
 
 
 def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
-    """Whether an equation's inner program can scatter a result.
+    """Return whether an equation's inner program can scatter a result.
 
     A scan can, if it stacks the result and ``dim`` is not the stacked one.
     """

@@ -97,7 +97,7 @@ def tower_program(
 
 
 def evaluate_program(program: ClosedJaxpr, tree: Any, args: PyTree) -> PyTree:
-    """The results of one tower's program, as a tree."""
+    """Return the results of one tower's program, as a tree."""
     leaves = jax.tree.leaves(args)
     walk = Interpreter(program.jaxpr, program.consts, leaves)
     for eqn in program.jaxpr.eqns:
@@ -113,7 +113,7 @@ def lowered_program(
     name: str,
     args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
-    """The result of `tower_program`, lowered to these devices."""
+    """Return the result of `tower_program`, lowered to these devices."""
     program, tree = tower_program(tower_fn, axes, programs, args, name)
     return _Lowering(axes).lower(program), tree
 
@@ -146,7 +146,7 @@ class _Lowering:
         self._done: dict[int, Any] = {}
 
     def lower(self, jaxpr: Any) -> Any:
-        """The jaxpr, closed or not, with its collectives replaced."""
+        """Return the jaxpr, closed or not, with its collectives replaced."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
             eqns = [*body.eqns]
@@ -195,7 +195,7 @@ class _Lowering:
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """The results of a custom derivative rule, with its program lowered."""
+        """Return the results of a custom derivative rule, with its program lowered."""
         traced = []
         trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
@@ -217,7 +217,7 @@ class _Lowering:
         return closed.jaxpr, closed.consts
 
     def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
-        """The program of a function, changed so that its results are per tower.
+        """Return the program of a function, changed so that its results are per tower.
 
         A user's derivative rule is written for one tower's cotangent. If a device's
         towers share a result, its cotangent is already the sum of theirs, and a sum
@@ -306,7 +306,7 @@ class _Lowering:
         return [x[tower] for x in jax.tree.leaves(out)]
 
     def _scatter_sum(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-        """A tower's slice of the sum over all towers."""
+        """Return a tower's slice of the sum over all towers."""
         dim = eqn.params["scatter_dimension"]
         for name in self.axes.names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
@@ -328,7 +328,7 @@ def _of_group(
 def _permute(
     rows: Sequence[jax.Array], tower: jax.Array, perm: Sequence[tuple[int, int]]
 ) -> list[jax.Array]:
-    """The rows that a tower gets from all towers; zeros if none sends to it."""
+    """Return the rows that a tower gets from all towers; zeros if none sends to it."""
     size = len(rows[0])
     sources = np.full(size, -1)
     for source, target in perm:
@@ -359,7 +359,7 @@ _UNEVEN = (
 
 
 def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """The first argument, per tower if any argument is, and its mapped dim."""
+    """Return the first argument, per tower if any argument is, and its mapped dim."""
     (x, *_) = args
     (dim, *_) = dims
     if dim is not None:
@@ -451,7 +451,7 @@ def _isolate(
     lower: _Lower,
     replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
-    """The function of one tower, lowered, between barriers.
+    """Return the function of one tower, lowered, between barriers.
 
     So XLA fuses nothing else with a tower's program. Otherwise it would also move what
     is replicated over towers out of the loop over them, on one device other parts than
@@ -473,7 +473,7 @@ def _isolate(
 
 
 def _inputs_read(program: ClosedJaxpr) -> list[int]:
-    """The numbers of the inputs that a program reads."""
+    """Return the numbers of the inputs that a program reads."""
     body = program.jaxpr
     reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
     variables = {x for x in reads if isinstance(x, Var)}

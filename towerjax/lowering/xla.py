@@ -197,7 +197,7 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
 
 
 def _made_by(x: Any) -> str:
-    """The name of the operation that makes a value; "" for an argument."""
+    """Return the name of the operation that makes a value; "" for an argument."""
     return getattr(x.owner, "name", "")
 
 
@@ -210,7 +210,7 @@ def _may_merge(op: Any) -> bool:
 
 
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """A key that is the same for equal operations.
+    """Return a key that is the same for equal operations.
 
     ``inside`` has the numbers of values that are defined in its regions.
     """
@@ -227,7 +227,7 @@ def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
 
 
 def _attribute_key(op: Any) -> tuple[Any, ...]:
-    """The attributes of an operation, as a hashable value."""
+    """Return the attributes of an operation, as a hashable value."""
     if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
         return (str(op.attributes[0]),)  # the bindings cannot read complex elements
     return tuple((name, op.attributes[name]) for name in op.attributes)

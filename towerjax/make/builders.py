@@ -123,7 +123,7 @@ def build_step(
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
-    """A step of one pass that reads a state and returns the merged results."""
+    """Return a step of one pass that reads a state and returns the merged results."""
 
     def results(state: TrainState, merged: list[PyTree]) -> tuple[TrainState, PyTree]:
         return state, merged[0]

@@ -24,7 +24,7 @@ from towerjax.types.trees import is_key, leaf_name, name_by_key, named_leaves
 def value_and_grad(
     loss_fn: Callable[..., PyTree], *, loss_reduction: Reduction | None = None
 ) -> Callable[..., tuple[PyTree, Weighted | Sum]]:
-    """A function that gives a tower's loss and gradient, to be merged over towers.
+    """Return a function of a tower's loss and gradient, to be merged over towers.
 
     The sum of the loss is differentiated, and nothing is divided. So the gradient of
     the global loss is the sum of the towers' gradients over the sum of their weights.
@@ -87,7 +87,7 @@ def _call_of_one_mean(
     named: dict[str, Any],
     loss_reduction: Reduction | None,
 ) -> tuple[PyTree, PyTree]:
-    """The loss, and what `value_and_grad` returns of it; refuses several means."""
+    """Call the loss, for what `value_and_grad` returns; refuse several means."""
     towers = [x for x in (*args, *named.values()) if isinstance(x, Tower)]
     # Flax lets variables be written only in the trace that made them.
     fresh_args, fresh_named = jax.tree.map(lambda x: x, (args, named))
@@ -110,7 +110,7 @@ _OF_SEVERAL_MEANS = (
 def as_loss(
     returned: Any, loss_reduction: Reduction | None, tower: Tower | None
 ) -> TowerOutput:
-    """The output of a loss function, with the loss in a type that can be merged."""
+    """Return a loss function's output, with the loss in a type that can be merged."""
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
@@ -134,7 +134,7 @@ def _refuse_without_gradient(params: PyTree) -> None:
 
 
 def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function; it raises if it returns a mean's tangent, whose weight is 0."""
+    """Let the function raise if it returns a mean's tangent, whose weight is 0."""
 
     def is_mean(x: Any) -> bool:
         return isinstance(x, Weighted)
@@ -188,7 +188,7 @@ def call_refusing_writes(
 
 
 def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """The leaves that are attributes of objects, which a function can change."""
+    """Return the leaves that are attributes of objects, which a function can change."""
     return {
         leaf_name(root, path): leaf
         for root, tree in trees.items()

@@ -55,7 +55,7 @@ class Members:
 
     @classmethod
     def of(cls, build: BuildMember, numbers: Numbers) -> "Members":
-        """The members that ``build`` makes, of numbers with these names and shapes.
+        """Build the members that ``build`` makes of numbers of these names and shapes.
 
         Raises:
           ValueError: ``build`` returns something else than a step and a state, or
@@ -76,7 +76,7 @@ class Members:
         return cls(step_of(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
-        """The state before the first step, for numbers of the same names and shapes."""
+        """Make the first state, for numbers of the same names and shapes."""
         state, _ = self.first_state(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
         strategy = self.step.strategy
@@ -93,12 +93,12 @@ class Members:
 
 
 def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
-    """A function of one member, or if they train together of all, by ``vmap``."""
+    """Return a function of one member, or by ``vmap`` of all that train together."""
     return vmap_members(fn) if together else fn
 
 
 def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Static]:
-    """A member's first state, and the strategy and options of its step."""
+    """Return a member's first state, and the strategy and options of its step."""
     made = build(numbers)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ValueError(
@@ -112,7 +112,7 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
 
 
 def _layout(strategy: Strategy, together: bool) -> TrainState:
-    """The layout of the state; if members train together, they come before towers."""
+    """Return the state's layout; members that train together come before towers."""
     layout = state_layout(strategy)
     if not together:
         return layout
@@ -135,7 +135,7 @@ def _member(
 def _plan_of_members(
     build: BuildMember, strategy: Strategy, options: StepOptions, *, together: bool
 ) -> Plan:
-    """The plan of a step that runs the step of each member."""
+    """Return the plan of a step that runs the step of each member."""
     if options.on_nonfinite == "raise":
         options = dataclasses.replace(options, on_nonfinite="skip")
     options = dataclasses.replace(options, donate=True)
@@ -219,7 +219,7 @@ class _WholeSteps:
 
 
 def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
-    """The outcome of all members, with one step number and one step flag."""
+    """Return the outcome of all members, with one step number and one step flag."""
     now = {**trained.now, "step": kept["step"] + 1}
     return trained._replace(now=now, step_flag=trained.step_flag.max())
 
@@ -229,5 +229,5 @@ class _StatesOfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The state itself: nothing needs checking."""
+        """Return the state itself: nothing needs checking."""
         return given

@@ -38,11 +38,11 @@ class LossPass:
     loss_reduction: Reduction | None = None
 
     def params_of(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """The parameters at which the loss is differentiated."""
+        """Return the parameters at which the loss is differentiated."""
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """The parameters by which the loss is differentiated; None for the others."""
+        """Return the parameters that the loss is differentiated by; None for others."""
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -53,7 +53,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """The output of one tower, without the gradient of its loss."""
+        """Return the output of one tower, without the gradient of its loss."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)
@@ -62,7 +62,7 @@ class LossPass:
     def with_own_gradient(
         self, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
     ) -> dict[str, Any]:
-        """The output of one tower, with the gradient of its own loss."""
+        """Return the output of one tower, with the gradient of its own loss."""
         params = self.params_of(state, *merged)
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
@@ -79,7 +79,7 @@ class LossPass:
 def _by_name(
     state: TrainState, tower: Tower, out: TowerOutput, merged: tuple[PyTree, ...]
 ) -> dict[str, Any]:
-    """The results of a loss function, under the names that an update reads."""
+    """Return the results of a loss function, under the names that an update reads."""
     local = tower.local if out.local is None else out.local
     local = check_local(tower.local, local)
     returned = {
@@ -100,7 +100,7 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """A pass of a training step: of a loss to differentiate, or of a tower function.
+    """Make a training step's pass: of a loss to differentiate, or a tower function.
 
     ``fields`` are further fields of the pass.
     """
@@ -119,7 +119,7 @@ def of_loss(
     trainable: Trainable | None = None,
     loss_reduction: Reduction | None = None,
 ) -> LossPass:
-    """A pass of `build_step` that gives the loss of all towers and its gradient.
+    """Return a pass of `build_step` that gives the loss of all towers and its gradient.
 
     The towers return their losses. The step adds them and differentiates the sum once,
     so a device holds one gradient, however many towers it has. The loss may be a sum of

@@ -72,14 +72,14 @@ class OptimizerUpdate:
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """The field of the first state beside its parameters: the optimizer state."""
+        """Make the first state's field beside its parameters: the optimizer state."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
     def __call__(
         self, state: TrainState, merged: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state and the metrics, from the merged values."""
+        """Return the next state and the metrics, from the merged values."""
         loss = merged["loss"]
         grads = merged["grads"]
         after = apply_gradients(
@@ -98,7 +98,7 @@ class OptimizerUpdate:
 
 
 def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's metrics, with the loss and its terms."""
+    """Return the user's metrics, with the loss and its terms."""
     ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
     if both := sorted(metrics.keys() & ours.keys()):
         raise ValueError(
@@ -128,7 +128,7 @@ def apply_gradients(
     loss: Any = None,
     trainable: Trainable | None = None,
 ) -> TrainState:
-    """The state after one update by an optimizer.
+    """Return the state after one update by an optimizer.
 
     It does the update of a train step: gradients are cast to the dtypes of their
     parameters, and an update that would change a type is refused.
@@ -201,7 +201,7 @@ _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 def pass_loss(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, without ``value=loss`` if it does not take that."""
+    """Return the optimizer, without ``value=loss`` if it does not take that."""
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
@@ -233,7 +233,7 @@ def pass_loss(
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """The next ``state.extra``: merged values, cast to the dtypes that it has.
+    """Return the next ``state.extra``: merged values, cast to the dtypes that it has.
 
     A value keeps its dtype, and is then refused, if the cast would lose digits or
     range.
@@ -259,7 +259,7 @@ def _kind_of_number(dtype: Any) -> int:
 
 
 def _mean_gradient(grads: Weighted | Sum) -> PyTree:
-    """The mean gradient; a lone array is divided as a tree is, for the same bits."""
+    """Divide the gradient; a lone array is divided as a tree is, for the same bits."""
     if isinstance(grads, Sum):
         return grads.value
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
@@ -272,7 +272,7 @@ def _planned(
     strategy: Strategy,
     options: StepOptions,
 ) -> Plan:
-    """The plan of a loss and an update on these towers."""
+    """Return the plan of a loss and an update on these towers."""
     own = loss.with_own_gradient
     trained = functools.partial(trained_part, trainable=update.trainable)
     fns = StepFunctions(own, update, update.init, trained, strategy, options)

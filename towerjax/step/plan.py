@@ -230,12 +230,12 @@ class Plan:
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
 
     def towers_on(self, strategy: Strategy) -> "Plan":
-        """The passes on other towers, without checks and without micro-batches."""
+        """Return the passes on other towers, without checks and micro-batches."""
         passes = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
     def flagging(self) -> "Plan":
-        """The towers once more, without an update, to flag what is not finite."""
+        """Return the towers alone, without an update, to flag what is not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
 
         def seen(*args: PyTree) -> tuple[PyTree]:
@@ -258,7 +258,7 @@ class Plan:
 def state_ins(
     strategy: Strategy, layout: TrainState | None = None
 ) -> dict[str, PyTree]:
-    """The layouts of a program's arguments: a state's two parts, and a batch."""
+    """Return the layouts of a program's arguments: a state's two parts, and a batch."""
     donated, kept = split_state(layout or state_layout(strategy))
     return {"state": donated, "kept": kept, **BATCH_LAYOUT}
 
@@ -275,7 +275,7 @@ def training_plan(
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
-    """The plan of a training; ``update_fn`` gets what a further pass would be given.
+    """Plan a training; ``update_fn`` gets what a further pass would be given.
 
     ``fields`` are further fields of its `NextState`.
     """

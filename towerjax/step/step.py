@@ -139,7 +139,7 @@ class Step(Generic[_Result]):
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> TrainState:
-        """The state before the first step, placed on the strategy's devices.
+        """Return the state before the first step, placed on the strategy's devices.
 
         Args:
           params: Arrays, which are copied, so that yours stay usable. Or a function of
@@ -176,7 +176,7 @@ class Step(Generic[_Result]):
         return self
 
     def place(self, state: TrainState) -> TrainState:
-        """A copy of a state on this step's devices, e.g. one from other devices.
+        """Return a copy of a state on this step's devices, e.g. one from other devices.
 
         Args:
           state: A ``TrainState`` of the same number of towers, or its host copy.
@@ -203,7 +203,7 @@ class Step(Generic[_Result]):
     def outputs(
         self, state: PyTree, batch: PlacedBatch, *step_flag: jax.Array
     ) -> tuple[TrainState, PyTree]:
-        """The state as it was given to the program, and the program's results."""
+        """Run the program; return the state it was given, and its results."""
         policy = self.plan.states
         programs = self.programs
         taken = policy.take(state)
@@ -232,7 +232,7 @@ class Step(Generic[_Result]):
             return placed, programs(program, split_state(placed), batch, *step_flag)
 
     def __call__(self, state: PyTree, batch: PyTree) -> _Result:
-        """The next state, and the metrics of this step.
+        """Return the next state, and the metrics of this step.
 
         Args:
           state: A state that ``init`` or a step returned. It is donated, so it is not
@@ -267,12 +267,12 @@ class Step(Generic[_Result]):
         return self.plan.states.result(before, out, placed)
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
-        """The plan that is proved and audited for the step, and its state."""
+        """Return the plan that is proved and audited for the step, and its state."""
         other = self.plan.audited
         return (self.plan, state) if other is None else other(state)
 
     def start(self, state: PyTree) -> TrainState:
-        """The state to start a loop with: the same, checked, with numbers placed."""
+        """Check the state that a loop starts with, and place its numbers."""
         last = self.programs.last
         return self.plan.states.start(state, None if last is None else last.state)
 
@@ -284,7 +284,7 @@ class Step(Generic[_Result]):
         local: PyTree = None,
         extra: PyTree = None,
     ) -> TrainState:
-        """The shapes of the state before the first step, without any device.
+        """Return the shapes of the state before the first step, without any device.
 
         Arguments are as for `init`; arrays may be ``jax.ShapeDtypeStruct``.
 
@@ -295,7 +295,7 @@ class Step(Generic[_Result]):
         return first_shapes(self.strategy, self.plan.states.made, params, **given)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch, checked, padded or cut, and placed with its towers.
+        """Return the batch, checked, padded or cut, and placed with its towers.
 
         Args:
           batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
@@ -354,7 +354,7 @@ class Step(Generic[_Result]):
         return self.checks.prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
-        """The compiled program for such a batch; it is compiled if needed.
+        """Return the compiled program for such a batch; it is compiled if needed.
 
         Args:
           state: The state; for absent devices its shapes, or those of parameters.
@@ -484,7 +484,7 @@ class Step(Generic[_Result]):
     def refused(
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
-        """The error for a step that was refused, with the locations that are known."""
+        """Make the error for a refused step, with the locations that are known."""
         how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, locations, **how)
 

@@ -78,7 +78,7 @@ def create_var(
 
 
 def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """The variable with a new value for all towers.
+    """Return the variable with a new value for all towers.
 
     For a tower-local variable, `read_var` returns the value afterwards: if its
     reduction is SUM, each tower gets a share of it, which is a whole number for
@@ -95,7 +95,7 @@ def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
 
 
 def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """The mirrored variable plus a value.
+    """Return the mirrored variable plus a value.
 
     A tower-local variable is refused, because the value could be meant for each copy or
     for what the copies reduce to.
@@ -104,7 +104,7 @@ def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable
 
 
 def assign_sub(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """The mirrored variable minus a value; otherwise as `assign_add`."""
+    """Return the mirrored variable minus a value; otherwise as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
@@ -151,7 +151,7 @@ def update_var(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> Variable:
-    """The variable with the value ``fn(value, *args, **kwargs)``.
+    """Return the variable with the value ``fn(value, *args, **kwargs)``.
 
     ``fn`` is called for each copy of a tower-local variable. All towers get the same
     arguments; a mirrored variable among them is replaced by its value.
@@ -179,7 +179,7 @@ def update_var(
 
 
 def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
-    """The tree with each variable replaced by its value.
+    """Return the tree with each variable replaced by its value.
 
     The copies of a tower-local variable are reduced by its own reduction.
     """
@@ -189,7 +189,7 @@ def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:
-    """The variable with a copy of a new value, placed as the old value."""
+    """Return the variable with a copy of a new value, placed as the old value."""
 
     def put(old: Any, new: Any) -> jax.Array:
         if not isinstance(old, jax.Array) or is_traced((old, new)):

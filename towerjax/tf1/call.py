@@ -35,7 +35,7 @@ _CALL = _Call()
 
 
 def is_in_call() -> bool:
-    """Whether a function of `call_for_each_tower` is being traced."""
+    """Return whether a function of `call_for_each_tower` is being traced."""
     return bound_here(_Call) is not None
 
 
@@ -72,7 +72,7 @@ def call_for_each_tower(
     run_concurrently: bool = True,
     **kwargs: PyTree,
 ) -> PyTree:
-    """The results of ``fn(tower, *args, **kwargs)`` on every tower.
+    """Return the results of ``fn(tower, *args, **kwargs)`` on every tower.
 
     Each tower gets its row of ``PerTower`` leaves and of an element of
     `distribute_dataset`, its copy of a tower-local variable, and other values whole.
@@ -125,7 +125,7 @@ def call_for_each_tower(
 def _tree_of(
     arrays: list[jax.Array], mirrored: list[bool], treedef: Any, kinds: list[Any]
 ) -> PyTree:
-    """The function's tree of results, built from its arrays."""
+    """Return the function's tree of results, built from its arrays."""
     pairs = zip(arrays, mirrored, strict=True)
 
     def result(kind: Any) -> Any:

@@ -65,7 +65,7 @@ def bound_here(kind: type[_Bound]) -> _Bound | None:
 
 
 def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
-    """The losses and gradients summed over towers; table rows are concatenated.
+    """Return the losses and gradients summed over towers; table rows are concatenated.
 
     ``count`` is the number of towers times the number of micro-batches.
     """
@@ -84,7 +84,7 @@ def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
 def differentiate(
     of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
 ) -> tuple[Weighted | Means, PyTree, PyTree]:
-    """The loss of all towers, the gradient of its sums, and the other results.
+    """Return the loss of all towers, the gradient of its sums, and the other results.
 
     ``of_params(params) -> (loss, rest)`` is called once, to be traced. It has no effect
     except its results, which are not differentiated again. A loss of one mean is
@@ -128,7 +128,7 @@ def operands_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def parameters_of(eqn: JaxprEqn) -> list[Any]:
-    """The values by which a loss is differentiated."""
+    """Return the values by which a loss is differentiated."""
     return eqn.invars[eqn.params["treedef"].num_leaves :]
 
 
@@ -148,7 +148,7 @@ def _with_all_rows(avals: Any, copies: tuple[int, ...]) -> list[Any]:
 
 
 def is_rows_of_table(x: Any) -> bool:
-    """Whether ``x`` is the gradient of a table, which has only some rows."""
+    """Return whether ``x`` is the gradient of a table, which has only some rows."""
     return isinstance(x, tj.sparse.IndexedRows)
 
 

@@ -17,7 +17,7 @@ from towerjax.types.trees import parts_of
 def batch_reduce(
     self: AnyStrategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
-    """The reduced value of each ``(value, destinations)``, in one reduction.
+    """Return the reduced value of each ``(value, destinations)``, in one reduction.
 
     ``reduction`` and ``destinations`` are as for `reduce`.
     """
@@ -39,7 +39,7 @@ def map_elements(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PerTower:
-    """The results of ``fn(element, *args)`` as ``PerTower``.
+    """Return the results of ``fn(element, *args)`` as ``PerTower``.
 
     Tower ``t`` gets the results of elements ``t``, ``t + T``, ``t + 2 T`` and so on,
     stacked, so all results must have one shape.

@@ -100,7 +100,7 @@ class SplitProgram:
     def _placed_results(
         self, tree: PyTree
     ) -> tuple[list[tuple[PyTree, int | None]], Any]:
-        """The results as trees of variables, and their structure.
+        """Return the results as trees of variables, and their structure.
 
         Each result has the pass that returns it; None if the update computes it.
         """
@@ -116,7 +116,7 @@ class SplitProgram:
         return placed, treedef
 
     def _count_passes(self) -> int:
-        """The number of passes, one more than the last that does something."""
+        """Return the number of passes, one more than the last that does something."""
         numbers = [0, self._parts.last]
         numbers += [number for _, number in self._results if number is not None]
         for eqn in self._parts.eqns:
@@ -177,7 +177,7 @@ class SplitProgram:
         }
 
     def results(self, state: tj.TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
-        """The function's results, merged over towers."""
+        """Return the function's results, merged over towers."""
         walk = self._evaluate(None, self._inputs(state), merged)
         of_passes = [_results_in(x) for x in merged]
         results = []
@@ -196,7 +196,7 @@ class SplitProgram:
         return None
 
     def line_of_own_parameters(self) -> str | None:
-        """The line of a loss with parameters that differ from tower to tower."""
+        """Return the line of a loss with parameters that differ from tower to tower."""
         for eqn in self._parts.eqns:
             if eqn.primitive is PARAMETERS and self._is_own(eqn.invars):
                 return user_line((eqn, None))
@@ -216,13 +216,13 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _inputs(self, state: tj.TrainState) -> list[Any]:
-        """The program's replicated inputs; None in place of the others."""
+        """Return the program's replicated inputs; None in place of the others."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         return [*leaves, *[None] * others]
 
     def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
-        """An interpreter that knows the merged results of earlier passes."""
+        """Return an interpreter that knows the merged results of earlier passes."""
         walk = self._parts.interpreter(inputs)
         for at, tree in enumerate(merged):
             meets = self._parts.ends_of(at)
@@ -256,7 +256,7 @@ class SplitProgram:
         return walk
 
     def _returned_by(self, number: int | None) -> list[Any]:
-        """The variables that a pass, or for None the update, returns."""
+        """Return the variables that a pass, or for None the update, returns."""
         results = [x for x, at in self._results if at == number]
         operands = [operands_of(eqn) for eqn in self._parts.ends_of(number)]
         return jax.tree.leaves((results, operands))
@@ -268,7 +268,7 @@ class SplitProgram:
 
 
 def _checked(path: tuple[Any, ...], x: Any) -> Any:
-    """A metric state as a pass merges it, before its numbers become arrays."""
+    """Return a metric state as a pass merges it, before its numbers become arrays."""
     return check_metric(name_by_key(path), x) if tj.metrics.is_metric(x) else x
 
 
@@ -277,12 +277,12 @@ _MEET_KEYS = (LOSSES, "grads")
 
 
 def _is_one(x: Any) -> bool:
-    """Whether ``x`` is one result, which one pass merges."""
+    """Return whether ``x`` is one result, which one pass merges."""
     return is_typed(x) or isinstance(x, Means)
 
 
 def _results_in(tree: dict[str, PyTree]) -> list[Any]:
-    """The function's results among the merged values of a pass."""
+    """Return the function's results among the merged values of a pass."""
 
     def is_result(x: Any) -> bool:
         return _is_one(x) or isinstance(x, _Later)

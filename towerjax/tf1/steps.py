@@ -164,7 +164,7 @@ def _stack(batches: Sequence[Any], *, strategy: AnyStrategy) -> tuple[PyTree, ..
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
-    """The carry with each ``PerTower`` stacked to leaves ``[T, ...]``."""
+    """Return the carry with each ``PerTower`` stacked to leaves ``[T, ...]``."""
 
     def stack(x: PerTower) -> PerTower:
         return PerTower(stack_towers(x, num_towers, "a PerTower of the carry"))

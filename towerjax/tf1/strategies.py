@@ -47,7 +47,7 @@ class Verbs:
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """The class with TensorFlow's methods."""
+        """Return the class with TensorFlow's methods."""
         return _WITH_VERBS[plain]
 
     @property
@@ -133,7 +133,7 @@ _WITH_VERBS: dict[Any, Any] = {
 
 @api_boundary
 def with_verbs(strategy: values.AnyStrategy) -> MirroredStrategy | OneDeviceStrategy:
-    """The strategy with TensorFlow's methods and the same options.
+    """Return the strategy with TensorFlow's methods and the same options.
 
     Args:
       strategy: A `tj.Mirrored` or `tj.OneDevice`. A strategy that has the methods is

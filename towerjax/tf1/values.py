@@ -89,7 +89,7 @@ def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
 
 
 def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
-    """The mirrored variable that all towers have; raise if they have several."""
+    """Return the mirrored variable that all towers have; raise if they have several."""
     first = leaves[0]
     if all(x is first or _bits(x) == _bits(first) for x in leaves):
         return first
@@ -101,7 +101,7 @@ def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
 
 
 def _is_one_constant(leaves: tuple[Any, ...]) -> bool:
-    """Whether all towers have the same object, or equal constants of Python."""
+    """Return whether all towers have the same object, or equal constants of Python."""
     first = leaves[0]
     if isinstance(first, str | bytes | int | float | complex):
         return all(type(x) is type(first) and x == first for x in leaves)
@@ -120,7 +120,7 @@ def fetch(
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """A replicated value, or ``fn`` of it, on one device.
+    """Return a replicated value, or ``fn`` of it, on one device.
 
     ``destination`` is a device or its name; None is this process's first CPU. ``fn`` is
     applied where the value lies, so that only its result is sent. While JAX traces,

@@ -148,7 +148,7 @@ def _over_devices_by_pmap(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """The same global function by ``jax.pmap``, the legacy path.
+    """Return the same global function by ``jax.pmap``, the legacy path.
 
     Sizes are always given: ``reshape`` cannot infer -1 for an array without elements.
     """
@@ -181,7 +181,7 @@ def _over_devices_by_pmap(
 
 
 def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree]:
-    """A map that applies ``fn(x, axis)`` to leaves with an axis of devices."""
+    """Return a map that applies ``fn(x, axis)`` to leaves with an axis of devices."""
 
     def of_tree(layout: Layout, tree: PyTree) -> PyTree:
         axis = _PMAP_AXES[layout]
@@ -196,7 +196,7 @@ def trace_one_tower(
     in_layouts: Sequence[PyTree],
     args: Sequence[PyTree],
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
+    """Return the jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
 
     ``args`` are shapes, of global values.
     """
@@ -224,7 +224,7 @@ def _trace_on_one(
 
 
 def is_inside_tower() -> bool:
-    """Whether a tower function or a merge function is being traced."""
+    """Return whether a tower function or a merge function is being traced."""
     return any(map(_is_bound, (_IN_TOWER, DEVICE_AXIS, LOCAL_AXIS)))
 
 
@@ -239,7 +239,7 @@ def is_in_tower_fn() -> bool:
 
 
 def in_merge_fn() -> contextlib.AbstractContextManager[None]:
-    """The context in which a merge function runs."""
+    """Return the context in which a merge function runs."""
     return bind_axis(_MERGING)
 
 
@@ -293,7 +293,7 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
 
 @contextlib.contextmanager
 def in_tower_fn() -> Iterator[None]:
-    """The context in which a tower function runs; explains its errors."""
+    """Return the context in which a tower function runs; explains its errors."""
     try:
         with bind_axis(_IN_TOWER):
             yield

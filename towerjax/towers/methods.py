@@ -61,13 +61,13 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone, since the devices of a placement do not pickle."""
+        """Return the options alone, since the devices of a placement do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """The class for strategies that are made from this one."""
+        """Return the class for strategies that are made from this one."""
         return plain
 
     @property

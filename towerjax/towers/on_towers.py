@@ -210,7 +210,7 @@ def call_on_towers(
 
 
 def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
-    """The argument, placed on the strategy's devices unless JAX is tracing."""
+    """Return the argument, placed on the strategy's devices unless JAX is tracing."""
     if traced or has_tracers(x):
         return jax.tree.map(jnp.asarray, x)
     if placement.num_processes > 1 and layout is Layout.MIRRORED:

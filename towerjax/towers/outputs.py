@@ -41,7 +41,7 @@ OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
 
 
 def layouts_of(tree: PyTree) -> PyTree:
-    """A prefix tree of the layouts of merged values."""
+    """Return a prefix tree of the layouts of merged values."""
     return jax.tree.map(
         lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
         tree,
@@ -57,7 +57,7 @@ def mark_per_tower(tree: PyTree) -> PyTree:
 def unmark_per_tower(
     tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
 ) -> PyTree:
-    """The tree with each `PerTowerValue` replaced by its value.
+    """Return the tree with each `PerTowerValue` replaced by its value.
 
     ``change`` gets the list of these values, and returns those to put in their place.
     """

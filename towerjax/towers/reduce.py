@@ -105,7 +105,7 @@ def _reduce_global(
 
 
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
-    """The tree with a ``PerTower`` of one leaf wherever values are per tower."""
+    """Return the tree with a ``PerTower`` of one leaf wherever values are per tower."""
 
     def stack_field(x: Any) -> Any:
         if isinstance(x, PerTower):

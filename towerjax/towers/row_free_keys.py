@@ -55,7 +55,7 @@ def _as_ordinary(key: jax.Array) -> jax.Array:
 
 
 def _next_word(word: jax.Array) -> jax.Array:
-    """The next even word, one step of a congruential generator."""
+    """Return the next even word, one step of a congruential generator."""
     return (word * jnp.uint32(1664525) + jnp.uint32(1013904223)) & jnp.uint32(
         ALL_TOWERS - 1
     )

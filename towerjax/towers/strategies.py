@@ -268,7 +268,7 @@ Strategy = Mirrored | OneDevice
 
 
 def with_specs(strategy: Strategy, specs: Any) -> Strategy:
-    """The strategy with the ``specs`` of a builder; itself if they are None."""
+    """Return the strategy with the ``specs`` of a builder; itself if they are None."""
     if specs is None:
         return strategy
     if not isinstance(strategy, Mirrored):

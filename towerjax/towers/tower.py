@@ -250,7 +250,7 @@ class Tower:
     def mean(
         self, values: PyTree, weight: ArrayLike, *, axis: Literal[0] | None = None
     ) -> PyTree:
-        """The mean over all towers' rows, the same on each tower.
+        """Return the mean over all towers' rows, the same on each tower.
 
         ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: see `reduce`.
 
@@ -309,7 +309,7 @@ class Tower:
         return jax.tree.map(lambda x: join_rows(x, axis), rows, is_leaf=is_rows)
 
     def assign(self, variable: Variable, value: PyTree) -> Variable:
-        """The variable with a new value.
+        """Return the variable with a new value.
 
         A mirrored variable takes the towers' values, reduced by its own reduction, and
         stays the same on all towers. A tower-local variable takes this tower's value.
@@ -337,7 +337,7 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """The variable with the reduced value added; otherwise as `assign`."""
+        """Return the variable with the reduced value added; otherwise as `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
@@ -379,12 +379,12 @@ def _require_step(value: Any, name: str, instead: str) -> Any:
 
 
 def is_in_step(tower: Tower) -> bool:
-    """Whether the tower has a step's batch, and so ``weight`` and ``rows``."""
+    """Return whether the tower has a step's batch, and so ``weight`` and ``rows``."""
     return tower._context.num_valid is not None
 
 
 def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """The axes of all towers, and the arguments of `tower_of` for this tower."""
+    """Return the axes of all towers, and the arguments of `tower_of` for this tower."""
     context = tower._context
     return context.axes, {
         "tower_id": tower.id,
@@ -404,7 +404,7 @@ def tower_of(
     micro_batches: int = 1,
     **context: Any,
 ) -> Tower:
-    """The tower of one id; ``state`` is None outside a step."""
+    """Return the tower of one id; ``state`` is None outside a step."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)

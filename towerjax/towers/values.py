@@ -46,7 +46,7 @@ class StrategyFields:
 
 
 def is_mergeable(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array, which may differ from tower to tower."""
+    """Return whether ``leaf`` is an array, which may differ from tower to tower."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
@@ -58,7 +58,7 @@ def as_native(root: str, tree: PyTree) -> PyTree:
 
 
 def unpad_batches(tree: PyTree) -> PyTree:
-    """The tree with each placed batch replaced by its towers' rows."""
+    """Return the tree with each placed batch replaced by its towers' rows."""
     has_batch = parts_of(PlacedBatch, tree)  # else the same objects
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree) if has_batch else tree
 
@@ -148,7 +148,7 @@ def values_of_towers(value: Any, num_towers: int) -> list[Any]:
 
 
 def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
-    """The tree with each ``PerTower`` replaced by one tower's value."""
+    """Return the tree with each ``PerTower`` replaced by one tower's value."""
 
     def value_of(x: PerTower) -> PyTree:
         if is_tuple(x.values):
@@ -195,7 +195,7 @@ def copy_to_first_cpu(value: PyTree) -> PyTree:
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
-    """The tree with the first process's numbers, placed on all devices."""
+    """Return the tree with the first process's numbers, placed on all devices."""
     if placement.num_processes == 1 or is_traced(tree):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
@@ -209,7 +209,7 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def _names_of(destinations: Any) -> tuple[str, ...]:
-    """The canonical names of the devices of ``destinations``."""
+    """Return the canonical names of the devices of ``destinations``."""
     arrays = jax.tree.leaves(destinations)
     devices = destinations
     if arrays and all(isinstance(x, jax.Array) for x in arrays):

@@ -122,12 +122,12 @@ class MirroredVar(Variable):
 
 
 def is_variable(x: Any) -> bool:
-    """Whether ``x`` is a variable."""
+    """Return whether ``x`` is a variable."""
     return isinstance(x, Variable)
 
 
 def is_local(x: Any) -> bool:
-    """Whether ``x`` is a tower-local variable."""
+    """Return whether ``x`` is a tower-local variable."""
     return isinstance(x, TowerLocal)
 
 
@@ -137,18 +137,18 @@ def is_never_read(x: Any) -> bool:
 
 
 def is_per_tower(x: Any) -> bool:
-    """Whether ``x`` holds one value per tower."""
+    """Return whether ``x`` holds one value per tower."""
     return isinstance(x, PerTower | TowerLocal)
 
 
 def label(variable: Variable) -> str:
-    """The name of a variable in error messages."""
+    """Return the name of a variable in error messages."""
     kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
-    """The value, cast to the variable's dtypes; raise if it does not fit.
+    """Return the value, cast to the variable's dtypes; raise if it does not fit.
 
     With ``reads`` the value is what the tower-local copies ``[T, ...]`` shall read as;
     it may have the dtype of the copies or of their reduction.
@@ -220,7 +220,7 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """The copies of a tower-local variable that read as the given value."""
+    """Return the copies of a tower-local variable that read as the given value."""
     refuse_own_copy(variable)
     reduction = variable.reduction
     adds_up = reduction is not Reduction.NONE and multiplies(reduction)
@@ -268,14 +268,14 @@ def layouts_by_type(value: PyTree) -> PyTree:
 
 
 def place_by_type(value: PyTree, placement: Placement) -> PyTree:
-    """A copy of the tree on the towers' devices, in `layouts_by_type`."""
+    """Return a copy of the tree on the towers' devices, in `layouts_by_type`."""
     return place(value, placement, layouts_by_type(value))
 
 
 def make_local(
     value: PyTree, reduction: Reduction, name: str, placement: Placement
 ) -> TowerLocal:
-    """A tower-local variable with one value on all towers, placed there.
+    """Return a tower-local variable with one value on all towers, placed there.
 
     In a tower function it is that tower's own copy.
     """
@@ -292,7 +292,7 @@ def assign_in_tower(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Variable:
-    """The variable with a new value, assigned in a tower."""
+    """Return the variable with a new value, assigned in a tower."""
     check_variable(variable, "tower.assign")
     new = fit(variable, plain(value))
     if isinstance(variable, MirroredVar):
@@ -363,7 +363,7 @@ def check_tower_local(local: PyTree) -> PyTree:
 
 
 def read_local(local: PyTree) -> PyTree:
-    """The tree with each variable replaced by its one value, outside of a step.
+    """Return the tree with each variable replaced by its one value, outside of a step.
 
     Args:
       local: A ``TowerLocal`` of a ``TrainState``, or any pytree; leaves that are not

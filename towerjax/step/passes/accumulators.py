@@ -169,12 +169,12 @@ class Returned:
 
 
 def is_typed(x: Any) -> bool:
-    """Whether the leaf's type says how it is merged."""
+    """Return whether the leaf's type says how it is merged."""
     return isinstance(x, OF_TOWERS) or is_rows(x) or is_metric(x)
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
-    """A checked leaf as `Returned`, or as a tree of these if it has several parts."""
+    """Make `Returned` of a checked leaf, or a tree of these if it has several parts."""
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
@@ -205,7 +205,7 @@ def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
-    """The inverse of `take_sums`."""
+    """Return the inverse of `take_sums`."""
     left = {how: iter(values) for how, values in zip(_ADDITIVE, sums, strict=True)}
 
     def put(x: Returned) -> Returned:
@@ -215,13 +215,13 @@ def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
 
 
 def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
-    """A tower's ``(sums, (rest, ids))`` as one tree of `Returned`, without ids."""
+    """Join a tower's ``(sums, (rest, ids))`` to one tree of `Returned`, without ids."""
     sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
     return put_sums(rest, sums)
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """The tree as it was returned, with a value for each `Returned`."""
+    """Return the tree as it was returned, with a value for each `Returned`."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 
@@ -235,7 +235,7 @@ _ORDER = ("loss", "gradient", "metric", "value")
 
 
 def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
-    """The result of a tower, checked, with each leaf as `Returned`.
+    """Return the result of a tower, checked, with each leaf as `Returned`.
 
     A leaf of ``merged`` that the tower returns again is mirrored, in any container.
     """
@@ -302,7 +302,7 @@ def _types_of(values: list[Any]) -> list[str]:
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
-    """A tower's sums, each with what it is: loss, gradient, metric or other value.
+    """Name a tower's sums, each as a loss, gradient, metric or other value.
 
     They are sorted in this order.
     """
@@ -322,14 +322,14 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(own: PerTower) -> PyTree:
-    """A tower's own sums and metric states; None for each bare value."""
+    """Return a tower's own sums and metric states; None for each bare value."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
 
 
 def key_name(entry: Any) -> str:
-    """An entry of a key path as one word."""
+    """Return an entry of a key path as one word."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
@@ -344,7 +344,7 @@ def _to_array(name: str, x: Any) -> jax.Array:
 
 
 def _check_leaf(name: str, x: Any, rows: int) -> Any:
-    """A typed leaf with checked row counts and dtypes wide enough to be added."""
+    """Check the rows of a typed leaf, and widen its dtypes so that it can be added."""
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):

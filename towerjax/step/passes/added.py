@@ -22,7 +22,7 @@ from towerjax.types import PyTree
 def dim_of_shards(
     ops: CrossTowerOps, params: PyTree, axes: TowerAxes
 ) -> Callable[[Any], int | None]:
-    """A function that returns the dim along which a sum is scattered, or None.
+    """Return a function that returns the dim along which a sum is scattered, or None.
 
     A sum is scattered along the dim of the shards of parameters that have its shape, if
     the op sends it alone.
@@ -54,7 +54,7 @@ def sums_in_shards(
 def targets_of(
     ops: CrossTowerOps, trained: PyTree, axes: TowerAxes, tables: Iterable[int | None]
 ) -> Targets:
-    """The arrays by which a loss is differentiated.
+    """Return the arrays by which a loss is differentiated.
 
     ``tables`` are the numbers of the leaves that are tables. Only rows of a table have
     a gradient, so it is never scattered.
@@ -85,7 +85,7 @@ class Added:
     def of(
         cls, ops: CrossTowerOps, own: PyTree, params: PyTree, axes: TowerAxes
     ) -> "Added":
-        """The sums over all towers of ``own``, a device's sums.
+        """Return the sums over all towers of ``own``, a device's sums.
 
         ``own`` is two trees, of which the first is guarded. A gradient by a `Shard` is
         already added over devices. A sum in the shape of sharded parameters is added
@@ -117,7 +117,7 @@ class Added:
         return jax.tree.map(either, self.shards, self.sums.tree(), is_leaf=is_leaf)
 
     def are_finite(self, rows: list[IndexedRows]) -> jax.Array:
-        """Whether all guarded sums and ``rows``, those of tables, are finite."""
+        """Return whether all guarded sums and ``rows``, those of tables, are finite."""
         finite = [jnp.isfinite(x.values).all() for x in rows]
         if shards := jax.tree.leaves(self.shards[0]):
             own = all_finite(shards).astype(jnp.int32)

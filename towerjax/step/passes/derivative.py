@@ -39,7 +39,7 @@ class Tables(Protocol):
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """The gradients; that of a table has only the rows that were looked up.
+        """Return the gradients; that of a table has only the rows that were looked up.
 
         ``grads`` and ``rows`` are the gradients by the trained values and by the zeros.
         ``reads`` are the numbers of those leaves of both, trained values first, that
@@ -60,7 +60,7 @@ class LossSums:
 
     @classmethod
     def of(cls, loss: Weighted | Means | Sum) -> "LossSums":
-        """The sums of a loss that towers returned."""
+        """Return the sums of a loss that towers returned."""
         if isinstance(loss, Sum):
             return cls([loss.value], [], [])
         if isinstance(loss, Means):
@@ -74,14 +74,14 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """The sums of all terms, with the shared term apart."""
+        """Return the sums of all terms, with the shared term apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
     @classmethod
     def each(cls, loss: Any) -> "list[LossSums]":
-        """The sums of a loss, or of each loss in a list: always a list."""
+        """Return the sums of a loss, or of each loss in a list: always a list."""
         return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
 
     @property
@@ -95,7 +95,7 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """The factors of the sums; ``total`` is the `denominators`, added over towers.
+        """Return the sums' factors; ``total`` is the `denominators`, added over towers.
 
         ``share`` is the factor of the shared term.
         """
@@ -105,7 +105,7 @@ class LossSums:
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
     def with_gradients(self, grads: list[PyTree]) -> PyTree:
-        """The gradients of the sums; a single sum is merged as it is."""
+        """Return the gradients of the sums; a single sum is merged as it is."""
         if self.is_of_several:
             return grads
         [grad] = grads
@@ -121,7 +121,7 @@ class Gradient:
     weight: jax.Array | None
 
     def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
-        """The gradient with its weight, as towers return it; or as sums without it."""
+        """Pair the gradient with its weight, as towers return it; or give bare sums."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
             return Sum(grads)
@@ -164,7 +164,7 @@ def gradient_of(
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """The dict that a micro-batch returns, and the gradient of its loss by ``trained``.
+    """Differentiate the loss that a micro-batch returns in a dict by ``trained``.
 
     ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
     adds the weights of several means over all towers and micro-batches. ``share`` is
@@ -227,7 +227,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """The loss; its derivative by ``trained`` raises where a weight depends on it."""
+    """Let the loss's derivative by ``trained`` raise where a weight depends on it."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -238,7 +238,7 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """The values; a derivative puts the numbers of the leaves it needs in ``reads``."""
+    """Let a derivative of the values note the leaves it needs in ``reads``."""
     leaves, treedef = jax.tree.flatten(values)
 
     @jax.custom_vjp
@@ -258,7 +258,7 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """The value, whose derivative by ``by`` raises a ``ValueError``.
+    """Return the value, whose derivative by ``by`` raises a ``ValueError``.
 
     ``by`` are arguments of the rule below, so that it runs in the derivative by them.
     """
@@ -281,7 +281,7 @@ def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-    """The value; no derivative is taken through it: its tangent is a symbolic zero."""
+    """Hold the value: no derivative goes through it, its tangent is a symbolic zero."""
 
     @jax.custom_jvp
     def same(x: jax.Array) -> jax.Array:

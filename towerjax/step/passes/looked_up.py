@@ -53,7 +53,7 @@ class Lookups:
 
     @classmethod
     def of(cls, program: ClosedJaxpr, first: int, trained: PyTree) -> "Lookups":
-        """The lookups of a program, whose inputs from ``first`` on are ``trained``."""
+        """Find a program's lookups; its inputs from ``first`` on are ``trained``."""
         if not (jax.tree.leaves(trained) and _has_lookups(program)):
             return cls(program)
         names = tuple(name for name, _ in named_leaves("params", trained))
@@ -73,7 +73,7 @@ class Lookups:
         return cls(program, eqns, tuple(map(number, eqns)), names)
 
     def of_towers(self, towers: int) -> "Lookups":
-        """The same lookups, by several towers that evaluate the program together."""
+        """Return these lookups for towers that evaluate the program together."""
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
@@ -83,7 +83,7 @@ class Lookups:
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
 
     def evaluate(self, leaves: Sequence[Any], zeros: Zeros) -> tuple[list[Any], Ids]:
-        """The program's results for one tower, and the ids of each lookup.
+        """Return the program's results for one tower, and the ids of each lookup.
 
         Without ``zeros`` a lookup is evaluated like any other equation, and no ids are
         returned.
@@ -147,7 +147,7 @@ class TracedLoss:
 
     @classmethod
     def of(cls, fn: Callable[[PyTree], PyTree], trained: PyTree) -> "TracedLoss":
-        """The program of ``fn`` for values of the shapes and dtypes of ``trained``."""
+        """Trace ``fn`` for values of the shapes and dtypes of ``trained``."""
         leaves, treedef = jax.tree.flatten(trained)
         returned: PyTree = None
 

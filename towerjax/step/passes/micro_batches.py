@@ -32,7 +32,7 @@ def scan_micro_batches(
     *,
     of_several: bool,
 ) -> PyTree:
-    """The merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
+    """Return the merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
 
     Args:
       of_micro_batch: ``(index, rows, local) -> tree`` of `Returned`.
@@ -52,7 +52,7 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """The towers' variables after the micro-batches so far."""
+        """Return the towers' variables after the micro-batches so far."""
         pairs = zip(totals, parts, strict=True)
         carried = [total for total, part in pairs if part.how is CARRIED]
         if not carried:
@@ -81,7 +81,7 @@ def scan_micro_batches(
 
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
-    """The values to which the first micro-batch adds; variables start as ``local``."""
+    """Return what the first micro-batch adds to; variables start as ``local``."""
     carried = [x.value for x in parts if x.how is CARRIED]
     if carried:
         structure = jax.tree.structure(carried)
@@ -93,7 +93,7 @@ def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
 def numbered_rows(
     rows: PyTree, count: int, *, of_several: bool
 ) -> tuple[jax.Array, PyTree]:
-    """The numbers of ``count`` micro-batches, ``[A]``, and their rows, ``[A, ...]``."""
+    """Number ``count`` micro-batches, ``[A]``, and split their rows, ``[A, ...]``."""
     split = functools.partial(split_micro_batches, parts=count)
     if of_several:  # rows are [k, b, ...]
         of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))

@@ -36,7 +36,7 @@ class Look(Protocol):
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """The result for all towers; ``own`` is what each tower's tree showed."""
+        """Return the result for all towers; ``own`` is what each one's tree showed."""
 
 
 class FiniteSums:
@@ -48,7 +48,7 @@ class FiniteSums:
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> jax.Array:
-        """Whether the sums and rows are finite, ``()`` bool."""
+        """Return whether the sums and rows are finite, ``()`` bool."""
         added, rows = guarded
         return added.are_finite(rows)
 
@@ -57,13 +57,13 @@ class TowersFlags:
     """A look at which values of each tower are not finite, before any sum."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """The `Flags` of the values that the tower returns."""
+        """Return the `Flags` of the values that the tower returns."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """The `Flags` of all towers, with those of the parameters."""
+        """Return the `Flags` of all towers, with those of the parameters."""
         flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
         replicated = on_shards(flag, params, replicated=True)
         return all_gather_rows(join_flags(replicated, own), axes)
@@ -172,7 +172,7 @@ class Pass:
         )
 
     def used(self, held: PyTree) -> PyTree:
-        """The state that towers compute with, from the one that a device was given.
+        """Return the state that towers use, from the one that a device was given.
 
         If only the optimizer's state is sharded, a `Shard` of a parameter tells how its
         gradient's sum is scattered, and towers have the whole parameter without a
@@ -210,6 +210,6 @@ class TracedPass:
         )
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        """The results of running the pass; arguments and results are global values."""
+        """Run the pass; arguments and results are global values."""
         shards = self.pass_.shards(args, self.towers.out)
         return self.towers.run(self.layouts, args, shards=shards)

@@ -225,7 +225,7 @@ class TracedTower:
         return is_one and not self.pass_.needs_each and any(map(is_shard, held))
 
     def losses_can_be_added(self) -> bool:
-        """Whether the losses of towers are added before they are differentiated."""
+        """Return whether towers' losses are added before they are differentiated."""
         if not self.pass_.takes_gradient or self.pass_.needs_each or self.axes.in_turn:
             return False
         if self.axes.num_local == 1:

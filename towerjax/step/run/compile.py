@@ -66,7 +66,7 @@ def lower(
     *,
     full_rows: int | None = None,
 ) -> jax.stages.Lowered:
-    """The step lowered to its devices.
+    """Return the step lowered to its devices.
 
     ``full_rows`` is the number of rows of each tower, if all of them are examples; with
     None some may be padding. The program of a training takes the step flag of the call
@@ -107,7 +107,7 @@ def lower(
 
 
 def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
-    """The shardings of each argument, by its name."""
+    """Return the shardings of each argument, by its name."""
     params = traced.args[0]["params"]
     named = zip(traced.plan.ins.items(), traced.args, strict=True)
     return {
@@ -151,7 +151,7 @@ def inline(
     *,
     before_first: Callable[[Traced], None] | None = None,
 ) -> tuple[PyTree, Traced]:
-    """The results in a trace, as a part of another program; and the traced step."""
+    """Trace a step as a part of another program; return results and traced step."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
             f"A step of {placement.num_devices} devices is called in a tower, which"
@@ -169,7 +169,7 @@ def inline(
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """The function to compile; the program's text shows the names of its arguments."""
+    """Make the function to compile; the program's text shows its arguments' names."""
     at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
@@ -192,7 +192,7 @@ def _step_of(
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A context in which Python does not collect garbage.
+    """Return a context in which Python does not collect garbage.
 
     A trace makes many objects, and all of them stay. To look for garbage among them,
     Python would walk the objects of all modules, which takes a tenth of a first call.

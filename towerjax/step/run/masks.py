@@ -82,7 +82,7 @@ def _unmasked_calls(
 def _values_to_mask(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """A function that returns the values in which padding must not count."""
+    """Return a function that returns the values in which padding must not count."""
 
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
@@ -110,7 +110,7 @@ def _values_to_mask(
 def _is_masked(
     call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
 ) -> bool:
-    """Whether all towers know the weights of the rows that a tower sends to others."""
+    """Return whether all towers know the weights of rows that a tower sends."""
     if call.is_sum:
         return False
     if call.name in tags.TOWER_CALLS:

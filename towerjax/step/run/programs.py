@@ -32,7 +32,7 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """The batch's signature; raises if as many as may compile have been ``seen``."""
+    """Return the batch's signature; raise if as many as may compile were ``seen``."""
 
     def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
@@ -93,7 +93,7 @@ class Programs:
         return next(reversed(self.made.values()), None)
 
     def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
-        """The program for a batch of this signature, if it exists."""
+        """Return the program for a batch of this signature, if it exists."""
         return self.made.get((batch.signature, kind))
 
     def program(
@@ -103,7 +103,7 @@ class Programs:
         kind: Hashable = None,
         before_first: Callable[[Traced], None] | None = None,
     ) -> Program:
-        """The program for a batch of this signature, compiled at first use.
+        """Return the program for a batch of this signature, compiled at first use.
 
         What is to be compiled is first given to ``before_first``, which may refuse it.
         """
@@ -150,7 +150,7 @@ class Programs:
         batch: PlacedBatch,
         before_first: Callable[[Traced], None] | None = None,
     ) -> PyTree:
-        """The results in a trace, as a part of another program."""
+        """Return the results in a trace, as a part of another program."""
         args = (*first, *batch.args)
         out, traced = inline(self.plan, self.placement, args, before_first=before_first)
         if batch.padded:
@@ -164,7 +164,7 @@ class Programs:
         batch: PlacedBatch,
         *step_flag: jax.Array,
     ) -> PyTree:
-        """The results of one of the programs for this batch."""
+        """Return the results of one of the programs for this batch."""
         if not self._on_cpus:
             return self._call(program, first, batch, *step_flag)
         devices = self.placement.devices
@@ -207,7 +207,7 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """The batch, with the first process's values of replicated leaves on the host."""
+    """Give the batch the first process's values of replicated leaves on the host."""
     placement = batch.placement
     layout = Layout.MIRRORED
     if placement.num_processes == 1:
@@ -228,7 +228,7 @@ def send_replicated(batch: PlacedBatch) -> PlacedBatch:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _first_of(values: PyTree, placement: Placement) -> PyTree:
-    """The values of the first device, on all devices."""
+    """Return the values of the first device, on all devices."""
 
     def of_device(values: PyTree) -> PyTree:
         number = jax.lax.axis_index(DEVICE_AXIS)

@@ -67,7 +67,7 @@ class Checked:
 def prove(
     passes: Sequence[TracedPass], finish: ClosedJaxpr, *, update_on_devices: bool
 ) -> Proof:
-    """The proof, without a device, that what a step declares mirrored is the same.
+    """Prove, without a device, that what a step declares mirrored is the same.
 
     ``finish`` is its update. ``update_on_devices`` says whether each device runs it.
     """
@@ -82,7 +82,7 @@ def prove(
 
 
 def join_proofs(proofs: Sequence[Proof]) -> Proof:
-    """The proof of one or several passes or steps."""
+    """Return the proof of one or several passes or steps."""
     if len(proofs) == 1:
         return proofs[0]
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
@@ -121,7 +121,7 @@ def _prove_pass(traced: TracedPass) -> Proof:
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
-    """Whether a loss with a gradient reads no leaf of its batch, and draws nothing.
+    """Return whether a differentiated loss reads no leaf of its batch, nor draws.
 
     A draw may be all that it needs, as may a tower's own variable, or what an earlier
     pass has merged.
@@ -144,7 +144,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
 
 
 def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
-    """The numbers of a tower's results that are its loss, if it returns one.
+    """Return the numbers of a tower's results that are its loss, if it returns one.
 
     An earlier pass may have it. ``with_gradient``: only if it returns its gradient.
     """

@@ -76,7 +76,7 @@ class StepFlags:
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
     def take(self, at: Any) -> Lineage:
-        """The line of calls that made the state with this ``state.step``."""
+        """Return the line of calls that made the state with this ``state.step``."""
         for line in [*self._lines]:
             if line.at is at:
                 self._drop(line)
@@ -129,7 +129,7 @@ class StepFlags:
             raise self._error(number)
 
     def _number(self, x: jax.Array) -> int:
-        """A number on the host; a transfer is meant, so transfer guards allow it.
+        """Read a number on the host; a transfer is meant, so transfer guards allow it.
 
         Raises what the devices failed with.
         """

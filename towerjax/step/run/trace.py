@@ -103,7 +103,7 @@ class Traced:
         return is_exact and how.placement.num_devices > 1
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """The results for ``(donated, kept, *batch)``, global values."""
+        """Return the results for ``(donated, kept, *batch)``, global values."""
         plan = self.plan
         passes = iter(self.passes)
 
@@ -142,7 +142,7 @@ class Traced:
 
 
 def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
-    """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
+    """Return the step for arguments of these shapes, ``(donated, kept, *batch)``."""
     shapes_of_args = shapes_of(tuple(args))
     passes = list[TracedPass]()
 

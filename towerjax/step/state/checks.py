@@ -31,7 +31,7 @@ def place_others(
     *,
     own: bool = False,
 ) -> PyTree:
-    """The tree, with leaves that lie elsewhere placed; the same object if none does.
+    """Place leaves that lie elsewhere; return the same object if none does.
 
     With ``own`` a leaf that JAX has put there by default is copied, too. ``params`` are
     those of `Placement.shardings`.
@@ -53,7 +53,7 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """The checked state, with those scalars placed that lie elsewhere.
+    """Return the checked state, with those scalars placed that lie elsewhere.
 
     Such a scalar is a learning rate that was written into the optimizer's state, for
     example. All processes call this, and get the numbers of the first process.
@@ -78,7 +78,7 @@ def with_numbers_placed(
 
 
 def _cast_number(name: str, value: Any, dtype: Any) -> Any:
-    """The value, cast to ``dtype``; raises if the dtype cannot hold it."""
+    """Return the value, cast to ``dtype``; raises if the dtype cannot hold it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value
     plain = np.asarray(value).item()
@@ -91,7 +91,7 @@ def _cast_number(name: str, value: Any, dtype: Any) -> Any:
 
 
 def is_usable(state: Any) -> bool:
-    """Whether ``state`` is a state on devices whose buffers were not donated.
+    """Return whether ``state`` is a state on devices whose buffers were not donated.
 
     Looks at one leaf, to be quick: JAX 0.10 aborts the process, and does not raise,
     when several CPU devices are given a donated array.
@@ -218,7 +218,7 @@ def _describe_location(x: Any) -> str:
 
 
 def is_computed(state: TrainState) -> bool:
-    """Whether the state could be computed and no step has donated its buffers."""
+    """Return whether the state was computed and no step has donated its buffers."""
     try:
         jax.block_until_ready(state)
     except (RuntimeError, ValueError):  # a failed computation, or donated buffers

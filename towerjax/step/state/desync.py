@@ -140,7 +140,7 @@ def _stack_on_all(prints: list[jax.Array], placement: Placement) -> jax.Array:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """A hash of an array's bits and their positions, ``()`` uint32.
+    """Return a hash of an array's bits and their positions, ``()`` uint32.
 
     Each word is mixed with its position by a bijection, and the words are added.
     """

@@ -47,7 +47,7 @@ def first_state(
     extra: PyTree,
     rng: jax.Array | None,
 ) -> TrainState:
-    """The first state, from parameters or from a function that makes them on devices.
+    """Make the first state, from parameters or a function that makes these.
 
     ``makes`` has, by its name, a function for each field that the step makes from the
     parameters. An ``opt_state`` that is given is not made.
@@ -85,7 +85,7 @@ def first_shapes(
     local: PyTree,
     extra: PyTree,
 ) -> TrainState:
-    """The shapes of the first state.
+    """Return the shapes of the first state.
 
     ``made_of(params)`` returns the shapes of the fields that the step makes.
     """
@@ -104,7 +104,7 @@ def first_shapes(
 
 
 def placed_state(strategy: Strategy, state: TrainState) -> TrainState:
-    """A copy of a state, placed on the devices of a strategy with as many towers."""
+    """Copy a state to the devices of a strategy with as many towers."""
     check_is_state(state)
     check_not_donated(state)
     check_num_towers(state, strategy.placement.num_towers)

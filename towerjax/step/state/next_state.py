@@ -116,7 +116,7 @@ _UPDATE = (
 
 
 def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
-    """The next state, the metrics and more that ``update_fn`` returned, checked."""
+    """Check the next state, the metrics and more that ``update_fn`` returned."""
     given: Any = updated if isinstance(updated, tuple) else (updated,)
     kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
     fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
@@ -210,7 +210,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
 def guard_rows(
     walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
 ) -> list[Any] | None:
-    """The operands with which an equation writes no rows if the step is refused.
+    """Return the operands with which an equation writes no rows if the step is refused.
 
     None, if the equation does not write rows of a leaf of the state. ``left`` has, by
     its variable, the leaf that is left there in a refused step; the equation's result
@@ -240,7 +240,7 @@ def guard_rows(
 
 
 def _drops(eqn: Any) -> bool:
-    """Whether a scatter drops the index -1, and its indices can hold it."""
+    """Return whether a scatter drops the index -1, and its indices can hold it."""
     indices = eqn.invars[1].aval
     drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
@@ -292,7 +292,7 @@ def accept(
 def _evaluate_guarded(
     walk: Interpreter, jaxpr: core.Jaxpr, after: Sequence[Any], before: Sequence[Any]
 ) -> list[Any]:
-    """The new leaves of a carry, or the old ones if the step is refused."""
+    """Return the new leaves of a carry, or the old ones if the step is refused."""
     effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
     deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], always=effects)
     for eqn in deciding:

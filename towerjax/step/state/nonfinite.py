@@ -80,7 +80,7 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """A text with the range of each leaf of integers, which may be labels."""
+    """Return a text with the range of each leaf of integers, which may be labels."""
     named = [
         (name, x)
         for name, x in named_leaves("batch", batch)
@@ -105,7 +105,7 @@ class Flags:
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def locations(self, step: int) -> list[Location]:
-        """A `Location` for each flag that is set, once the table is on the host."""
+        """Return a `Location` for each flag set; the table must be on the host."""
         return [
             Location(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
             for tower, i in np.argwhere(self.table)
@@ -132,7 +132,7 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
 
 
 def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
-    """The names of a tree's leaves that hold NaN or infinity."""
+    """Return the names of a tree's leaves that hold NaN or infinity."""
     if jax.device_get(_all_finite(tree)):
         return []
     named = readable_leaves(root, tree)
@@ -156,7 +156,7 @@ def explain_params(error: NonFiniteError, state: PyTree) -> None:
 
 
 def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
-    """The flags of each tower, with those of replicated leaves before its own."""
+    """Join each tower's flags to those of replicated leaves, which come first."""
     rows = jnp.broadcast_to(
         replicated.table, (per_tower.table.shape[0], *replicated.table.shape)
     )
@@ -165,7 +165,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
 
 
 def _towers_text(towers: Sequence[int]) -> str:
-    """A text for the towers, such as ``"towers 0, 2-5"``."""
+    """Return a text for the towers, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
@@ -177,7 +177,7 @@ def _towers_text(towers: Sequence[int]) -> str:
 
 
 def locations_text(locations: Sequence[Location]) -> str:
-    """A text for the locations, in which several towers of one leaf are one entry."""
+    """Write the locations as text; several towers of one leaf are one entry."""
     towers: dict[Location, list[int]] = {}
     for location in locations:
         towers.setdefault(dataclasses.replace(location, tower=0), []).append(

@@ -50,7 +50,7 @@ class StatePolicy:
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
-        """The shapes of the fields of a state that the step makes, by their names."""
+        """Return the shapes of the fields that the step makes of a state, by name."""
         makes = self.makes.items()
         made = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := made.pop("local", None):
@@ -70,13 +70,13 @@ class StatePolicy:
         check_leaves(given)
 
     def copied(self, state: TrainState) -> TrainState:
-        """A copy of a state on the strategy's devices."""
+        """Return a copy of a state on the strategy's devices."""
         return place(state, self.strategy.placement, self.layout, state.params)
 
     def placed(
         self, state: TrainState, root: str = "state", *, own: bool = False
     ) -> TrainState:
-        """The state with leaves that lie elsewhere placed; itself if none does.
+        """Return the state with leaves that lie elsewhere placed; itself if none does.
 
         ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
         default is copied, too.
@@ -85,20 +85,20 @@ class StatePolicy:
         return place_others(state, *where, own=own)
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """The towers' results, readable on every process and without padded rows."""
+        """Make the towers' results readable on every process, without padded rows."""
         placement = self.strategy.placement
         out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
         return _without_padding(out, batch)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The given state, checked but not placed: it has shapes or traced values."""
+        """Check a state without placing it: it has shapes or traced values."""
         check_is_state(given)
         check_not_donated(given)
         check_made(given, self.made(given.params))
         return given
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The given state, checked, with its scalars placed; itself if none had to be.
+        """Check a state and place its scalars; return itself if none had to be.
 
         ``expected`` has the shapes that the last program takes, if there is one.
         """
@@ -113,7 +113,7 @@ class StatePolicy:
         return placed
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The given state, if no check is needed; None if `start` must check it.
+        """Return the given state, if no check is needed; None if `start` must check it.
 
         It must with several processes, because each might hold other numbers.
         """
@@ -146,7 +146,7 @@ class Read(StatePolicy):
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The values that the step reads, from a state or from bare parameters."""
+        """Return the values that the step reads, of a state or of bare parameters."""
         if isinstance(given, TrainState):
             check_not_donated(given)
         else:
@@ -155,7 +155,7 @@ class Read(StatePolicy):
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The values that the step reads, checked and placed on the devices."""
+        """Return the values that the step reads, checked and placed on the devices."""
         refuse_traced("state", given)
         if not isinstance(given, TrainState):
             _check_read(given)
@@ -165,11 +165,11 @@ class Read(StatePolicy):
         return self.placed(model)
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The values that the step reads, unplaced; None for bare parameters."""
+        """Return the values that the step reads, unplaced; None for bare parameters."""
         return _model_part(given) if isinstance(given, TrainState) else None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """The value that towers returned under the single name, without padding."""
+        """Return what towers returned under the single name, without padding."""
         (merged,) = out
         (result,) = self.returned(merged, batch).values()
         return result
@@ -187,7 +187,7 @@ def _check_read(params: PyTree) -> None:
 
 
 def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
-    """A state, or parameters with these counters, without values never read."""
+    """Return a state, or parameters with these counters, without values never read."""
     state = given
     if not isinstance(given, TrainState):
         number, rng = counters
@@ -199,7 +199,7 @@ def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
 
 
 def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """The tree with `Rows` as bare arrays, without the padded rows."""
+    """Return the tree with `Rows` as bare arrays, without the padded rows."""
     kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:

@@ -66,7 +66,7 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """The fields; for arrays that were donated to a step only their shapes."""
+        """Show the fields; for arrays that were donated to a step only their shapes."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
@@ -79,7 +79,7 @@ class TrainState:
         return by_rich([self._table()])
 
     def table(self, *, rows: int = 40) -> str:
-        """A table of the leaves: name, shape, dtype, layout, bytes, bytes per device.
+        """Tabulate the leaves: name, shape, dtype, layout, bytes, bytes per device.
 
         Args:
           rows: The most leaves to show.
@@ -104,7 +104,7 @@ class TrainState:
         return leaf_table("TrainState", leaves, rows)
 
     def replace(self, **fields: Any) -> "TrainState":
-        """A state with other values of some fields, as ``dataclasses.replace``.
+        """Return a state with other values of some fields, as ``dataclasses.replace``.
 
         Example:
           >>> state = TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
@@ -123,7 +123,7 @@ class TrainState:
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> "TrainState":
-        """The state before the first step, of one tower, on no particular device.
+        """Create the state before the first step, of one tower, on no device.
 
         Args:
           params: Floating or complex arrays.
@@ -172,7 +172,7 @@ def state_layout(strategy: Strategy) -> TrainState:
 
 
 def step_number(state: TrainState) -> int:
-    """The steps done, by an explicit transfer, which transfer guards allow.
+    """Return the steps done, by an explicit transfer, which transfer guards allow.
 
     The state's int32 wraps round after ``2**31`` steps, this number after ``2**32``.
     """
@@ -189,7 +189,7 @@ def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]
 
 
 def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainState:
-    """The inverse of `split_state`, in half the time of ``TrainState(...)``."""
+    """Return the inverse of `split_state`, in half the time of ``TrainState(...)``."""
     state = object.__new__(TrainState)
     vars(state).update(donated)
     vars(state).update(kept)
@@ -199,7 +199,7 @@ def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainStat
 def init_state(
     strategy: Strategy, *parts: PyTree, like: PyTree = None, **others: Any
 ) -> TrainState:
-    """The state of `make_state`, copied and placed on the strategy's devices.
+    """Return the state of `make_state`, copied and placed on the strategy's devices.
 
     ``like`` are the parameters, if they are placed already and ``parts`` has others.
     """
@@ -223,7 +223,7 @@ def make_on_devices(
     make_opt_state: Callable[[PyTree], PyTree],
     rng: jax.Array | None,
 ) -> dict[str, PyTree]:
-    """The parameters that a function of a key makes, and their optimizer state.
+    """Return the parameters that a function of a key makes, and their optimizer state.
 
     One program makes both on the devices, sharded if the strategy shards them. Draws
     from JAX's counter-based keys do not depend on how an array is split.
@@ -254,7 +254,7 @@ def make_state(
     rng: jax.Array | None = None,
     extra: PyTree = None,
 ) -> TrainState:
-    """The state before the first step, not yet placed."""
+    """Return the state before the first step, not yet placed."""
     params = check_params(params)
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)
@@ -269,7 +269,7 @@ def make_state(
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
-    """A dict of the given tower-local variables and of those that a step keeps."""
+    """Join the given tower-local variables and those that a step keeps."""
     local = {} if local is None else local
     if not isinstance(local, Mapping) or local.keys() & more.keys():
         raise ValueError(

@@ -64,7 +64,7 @@ def trainable_flags(
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """A text that says where a tree of bool is not a prefix of the parameters."""
+    """Say where a tree of bool is not a prefix of the parameters."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -106,7 +106,7 @@ def check_trainable(trainable: Any) -> None:
 
 
 def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
-    """The trained leaves, None for the others; ``params`` itself if all are."""
+    """Return the trained leaves, None for the others; ``params`` itself if all are."""
     flags = trainable_flags(params, trainable)
     if all(jax.tree.leaves(flags)):
         return params
@@ -124,7 +124,7 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
 
 
 def node_types(tree: PyTree) -> set[str]:
-    """The names of the types of a tree's nodes."""
+    """Return the names of the types of a tree's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds

@@ -17,12 +17,12 @@ from towerjax.types import PyTree, Reduction
 
 
 def has_denominator(loss: Any) -> bool:
-    """Whether the loss has one or more denominators: a `Weighted` or `Means`."""
+    """Return whether the loss has one or more denominators: a `Weighted` or `Means`."""
     return isinstance(loss, Weighted | Means)
 
 
 def is_sum_of_means(loss: Any) -> bool:
-    """Whether the loss is a `Means`, of one term or of several."""
+    """Return whether the loss is a `Means`, of one term or of several."""
     return isinstance(loss, Means)
 
 
@@ -39,7 +39,7 @@ def as_one_mean(loss: Any) -> Any:
 
 
 def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
-    """The sum of a ``Weighted``, or the scalar loss."""
+    """Return the sum of a ``Weighted``, or the scalar loss."""
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     addend: Any = addend_of(loss, reduction)
     return jnp.asarray(addend.sum)

@@ -205,7 +205,7 @@ class TowersOfStep:
         return addend_of(loss, scalar, self.tower)
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
-        """The reduced loss and the summed gradients, the same on all towers.
+        """Return the reduced loss and the summed gradients, the same on all towers.
 
         A ``Sum`` is one tower's share of a loss that is already divided. It holds a
         ``Weighted`` whose weight says only whether there are examples.
@@ -242,19 +242,19 @@ class TowersOfStep:
 
 
 def towers_here() -> TowersOfStep | None:
-    """The towers of the step whose model function is being traced, or None."""
+    """Return the towers of the step whose model function is being traced, or None."""
     return bound_here(TowersOfStep)
 
 
 def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
-    """The reduced loss, from the sum over towers; under SUM its weight is 1."""
+    """Return the reduced loss, from the sum over towers; under SUM its weight is 1."""
     if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))
     return total
 
 
 def divided(grads: PyTree, weight: Any) -> PyTree:
-    """The gradients divided by a weight; 0 if the weight is 0."""
+    """Return the gradients divided by a weight; 0 if the weight is 0."""
     # As a tree, so that every leaf is scaled by the same reciprocal.
     return Weighted([grads], weight).value[0]
 

@@ -92,7 +92,7 @@ class ModelTower:
     def _one_tower(
         self, micro_batches: int, state: TrainState, rows: PyTree, tower: tj.Tower
     ) -> dict[str, Any]:
-        """The model function's results, in the types that a `Pass` merges."""
+        """Return the model function's results, in the types that a `Pass` merges."""
         variables = as_variables(state)
         trace = get_opaque_trace_state()
         how = self.options
@@ -233,11 +233,11 @@ class _TrainedModel(StatePolicy):
     )
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The state to start from, copied first if it is kept elsewhere."""
+        """Return the state to start from, copied first if it is kept elsewhere."""
         return super().start(spread(given, self, self.kept_at), expected)
 
     def take(self, given: PyTree) -> TrainState | None:
-        """The state on all devices."""
+        """Return the state on all devices."""
         if self.kept_at is not VariablePlacement.MIRRORED:
             given = spread(given, self, self.kept_at)
         return super().take(given)
@@ -259,16 +259,16 @@ class _Variables(Read):
     hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
-        """The variables as a state, on all devices."""
+        """Return the variables as a state, on all devices."""
         return spread(as_state(given, *self.counters), self, self.kept_at)
 
     def kind(self, state: TrainState) -> Hashable:
-        """The types of the variables."""
+        """Return the types of the variables."""
         leaves, treedef = jax.tree.flatten(state)
         return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
     def as_state(self, given: PyTree) -> TrainState:
-        """The variables as a state."""
+        """Return the variables as a state."""
         return as_state(given, jnp.int32(0), jax.random.key(0))
 
     def take(self, given: PyTree) -> None:
@@ -287,7 +287,7 @@ class _Variables(Read):
         return with_loss(loss, spec.eval_metrics or {})
 
     def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
-        """The wanted parts of the spec of all towers."""
+        """Return the wanted parts of the spec of all towers."""
         (*after, parts) = out
         parts = joined_outputs(self.returned(parts, batch))
         if after:
@@ -333,11 +333,11 @@ def model_step(
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
-    """The merged spec of a call of a step that `model_step` made."""
+    """Return the merged spec of a call of a step that `model_step` made."""
     _, out = step.outputs(variables, batch)
     return cast(_Variables, step.plan.states).spec(out, batch)
 
 
 def hooks_of(step: Step) -> list[ModelHook]:
-    """The hooks of the last spec of a step that `model_train_step` made."""
+    """Return the hooks of the last spec of a step that `model_train_step` made."""
     return cast(_TrainedModel, step.plan.states).hooks

@@ -191,7 +191,7 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
 
 
 def checked_hooks(hooks: Any) -> tuple[Any, ...]:
-    """The hooks as a tuple; raise if one cannot be called."""
+    """Return the hooks as a tuple; raise if one cannot be called."""
     hooks = check_list("hooks", hooks)
     for i, hook in enumerate(hooks):
         if not isinstance(hook, tj.loop.WithState):
@@ -256,7 +256,7 @@ class ModelFn:
         tower: tj.Tower,
         given: Mapping[str, Any],
     ) -> ModelSpec:
-        """The function's spec for one tower; raise unless it fits the mode."""
+        """Return the function's spec for one tower; raise unless it fits the mode."""
         if not isinstance(batch, Mapping) or "features" not in batch:
             raise ValueError(
                 f"A batch of a model's step is {a_type(batch)}, but must be"
@@ -279,12 +279,12 @@ class ModelFn:
 
 
 def not_none(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The keys of the values, by which programs are cached."""
+    """Return the keys of the values, by which programs are cached."""
     try:
         return tuple(key_of(name, value) for name, value in given.items())
     except TypeError as error:
@@ -337,6 +337,6 @@ def typed_rows(
 
 
 def joined_outputs(outputs: PyTree) -> PyTree:
-    """The outputs of all towers, without padding, as arrays ``[B, ...]``."""
+    """Return the outputs of all towers, without padding, as arrays ``[B, ...]``."""
     outputs = map_parts(SeveralRows, lambda x: concat_rows(x.rows), outputs)
     return map_parts(PerTower, lambda x: x.values, outputs)

@@ -160,7 +160,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         loss: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """The next parameters and the next state of the optimizer.
+        """Return the next parameters and the next state of the optimizer.
 
         Args:
           grads: A tower's gradients, like ``params``.
@@ -196,7 +196,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         has_aux: bool = False,
     ) -> tuple[Any, TrainState]:
-        """The loss, and the state after one step on it.
+        """Return the loss, and the state after one step on it.
 
         Args:
           loss_fn: As for `compute_gradients`; its loss may be a sum of several means.
@@ -272,12 +272,12 @@ class _OfAllTowers:
 
 
 def _summed_loss(loss: Any) -> jax.Array:
-    """The sum of a ``Weighted``, or the scalar loss; raise for several means."""
+    """Return the sum of a ``Weighted``, or the scalar loss; raise for several means."""
     return sum_of_loss(_as_one_mean(loss))
 
 
 def _as_one_mean(loss: Any) -> Any:
-    """The loss, which may be a scalar, as one mean; raise for several means."""
+    """Return the loss, which may be a scalar, as one mean; raise for several means."""
     mean = as_one_mean(loss)
     if mean is None and loss is not None:
         raise ValueError(
@@ -329,7 +329,7 @@ def _of_means(
     pull: Callable[[PyTree], PyTree],
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
-    """The gradient of a sum of means, and the loss of that gradient.
+    """Return the gradient of a sum of means, and the loss of that gradient.
 
     ``loss`` is the result of `sums_of_terms`.
     """
@@ -350,7 +350,7 @@ def _of_means(
 
 
 def _cast_like(own: PyTree, grads: PyTree) -> PyTree:
-    """The gradients, cast to the dtypes of other values."""
+    """Return the gradients, cast to the dtypes of other values."""
     return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
 
 
@@ -377,7 +377,7 @@ def _check_own_state(
 def _reduce_gradients(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
-    """The gradient of the loss of all towers, and that loss."""
+    """Return the gradient of the loss of all towers, and that loss."""
     if isinstance(loss, _OfAllTowers):
         return grads, loss.value
     if isinstance(grads, Weighted):

@@ -98,7 +98,7 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """The merged spec of the model function on the global batch.
+        """Return the merged spec of the model function on the global batch.
 
         Args:
           variables: The result of `init`, or the ``train_op`` of the last call; or a
@@ -158,7 +158,7 @@ class ReplicatedModel:
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> EvalStep:
-        """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
+        """Return the evaluation step, for ``tj.evaluate``; arguments are as for a call.
 
         Returns:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
@@ -168,7 +168,7 @@ class ReplicatedModel:
         return self._step(Mode.EVAL, wanted, params=params, config=config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> Step[Any]:
-        """The prediction step; arguments are as for a call.
+        """Return the prediction step; arguments are as for a call.
 
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
@@ -177,7 +177,7 @@ class ReplicatedModel:
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
     def on_one_tower(self, strategy: AnyStrategy) -> "ReplicatedModel":
-        """The same model on one tower, as ``tj.testing.one_tower`` needs it.
+        """Return the same model on one tower, as ``tj.testing.one_tower`` needs it.
 
         Args:
           strategy: A strategy of one tower.
@@ -239,7 +239,7 @@ def replicate_model_fn(
     max_programs: int | None = None,
     audit: bool | None = None,
 ) -> ReplicatedModel:
-    """The model function on all towers, to be called with the global batch.
+    """Return the model function on all towers, to be called with the global batch.
 
     Each tower calls the model function on its own rows, and the results are merged: the
     losses by ``loss_reduction``, metrics by their own rule, and outputs row by row.

@@ -82,12 +82,12 @@ class Epochs:
         return bool(getattr(self.data, "prefetches", False))
 
     def __length_hint__(self) -> int:
-        """The number of batches of one epoch, if the data knows it."""
+        """Return the number of batches of one epoch, if the data knows it."""
         known = operator.length_hint(self.data, -1)
         return known if known >= 0 and self.epochs == 1 else NotImplemented
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The batches; closing the iterator closes what it opened."""
+        """Return the batches; closing the iterator closes what it opened."""
         return _EpochsIterator(self)
 
 
@@ -102,7 +102,7 @@ class _EpochsIterator(Iterator[PyTree]):
         self._taken: int | None = None  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
-        """The next batch; it begins the next epoch if one has ended."""
+        """Return the next batch; it begins the next epoch if one has ended."""
         source = self._source
         while self._left != 0:
             elements = self._elements
@@ -328,7 +328,7 @@ def predict(
     params: Any = None,
     config: Any = None,
 ) -> Iterator[Any]:
-    """The model's predictions, for each batch or each example, in order.
+    """Return the model's predictions, for each batch or each example, in order.
 
     The iterator is lazy: endless data gives endless predictions. Up to ``prefetch + 2``
     batches are taken for the first prediction. If the data raises, all earlier

@@ -23,7 +23,7 @@ class _Plain:
 
 
 def is_plain(state: tj.TrainState) -> bool:
-    """Whether the state stands for variables that are no `TrainState`."""
+    """Return whether the state stands for variables that are no `TrainState`."""
     return isinstance(state.opt_state, _Plain)
 
 
@@ -38,7 +38,7 @@ def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> tj.TrainSt
 
 
 def as_variables(state: tj.TrainState) -> PyTree:
-    """The variables of a state, the inverse of `as_state`."""
+    """Return the variables of a state, the inverse of `as_state`."""
     if not is_plain(state):
         return state
     return put_parts(TowerLocal, state.params, state.local)
@@ -66,7 +66,7 @@ class VariablePlacement(enum.Enum):
 
 
 def variable_devices(placement: Any, policy: VariablePlacement) -> list[Any]:
-    """The devices that keep the variables of a strategy's placement, in turn."""
+    """Return the devices that keep the variables of a strategy's placement, in turn."""
     devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
@@ -82,7 +82,7 @@ def _own_devices(placement: Any) -> list[Any]:
 def store(
     variables: PyTree, strategy: AnyStrategy, policy: VariablePlacement
 ) -> PyTree:
-    """The variables, moved to where the policy keeps them between steps."""
+    """Return the variables, moved to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
     devices = itertools.cycle(variable_devices(strategy.placement, policy))
@@ -119,7 +119,7 @@ def spread(
 def _copy_stored(
     x: PyTree, layout: Layout, *, strategy: AnyStrategy, copies: dict[int, jax.Array]
 ) -> PyTree:
-    """The leaf, mirrored if `store` has put it on one device."""
+    """Return the leaf, mirrored if `store` has put it on one device."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1
     placement = strategy.placement
