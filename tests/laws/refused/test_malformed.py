@@ -401,7 +401,7 @@ UNLIKE = {
 
 # What a user gets unasked: who changes one, changes what programs do that are written.
 UNASKED = {
-    "micro_batches": 1, "prefetch": 2, "prefetch_on_device": 2,
+    "prefetch": 2, "prefetch_on_device": 2,
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
     "per_example": False, "bits": False, "lazy": False, "first": 1,
     # Of stopping and of files.
