@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 import towerjax as tj
 from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
-from towerjax.check.audit.comparison import AuditReport, NotAudited
+from towerjax.check.comparison import AuditReport, NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.sweeps.bench import _timed
@@ -735,13 +735,12 @@ def test_a_step_in_another_program_is_proved_and_not_audited(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("look", ["report", "program", "audit", "__call__"])
 def test_a_run_tells_of_the_audit_that_a_look_has_made(counted, capsys, look):
-    """A call tells it at once, as in a loop of one's own."""
     step = step_of(donate=False)
     state = step.init(PARAMS)
     getattr(step, look)(state, BATCH)
-    is_told = look == "__call__"
+    is_told = look == "__call__"  # as in a loop of one's own
     assert capsys.readouterr().err.count("audited in") == is_told
-    for told in (not is_told, False):
+    for told in (not is_told, 0):
         tj.run(step, state, tj.batches(BATCH, 24, epochs=1))
         err = capsys.readouterr().err
         assert err.count("audited in") == err.count("audited") == told
