@@ -58,12 +58,8 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Know
     walk.kinds = pair.walk.kinds
     scope = Scope(pair.site, in_chunks=True)
     outs = walk.closed(*programs, [*shared, *carry, *slices], scope)
-    ends = [
-        _after_all_trips(pair, before, change, *both)
-        for before, change, *both in zip(
-            befores, changes, carry, outs[:carry_size], strict=True
-        )
-    ]
+    changed = zip(befores, changes, carry, outs[:carry_size], strict=True)
+    ends = [_after_all_trips(pair, *of_carry) for of_carry in changed]
     kept = enumerate(outs[carry_size:], carry_size)
     return [*ends, *[_stacked(pair, walk, bodies, i, x) for i, x in kept]]
 

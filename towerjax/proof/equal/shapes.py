@@ -190,11 +190,13 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
     if x.kind is Kind.SPREAD:
         dims = tuple(place[i] for i in x.note.dims)
         x = x._replace(note=x.note._replace(dims=dims))
-    moved = {
+    moved: dict[str, Any] = {
         name: [None if axis is None else place[axis] for axis in getattr(pair, name)]
         for name in ("rows_in", "towers_in")
     }
-    fields = {x.name: getattr(pair, x.name) for x in dataclasses.fields(pair)}
+    fields: dict[str, Any] = {
+        x.name: getattr(pair, x.name) for x in dataclasses.fields(pair)
+    }
     return _OfTransposed(**fields | moved | {"ins": [x]})
 
 
