@@ -57,9 +57,13 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Know
     walk = Walk(sizes, (), has_keys=False)
     walk.kinds = pair.walk.kinds
     scope = Scope(pair.site, in_chunks=True)
-    outs = walk.closed(*programs, [*shared, *carry, *slices], scope)
+    first, second = programs
+    outs = walk.closed(first, second, [*shared, *carry, *slices], scope)
     changed = zip(befores, changes, carry, outs[:carry_size], strict=True)
-    ends = [_after_all_trips(pair, *of_carry) for of_carry in changed]
+    ends = [
+        _after_all_trips(pair, before, change, start, end)
+        for before, change, start, end in changed
+    ]
     kept = enumerate(outs[carry_size:], carry_size)
     return [*ends, *[_stacked(pair, walk, bodies, i, x) for i, x in kept]]
 

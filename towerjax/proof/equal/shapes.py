@@ -197,7 +197,8 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
     fields: dict[str, Any] = {
         x.name: getattr(pair, x.name) for x in dataclasses.fields(pair)
     }
-    return _OfTransposed(**fields | moved | {"ins": [x]})
+    moved["ins"] = [x]
+    return _OfTransposed(**(fields | moved))
 
 
 def _split_over_towers(pair: EquationPair, x: Known) -> Known:
