@@ -115,9 +115,12 @@ def program(path, folder, flags):
 
 
 def told(run, *args, timeout_s=1800, code=0, **options):
-    """What it prints to call a function in a process of its own; fails as it does."""
+    """What it prints to call a function in a process of its own; fails as it does.
+
+    Left out are lines on stderr that its steps are proved.
+    """
     (text,) = _outputs([(in_child, run, args, options)], timeout_s, code)
-    return text
+    return re.sub(PROVED, "", text, flags=re.MULTILINE)
 
 
 def free_port():
@@ -158,13 +161,8 @@ def _outputs(calls, timeout_s, code=0):
 
 
 def printed(path, *flags, folder=None, **options):
-    """What a program prints, run in its folder or another.
-
-    Left out are lines on stderr that its steps are proved.
-    """
-    folder = folder or os.path.dirname(path)
-    text = told(program, str(path), folder, flags, **options)
-    return re.sub(PROVED, "", text, flags=re.MULTILINE)
+    """What a program prints, run in its folder or another."""
+    return told(program, str(path), folder or os.path.dirname(path), flags, **options)
 
 
 def called(run, *args, options=(), **kwargs):

@@ -24,7 +24,8 @@ _PATIENCE_S = 10
 
 def print_line(text: str) -> None:
     """Print a line to stderr that begins with "towerjax:"."""
-    print(f"towerjax: {text}", file=sys.stderr, flush=True)
+    # In one write, which a line of another thread cannot tear.
+    print(f"towerjax: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
