@@ -151,6 +151,18 @@ EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
 """Those of `REDUCTIONS` that take the largest or smallest: copies change nothing."""
 
 # Output i is operand i; some have an `axes` param, but none communicates.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    cbrt ceil clamp clz complex conj convert_element_type cos cosh digamma div eq eq_to
+    erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+    integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+    mulhi ne neg nextafter not one_minus_square or polygamma population_count pow
+    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square sub tan tanh xor zeta""".split()
+)
+"""Primitives that compute each element from the elements at its place, or numbers."""
+
 IDENTITIES = (
     "optimization_barrier pvary pcast preduced vary_unreduced_cast_p "
     "vary_unreduced_cast reduced_vary_cast_p reduced_vary_cast device_put copy "

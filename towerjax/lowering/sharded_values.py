@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.jaxprs.equation import IDENTITIES
+from towerjax.jaxprs.equation import ELEMENTWISE, IDENTITIES
 from towerjax.jaxprs.interpreter import evaluate_eqn
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.gathers import gather, gather_cast, scatter
@@ -23,13 +23,6 @@ from towerjax.types.trees import widen_dtype
 
 SplitDims: TypeAlias = Sequence[int | None]
 """For each value the dim that is split over the devices; None for a whole value."""
-
-# Primitives that compute each element by itself, from one operand or several.
-_OF_SEVERAL = frozenset(
-    "abs add add_any and cbrt ceil clamp cos div eq erf exp exp2 expm1 floor ge gt"
-    " integer_pow le log log1p logistic lt max min mul ne neg nextafter not or pow rem"
-    " round rsqrt select_n sign sin sqrt square sub tanh xor".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +365,7 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Return whether an equation computes each element by itself, from any operands."""
-    return eqn.primitive.name in (*_OF_SEVERAL, "convert_element_type")
+    return eqn.primitive.name in ELEMENTWISE
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
