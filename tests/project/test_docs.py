@@ -570,6 +570,15 @@ class Unproved:
         losses = batch["x"] @ params["w"]
         return tj.Weighted(losses.sum(), batch["x"].sum() + 1e-8)
 
+    def guarded(params, batch, tower):
+        losses = batch["x"] @ params["w"]
+        return tj.Weighted(losses.sum(), jnp.maximum(tower.weight.sum(), 1))
+
+    def finite(params, batch, tower):
+        weight = tower.weight * (1 + jnp.abs(batch["x"][:, 0]))
+        mean = jnp.nan_to_num(batch["x"] @ params["w"] @ weight / weight.sum())
+        return tj.Weighted(mean * weight.sum(), weight.sum())
+
     def chosen(params, batch, tower):
         losses = batch["x"] @ params["w"]
         losses = jnp.where((batch["x"] > 0).any(), losses, 0)
