@@ -13,12 +13,21 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from towerjax.jaxprs import tags
+from towerjax.jaxprs import flops, tags
+from towerjax.jaxprs.equation import ELEMENTWISE, IDENTITIES, PLAIN
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering import scatters
-from towerjax.lowering.sharded_values import Shard, Shards, Targets
+from towerjax.lowering.sharded_values import (
+    Shard,
+    Shards,
+    Targets,
+    elementwise,
+    is_elementwise,
+)
 from towerjax.lowering.shards import on_shards
 from towerjax.lowering.xla import inline_and_merge
+from towerjax.proof.equal import one_tower  # noqa: F401 - it registers all rules
+from towerjax.proof.equal.equation_pair import RULES
 
 D = 2
 
@@ -428,3 +437,43 @@ def test_a_division_by_what_is_spread_is_a_product_with_its_inverse():
     by_spread = [kind for by, kind in divisions if by in spread]
     assert by_spread and all("i32" in x or "complex" in x for x in by_spread)
     assert len(divisions) > len(by_spread)  # one for each array that was spread
+
+
+# What is known of a primitive stands once, and the lists beside it agree with it.
+
+# The proof gives these more than their elements.
+OWN_RULES = {"conj", "imag", "real", "complex", "reduce_precision", "neg"}
+# Bits may be joined or split, so that a shape changes.
+NOT_ALWAYS = {"bitcast_convert_type"}
+# No public name of JAX has it, so that nothing is known of its arithmetic.
+OF_NEWER = {"mulhi"}
+
+
+def test_the_proof_has_the_same_elementwise_primitives():
+    by_element = {name for name, x in RULES.items() if x.by_element}
+    assert by_element - NOT_ALWAYS | OWN_RULES == ELEMENTWISE
+    assert OWN_RULES <= RULES.keys()
+
+
+def test_arithmetic_knows_each_of_them():
+    plain = {x.name for x in PLAIN}
+    assert ELEMENTWISE <= flops._FREE | plain | OF_NEWER
+
+
+def test_none_is_an_identity():
+    assert not ELEMENTWISE & {*IDENTITIES} - {
+        "reduce_precision",
+        "convert_element_type",
+    }
+
+
+@pytest.mark.parametrize("name", ["erfc", "lgamma", "sinh", "atan2", "tan"])
+def test_values_that_are_shards_stay_so_through_them(name):
+    fn = getattr(jax.lax, name)
+    operands = [jnp.ones(4)] * (2 if name == "atan2" else 1)
+    [eqn] = jax.make_jaxpr(fn)(*operands).eqns
+    shards = [Shard(x[:2], 0) for x in operands]
+    assert is_elementwise(eqn)
+    [found] = elementwise(eqn, shards)
+    assert isinstance(found, Shard) and found.dim == 0
+    np.testing.assert_array_equal(found.data, fn(*[x[:2] for x in operands]))
