@@ -135,9 +135,11 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
         def make(value: Any) -> Any:
             return item.obj(**given, **{name: value})
 
-        if name in ("devices", "micro_batches"):
+        from towerjax.check.programs.words import BY_OPTION
+
+        if name in BY_OPTION:
             form = f"{item.originalname}({name})"
-            return _checked(make, form, name, values, rtol)
+            return _checked(make, form, BY_OPTION[name], values, rtol)
         return same_for(make, rtol=rtol, **{name: values})
     if name != "devices" or given:
         takes = f"{item.originalname}({', '.join(arguments)})"
@@ -148,12 +150,11 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
     return same_on_devices(item.obj, values, rtol=rtol)
 
 
-def _checked(make: Any, form: str, name: str, values: Any, rtol: float | None) -> str:
+def _checked(make: Any, form: str, words: Any, values: Any, rtol: float | None) -> str:
     """The report of a check that proves first, and runs what is not proved."""
-    from towerjax.tools.checked import OF_DEVICES, OF_MICRO_BATCHES, check_program
+    from towerjax.tools.checked import check_program
     from towerjax.tools.faults import told_of_faults
 
-    words = OF_DEVICES if name == "devices" else OF_MICRO_BATCHES
     looked = check_program(make, form, values, rtol, words=words, always_run=False)
     if looked.faults:
         told = "\n".join(told_of_faults(looked.faults, words))

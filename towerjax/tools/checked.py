@@ -28,7 +28,6 @@ from towerjax.check.programs.same import (
     same_on_devices,
     takes_nothing,
 )
-from towerjax.check.programs.words import OF_DEVICES as OF_DEVICES
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault

@@ -235,8 +235,7 @@ def check(
         want_cpu_devices(max(numbers))
     maker = resolve(make, "train:make")
     entries = read_baseline(baseline, make) if baseline is not None else []
-    taken = "devices" if words is OF_DEVICES else "micro_batches"
-    form = f"{make.rpartition(':')[2]}({taken})"
+    form = f"{make.rpartition(':')[2]}({words.option})"
     try:
         options = {"words": words, "always_run": always_run, "timeout_s": timeout_s}
         looked = check_program(maker, form, numbers, rtol, **options)

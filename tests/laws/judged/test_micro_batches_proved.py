@@ -459,6 +459,9 @@ def make(micro_batches, divide=True):
 
 def wrong(micro_batches):
     return make(micro_batches, divide=False)
+
+def without():
+    return make(1)
 """
 
 
@@ -471,3 +474,5 @@ def test_the_command_proves_and_runs_the_rest(shell):
     assert "refuted without a run" in out
     code, _, err = shell("check", "of_user:make", *options, "--devices", "1", "2")
     assert code == 2 and "not both" in err
+    code, _, err = shell("check", "of_user:without", *options)
+    assert code == 2 and "Write def without(micro_batches)." in err

@@ -33,7 +33,7 @@ from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_different, check_function
+from towerjax.types.options import check_different, check_function, check_takes
 from towerjax.types.refusals import listed
 from towerjax.types.trees import key_data, named_leaves
 
@@ -192,6 +192,7 @@ def made_for_parts(
     """The program for each number of micro-batches."""
     check_function("make", make, form)
     given = check_different("micro_batches", numbers)
+    check_takes(form, make, given[0])
     return {number: UserProgram(form, make(number)) for number in given}
 
 

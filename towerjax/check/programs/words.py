@@ -17,6 +17,7 @@ class Words:
     """The words for one such number.
 
     Attributes:
+      option: The option that has their numbers, and the argument of ``make``.
       one: The thing that is counted, in the singular.
       many: The same in the plural.
       alone: A program for one of them.
@@ -30,6 +31,7 @@ class Words:
       quotients: The reason why a quotient of its own sums is not proved.
     """
 
+    option: str
     one: str
     many: str
     alone: str
@@ -92,6 +94,7 @@ def line_of(cause: Cause) -> str:
 
 
 OF_DEVICES = Words(
+    option="devices",
     one="device",
     many="devices",
     alone="on one device",
@@ -122,6 +125,7 @@ OF_DEVICES = Words(
     ),
 )
 OF_MICRO_BATCHES = Words(
+    option="micro_batches",
     one="micro-batch",
     many="micro-batches",
     alone="with one micro-batch",
@@ -150,3 +154,5 @@ OF_MICRO_BATCHES = Words(
         " weights over the micro-batches, and divide afterwards"
     ),
 )
+BY_OPTION = {words.option: words for words in (OF_DEVICES, OF_MICRO_BATCHES)}
+"""The words by the option that has the numbers."""

@@ -45,7 +45,7 @@ _ONE_EACH = (Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM)
 
 
 class _Constant:
-    """A constant of a program; equal constants have one key."""
+    """A constant of a program, which may be a key."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -55,9 +55,10 @@ class _Constant:
         """Whether the other is an equal constant."""
         if not isinstance(other, _Constant):
             return False
-        a, b = self.array, other.array
-        is_like = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return is_like and (self.value is other.value or bool(np.array_equal(a, b)))
+        x = self.array
+        y = other.array
+        is_like = (x.dtype, x.shape) == (y.dtype, y.shape)
+        return is_like and (self.value is other.value or bool(np.array_equal(x, y)))
 
 
 class _Node(NamedTuple):
@@ -170,12 +171,12 @@ class _Match(NamedTuple):
     """A value of one micro-batch's program, and its values in the other program."""
 
     known: Known
-    each: tuple[Any, ...]  # its number for each micro-batch; one number if it is shared
+    values: tuple[Any, ...]  # one for each micro-batch; all the same if it is shared
 
     @property
     def is_shared(self) -> bool:
         """Whether all micro-batches have one value."""
-        return len(set(self.each)) == 1
+        return len(set(self.values)) == 1
 
 
 class Matched:
@@ -237,7 +238,7 @@ class Matched:
             return self._walk.constant(one.value, other.value)
         matches = [] if isinstance(one, _Constant) else self._matches[one]
         for match in matches:
-            if match.is_shared and match.each[0] == other:
+            if match.is_shared and match.values[0] == other:
                 return match.known
         return self._failed or _unknown(_OTHERS)
 
@@ -293,7 +294,7 @@ class Matched:
         """The numbers of the operands, for each micro-batch."""
         for i in range(self._number):
             yield tuple(
-                _place(x) if isinstance(x, _Constant) else _place(x.each[i])
+                _place(x) if isinstance(x, _Constant) else _place(x.values[i])
                 for x in operands
             )
 
@@ -313,8 +314,8 @@ class Matched:
             return
         for i, known in enumerate(answers[0]):
             self._set_kind(node, i, known)
-            each = tuple(other.outs[i] for other in nodes)
-            self._add(node.outs[i], _Match(known, each), node.out_shape(i))
+            values = tuple(other.outs[i] for other in nodes)
+            self._add(node.outs[i], _Match(known, values), node.out_shape(i))
 
     def _kinds_of(
         self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
@@ -351,43 +352,43 @@ class Matched:
     def _add_chain(self, node: _Node, operands: Sequence[Any]) -> None:
         """Add a match with the value to which all micro-batches add theirs in turn."""
         name = node.eqn.primitive.name
-        for start, each in (operands, operands[::-1]):
-            if isinstance(each, _Constant):
+        for start, part in (operands, operands[::-1]):
+            if isinstance(part, _Constant):
                 continue
             if isinstance(start, _Constant):
                 begin: Any = start
                 known = self._walk.constant(start.value, start.value)
             elif start.is_shared:
-                begin = start.each[0]
+                begin = start.values[0]
                 known = start.known
             else:
                 continue
-            end = self._end_of_chain(node.eqn.primitive, begin, each.each)
+            end = self._end_of_chain(node.eqn.primitive, begin, part.values)
             if end is None:
                 continue
             try:
-                total = _total(name, each.known)
-                found = _chained(name, known, total)
+                total = _total(name, part.known)
+                whole = _chained(name, known, total)
             except NotOfOneKindError as error:
-                found = _unknown(str(error), node)
-            self._set_kind(node, 0, found)
-            match = _Match(found, (end,) * self._number)
+                whole = _unknown(str(error), node)
+            self._set_kind(node, 0, whole)
+            match = _Match(whole, (end,) * self._number)
             self._add(node.outs[0], match, node.out_shape())
 
     def _add_stack(self, node: _Node, match: Any) -> None:
         """Add a match with the array in which all values are stacked up."""
         if isinstance(match, _Constant) or match.known.kind not in _ONE_EACH:
             return
-        for other in self._all.by_key.get((node.eqn.primitive, match.each), []):
+        for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
             if other.eqn.params["axis"] == node.eqn.params["axis"]:
                 known = Known(Kind.STACKED, match.known.power, note=match.known.kind)
                 found = _Match(known, other.outs * self._number)
                 self._set_kind(node, 0, known)
                 self._add(node.outs[0], found, node.out_shape())
 
-    def _end_of_chain(self, primitive: Any, begin: Any, each: Sequence[Any]) -> Any:
-        """The value to which each of these is added in turn, or None."""
-        left = [*each]
+    def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
+        """The value to which all of these are added in turn, or None."""
+        left = [*parts]
         value = begin
         while left:
             step = self._next_in_chain(primitive, value, left)
@@ -411,7 +412,7 @@ class Matched:
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
         """Add a match of a value, and those that follow from it."""
         matches = self._matches[value]
-        same = [x for x in matches if x.each == match.each]
+        same = [x for x in matches if x.values == match.values]
         if same and same[0].known.kind is Kind.UNKNOWN:
             matches.remove(same[0])
         elif same or len(matches) >= _MOST_MATCHES:
@@ -432,7 +433,7 @@ class Matched:
 
     def _sums(self, match: _Match) -> Iterator[_Match]:
         """Matches with the sum of all values, or with the largest or smallest."""
-        first, *others = match.each
+        first, *others = match.values
         users = self._all.users[first]
         for primitive in dict.fromkeys(x.eqn.primitive for x in users):
             if primitive.name not in _CHAINS:
@@ -452,8 +453,8 @@ class Matched:
         ``shape`` is that of the value with one micro-batch.
         """
         rows_of_both = self._walk.sizes.rows
-        for node in self._all.users[match.each[0]]:
-            if node.eqn.primitive.name != "concatenate" or node.ins != match.each:
+        for node in self._all.users[match.values[0]]:
+            if node.eqn.primitive.name != "concatenate" or node.ins != match.values:
                 continue
             dim = node.eqn.params["dimension"]
             aval: Any = node.eqn.invars[0].aval
@@ -475,7 +476,7 @@ class Matched:
         ):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
-        for node in self._all.users[match.each[0]]:
+        for node in self._all.users[match.values[0]]:
             for (dim, size, whole), start, out in _cuts_of(node):
                 if size * self._number == whole:
                     cuts[dim, size].setdefault(start, out)
