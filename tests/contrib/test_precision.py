@@ -74,6 +74,7 @@ def by_hand(dtype, scale, double_every, count):
     return params, losses, scales
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.03), ("float16", 0.004)])
 def test_a_loss_in_16_bits_is_that_of_plain_jax(dtype, tolerance):
     scale = LossScale(2.0**18, 4) if dtype == "float16" else None
@@ -101,6 +102,7 @@ def test_what_is_cast_is_what_computes():
     assert not np.allclose(half["loss"], full["loss"], rtol=1e-4)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("how", [
     {"tower_loop": "vmap"}, {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
     {"state": "sharded"}], ids=str)  # fmt: skip

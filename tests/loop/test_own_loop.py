@@ -66,6 +66,7 @@ def test_a_resumed_loop_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path)
     assert before[:6] + after == losses and len(after) == 4
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_a_loop_saved(tmp_path):
     undisturbed, _ = train(10)
     saving = tj.Checkpointer(tmp_path)
@@ -79,6 +80,7 @@ def test_a_run_goes_on_from_what_a_loop_saved(tmp_path):
     assert bits(state) == bits(undisturbed)
 
 
+@pytest.mark.slow
 def test_it_says_after_which_step_it_goes_on(tmp_path, capsys):
     saving = tj.Checkpointer(tmp_path)
     train(2, saving)
@@ -104,6 +106,7 @@ def test_without_batches_the_user_skips_those_that_were_used(tmp_path):
     assert bits(again) == bits(expected)
 
 
+@pytest.mark.slow
 def test_evaluations_are_kept_and_the_best_one_stays(tmp_path):
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
     step = build()

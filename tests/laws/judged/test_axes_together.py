@@ -89,7 +89,7 @@ def unproved(make):
         return {"result": str(error)}
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", functions(Right))
 def test_what_acts_over_both_axes_is_proved(name, shapes):
@@ -98,7 +98,7 @@ def test_what_acts_over_both_axes_is_proved(name, shapes):
     assert tj.testing.same_on_devices(make, devices=NUMBERS)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", functions(Wrong))
 def test_what_depends_on_the_mesh_is_not(name):
     make = maker(functions(Wrong)[name], SHAPES["one after the other"])
