@@ -34,7 +34,10 @@ def count_hits(params, batch, tower):
 def main() -> None:
     job = tj.cluster.initialize()  # one process, unless a launcher says more
     image, label = load_digits(return_X_y=True)
-    data = {"image": np.float32(image / 16), "label": label.astype(np.int32)}
+    data = {
+        "image": np.asarray(image, np.float32) / 16,
+        "label": np.asarray(label, np.int32),
+    }
     strategy = tj.Mirrored(towers=8, tower_loop="scan", cross_tower_ops=tj.PinnedTree())
     step = tj.build_train_step(loss_fn, optax.adam(3e-3), strategy, remainder="pad")
     numbers = np.random.default_rng(0)
