@@ -16,7 +16,7 @@ from layouts import names
 from one_tower_programs import answers_of_step
 
 import towerjax as tj
-from towerjax.proof.equal.equation_pair import RULES
+from towerjax.proof.equal.rules import RULES
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -622,10 +622,10 @@ def loss_of_sines(params, batch, tower):
 def test_an_error_in_a_rule_ends_no_training(error, monkeypatch):
     """The leaf is unknown, its reason says so, and the step is audited."""
 
-    def raise_it(pair):
+    def raise_it(pair, *ins):
         raise error
 
-    monkeypatch.setitem(RULES, "sin", RULES["sin"]._replace(rule=raise_it))
+    monkeypatch.setitem(RULES, "sin", [x._replace(rule=raise_it) for x in RULES["sin"]])
     step = tj.build_train_step(loss_of_sines, optax.sgd(0.1), TWO, audit=None)
     params = {"w": np.float32(1)}
     batch = {"x": np.ones((4, 2), np.float32)}
@@ -638,10 +638,10 @@ def test_an_error_in_a_rule_ends_no_training(error, monkeypatch):
 
 
 def test_ctrl_c_in_a_rule_is_one(monkeypatch):
-    def stop(pair):
+    def stop(pair, *ins):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(RULES, "sin", RULES["sin"]._replace(rule=stop))
+    monkeypatch.setitem(RULES, "sin", [x._replace(rule=stop) for x in RULES["sin"]])
     step = tj.build_train_step(loss_of_sines, optax.sgd(0.1), TWO)
     with pytest.raises(KeyboardInterrupt):
         step.check(step.init({"w": np.float32(1)}), {"x": np.ones((4, 2), np.float32)})

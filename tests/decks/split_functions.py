@@ -306,6 +306,11 @@ class Split:
         largest, _ = lax.scan(larger, 0.0, b["y"])
         return lax.pmax(lax.stop_gradient(largest), t.axis_names)
 
+    def largest_run_of_rows(p, b, t):
+        longer = lambda c, y: (jnp.maximum(c + y, y), None)  # noqa: E731
+        largest, _ = lax.scan(longer, 0.0, b["y"])
+        return lax.pmax(lax.stop_gradient(largest), t.axis_names)
+
     def padding_that_is_largest_in_a_loop(p, b, t):
         larger = lambda c, y: (jnp.maximum(c, y), None)  # noqa: E731
         largest, _ = lax.scan(larger, -jnp.inf, b["y"])

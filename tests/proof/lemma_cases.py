@@ -13,9 +13,9 @@ from lemmas import AXIS, FLAG, B, Lemma, N, NotThereError, T, shape_on
 from towerjax.proof.equal.kinds import (
     PADDING,
     ZERO,
+    FirstRow,
     Flag,
-    Kind,
-    Known,
+    TowerId,
     rows,
 )
 
@@ -601,7 +601,7 @@ for dtype in INDEXED:
     own_rows = lambda side, x, i, j: [  # noqa: E731
         lax.dynamic_slice(x, (i, j), (side.rows, 2))
     ]
-    at = [ZERO, Known(Kind.TOWER), Known(Kind.FIRST_ROW)], [ZERO]
+    at = [ZERO, TowerId(), FirstRow()], [ZERO]
     lemma("dynamic_slice", own_rows, (B, 2), (), (), dtypes=(dtype, I32, I32),
           kinds=(None, *at))  # fmt: skip
     write_rows = lambda side, x, y, i, j: [  # noqa: E731
@@ -880,7 +880,7 @@ def _exact_flags(side, x, y):
     ]  # fmt: skip
 
 
-_FLAG = rows()._replace(zeros=frozenset([FLAG, PADDING]), fact=Flag(FLAG))
+_FLAG = rows().replace(zeros=frozenset([FLAG, PADDING]), fact=Flag(FLAG))
 lemma("select_n", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("cond", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("div", _exact_flags, (N,), (), kinds=([_FLAG], None))

@@ -28,16 +28,35 @@ from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     SIZE,
     ZERO,
+    AtLeast,
+    Columns,
+    Copy,
     Count,
+    FirstRow,
     Flag,
+    GroupDims,
     Groups,
     HasRow,
     Identity,
     InfinitePadding,
     InPadding,
+    IsFull,
     Kind,
-    Known,
+    Maximum,
+    Mean,
+    Minimum,
     NumberInBatch,
+    Part,
+    RowNumbers,
+    RowOrder,
+    Size,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Valid,
+    Zero,
+    blocks_of,
     copy,
     part,
     rows,
@@ -151,10 +170,10 @@ def split_rows(world, joined, fill, each=1):
     return tuple(found)
 
 
-_NUMBERS = (Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL)
+_NUMBERS = (TowerId, FirstRow, Valid, IsFull)
 
 
-_AS_EXAMPLE = frozenset([Kind.COPY, Kind.PART, Kind.ROWS])
+_AS_EXAMPLE = Copy | Part | TowerRows
 
 
 def kinds_for(template, dtype, world):
@@ -164,15 +183,20 @@ def kinds_for(template, dtype, world):
     """
     found = []
     for known in _plain_kinds_for(template, dtype, world):
-        is_plain = known.kind in _AS_EXAMPLE and known.fact is None
+        is_plain = isinstance(known, _AS_EXAMPLE) and known.fact is None
         is_plain &= not known.zeros
         level = InPadding.AS_EXAMPLE if is_plain else InPadding.ANY
         if known.zeros or (is_integer(dtype) and not is_plain):
             level = InPadding.FINITE
-        found.append(known._replace(in_padding=level))
-        if is_plain and known.kind is Kind.ROWS and world.padded and not known.power:
+        found.append(known.replace(in_padding=level))
+        if (
+            is_plain
+            and isinstance(known, TowerRows)
+            and world.padded
+            and not known.power
+        ):
             levels = (InPadding.FINITE, InPadding.ANY)
-            found += [known._replace(in_padding=x) for x in levels]
+            found += [known.replace(in_padding=x) for x in levels]
     return found
 
 
@@ -182,10 +206,10 @@ def _plain_kinds_for(template, dtype, world):
     is_flag = dtype == np.bool_
     zeros = frozenset([FLAG, PADDING])
     if T in template:
-        kinds = (Kind.ROWS,) if has_rows else ()
-        kinds = kinds or (Kind.COPY, Kind.MAXIMUM, Kind.MINIMUM, Kind.PART)
-        kinds = [x for x in kinds if not (is_flag and x is Kind.PART)]
-        return [ZERO, *[Known(Kind.STACKED, Fraction(0), note=x) for x in kinds]]
+        kinds = (TowerRows,) if has_rows else ()
+        kinds = kinds or (Copy, Maximum, Minimum, Part)
+        kinds = [x for x in kinds if not (is_flag and x is Part)]
+        return [ZERO, *[Stacked(of=x) for x in kinds]]
     powers = [] if is_flag else [copy(1)]
     if has_rows:
         found = [ZERO, copy(), *powers]
@@ -193,50 +217,47 @@ def _plain_kinds_for(template, dtype, world):
         if not (is_cut and world.padded):  # several rows an entry, of which one is none
             found.append(rows())
         if not is_flag and not (is_cut and world.padded):
-            found += [rows(1), rows()._replace(zeros=frozenset([PADDING]))]
+            found += [rows(1), rows().replace(zeros=frozenset([PADDING]))]
         if template == (N,):
-            found.append(rows()._replace(zeros=zeros, fact=Flag(FLAG)))
+            found.append(rows().replace(zeros=zeros, fact=Flag(FLAG)))
         if not is_whole and world.padded and not is_cut:
-            found += [rows()._replace(fact=x) for x in (LOWEST, HIGHEST)]
+            found += [rows().replace(fact=x) for x in (LOWEST, HIGHEST)]
         if (is_whole and not is_flag) or dtype == np.float32:
-            found.append(Known(Kind.NUMBERS))
+            found.append(RowNumbers())
         if template[:1] == (N,) and is_whole and len(template) == 1 and not is_flag:
-            found.append(Known(Kind.ORDER, note=(ORDER, None)))
+            found.append(RowOrder(order=(ORDER, None)))
             if not world.padded and np.dtype(dtype).itemsize >= 4:
-                found.append(rows()._replace(fact=NumberInBatch()))
+                found.append(rows().replace(fact=NumberInBatch()))
         if N in template:
-            note = Groups((template.index(N),), True, (ORDER, None))
-            found.append(Known(Kind.SPREAD, Fraction(0), note=note))
+            layout = GroupDims((template.index(N),), True, (ORDER, None))
+            found.append(Groups(layout=layout))
         size = [i for i, x in enumerate(template) if isinstance(x, tuple)]
         if size and template[size[0]][1:] == (2,):
             found.append(rows(0, 2))
         if template[:2] == (2, (N, 1, 2)):
-            note = Groups((0, 1), True)
-            found.append(Known(Kind.SPREAD, Fraction(0), note=note))
+            found.append(Groups(layout=GroupDims((0, 1), True)))
         return found
     found = [ZERO, copy(), *powers]
     if template == ():
-        found.append(copy(note=True if is_flag else 1))
-    found += [Known(Kind.MAXIMUM, Fraction(0)), Known(Kind.MINIMUM, Fraction(0))]
+        found.append(copy(number=True if is_flag else 1))
+    found += [Maximum(Fraction(0)), Minimum(Fraction(0))]
     if is_flag:
         if template == ():
-            found.append(Known(Kind.MAXIMUM, Fraction(0), fact=HasRow(FLAG, True)))
-            found.append(Known(Kind.MINIMUM, Fraction(0), fact=HasRow(FLAG, False)))
-            found.append(Known(Kind.IS_FULL))
+            found.append(Maximum(Fraction(0), fact=HasRow(FLAG, True)))
+            found.append(Minimum(Fraction(0), fact=HasRow(FLAG, False)))
+            found.append(IsFull())
         return found
-    found += [part(), part(1), part()._replace(zeros=zeros)]
+    found += [part(), part(1), part().replace(zeros=zeros)]
     if template == () and dtype in (np.float32, np.int32):
-        count = part()._replace(zeros=zeros, fact=Count(FLAG))
-        found += [count, Known(Kind.AT_LEAST, Fraction(0), note=FLAG)]
-        found += [Known(x) for x in (Kind.TOWER, Kind.FIRST_ROW)]
-        found += [Known(Kind.VALID), SIZE] if world.padded else []
+        count = part().replace(zeros=zeros, fact=Count(FLAG))
+        found += [count, AtLeast(flag=FLAG)]
+        found += [TowerId(), FirstRow()]
+        found += [Valid(), SIZE] if world.padded else []
         if not world.padded:
-            found.append(copy(-1, note=ROWS_OF_TOWER))
+            found.append(copy(-1, ROWS_OF_TOWER))
     if not is_whole:
-        found.append(Known(Kind.MEAN, Fraction(0), note=(Fraction(0), False)))
-        found.append(
-            Known(Kind.MEAN, Fraction(0), fact=Count(FLAG), note=(Fraction(0), True))
-        )
+        found.append(Mean())
+        found.append(Mean(vanishes=True, fact=Count(FLAG)))
     return found
 
 
@@ -278,7 +299,7 @@ class Draw:
     def values(self, known, shapes, dtype):
         """The towers' values ``[T, ...]`` of a kind on both sides."""
         dtype = np.dtype(dtype)
-        first, second = _DRAWN[known.kind](self, known, shapes, dtype)
+        first, second = _DRAWN[type(known)](self, known, shapes, dtype)
         return np.asarray(first).astype(dtype), np.asarray(second).astype(dtype)
 
     def power(self, known, first, second, dtype):
@@ -303,14 +324,14 @@ def _zero(draw, known, shapes, dtype):
 
 def _copies(draw, known, shapes, dtype):
     axis = draw.world.axis(shapes)
-    if known.note == ROWS_OF_TOWER:
+    if known.number is ROWS_OF_TOWER:
         return draw.of_each(lambda side: [side.rows] * side.towers, shapes)
     shape = [*shapes[0]]
     if axis is not None:
         shape[axis] = 1
     one = draw.numbers(shape, dtype)
-    if isinstance(known.note, bool | int | float):
-        one = np.full(shape, known.note).astype(dtype)
+    if isinstance(known.number, bool | int | float):
+        one = np.full(shape, known.number).astype(dtype)
     found = []
     for side, whole in zip(draw.world.sides, shapes, strict=True):
         found.append(np.broadcast_to(one, (side.towers, *whole)))
@@ -321,10 +342,10 @@ def _rows(draw, known, shapes, dtype):
     world = draw.world
     axis = world.axis(shapes)
     assert axis is not None
-    each = Fraction(shapes[0][axis], world.sides[0].rows) / known.blocks
+    each = Fraction(shapes[0][axis], world.sides[0].rows) / blocks_of(known)
     total = int(sum(world.sides[0].counts) * each)
     rest = [size for i, size in enumerate(shapes[0]) if i != axis]
-    joined = draw.numbers((total, known.blocks, *rest), dtype)
+    joined = draw.numbers((total, blocks_of(known), *rest), dtype)
     fill = functools.partial(draw.of_padding, dtype=dtype, level=known.in_padding)
     if PADDING in known.zeros:
         fill = functools.partial(np.zeros, dtype=dtype)
@@ -384,7 +405,7 @@ def _parts(draw, known, shapes, dtype):
 def _extremes(draw, known, shapes, dtype):
     best = draw.numbers(shapes[0], dtype)
     found = []
-    is_maximum = known.kind is Kind.MAXIMUM
+    is_maximum = isinstance(known, Maximum)
     for number, side in enumerate(draw.world.sides):
         if isinstance(known.fact, HasRow):
             has_any = draw.world.flags[known.fact.flag][number].any(1)
@@ -403,7 +424,7 @@ def _means(draw, known, shapes, dtype):
         pairs = zip(world.sides, shapes, strict=True)
         return [draw.numbers((side.towers, *shape), dtype) for side, shape in pairs]
     zeros = frozenset([FLAG, PADDING])
-    parts = _parts(draw, part(known.power)._replace(zeros=zeros), shapes, dtype)
+    parts = _parts(draw, part(known.power).replace(zeros=zeros), shapes, dtype)
     found = []
     for x, flag in zip(parts, world.flags[FLAG], strict=True):
         count = flag.sum(1).reshape(-1, *[1] * (x.ndim - 1))
@@ -413,14 +434,12 @@ def _means(draw, known, shapes, dtype):
 
 
 def _spread(draw, known, shapes, dtype):
-    dims, each, order = known.note
-    assert each
+    dims, by_row, order = known.layout
+    assert by_row
     world = draw.world
     if order is not None:
         axis = dims[0]
-        plain = _rows(
-            draw, rows(known.power)._replace(zeros=known.zeros), shapes, dtype
-        )
+        plain = _rows(draw, rows(known.power).replace(zeros=known.zeros), shapes, dtype)
         found = []
         for x, placed in zip(plain, world.orders[order[0]], strict=True):
             x = np.moveaxis(x, axis + 1, 1)
@@ -442,7 +461,7 @@ def _stacked(draw, known, shapes, dtype):
     sides = draw.world.sides
     axis = draw.world.axis_of_towers(shapes)
     each = [tuple(x for i, x in enumerate(s) if i != axis) for s in shapes]
-    own = draw.values(Known(known.note, known.power), each, dtype)
+    own = draw.values(known.of(known.power), each, dtype)
     found = []
     for x, side in zip(own, sides, strict=True):
         x = np.moveaxis(x, 0, axis)
@@ -467,13 +486,13 @@ def _ordered_numbers(draw, known, shapes, dtype):
 
 def _columns(draw, known, shapes, dtype):
     each = [tuple(s[:-1]) for s in shapes]
-    columns = [draw.values(Known(x, Fraction(0)), each, dtype) for x in known.note]
+    columns = [draw.values(x(), each, dtype) for x in known.columns]
     return [np.stack(x, -1) for x in zip(*columns, strict=True)]
 
 
 def _counts_or_more(draw, known, shapes, dtype):
     found = []
-    for x, side in zip(draw.world.flags[known.note], draw.world.sides, strict=True):
+    for x, side in zip(draw.world.flags[known.flag], draw.world.sides, strict=True):
         count = x.sum(1)
         other = draw.rng.integers(1, 4, side.towers)
         found.append(np.where(count > 0, count, other))
@@ -489,25 +508,25 @@ def _of_tower(of_side):
     return drawn
 
 
-_DRAWN: dict[Kind, Callable[..., Any]] = {
-    Kind.ZERO: _zero,
-    Kind.COPY: _copies,
-    Kind.ROWS: _rows,
-    Kind.PART: _parts,
-    Kind.MAXIMUM: _extremes,
-    Kind.MINIMUM: _extremes,
-    Kind.MEAN: _means,
-    Kind.SPREAD: _spread,
-    Kind.STACKED: _stacked,
-    Kind.NUMBERS: _row_numbers,
-    Kind.ORDER: _ordered_numbers,
-    Kind.COLUMNS: _columns,
-    Kind.AT_LEAST: _counts_or_more,
-    Kind.TOWER: _of_tower(lambda side: range(side.towers)),
-    Kind.FIRST_ROW: _of_tower(lambda side: np.arange(side.towers) * side.rows),
-    Kind.VALID: _of_tower(lambda side: side.counts),
-    Kind.SIZE: _of_tower(lambda side: [side.rows] * side.towers),
-    Kind.IS_FULL: _of_tower(lambda side: np.array(side.counts) == side.rows),
+_DRAWN: dict[type[Kind], Callable[..., Any]] = {
+    Zero: _zero,
+    Copy: _copies,
+    TowerRows: _rows,
+    Part: _parts,
+    Maximum: _extremes,
+    Minimum: _extremes,
+    Mean: _means,
+    Groups: _spread,
+    Stacked: _stacked,
+    RowNumbers: _row_numbers,
+    RowOrder: _ordered_numbers,
+    Columns: _columns,
+    AtLeast: _counts_or_more,
+    TowerId: _of_tower(lambda side: range(side.towers)),
+    FirstRow: _of_tower(lambda side: np.arange(side.towers) * side.rows),
+    Valid: _of_tower(lambda side: side.counts),
+    Size: _of_tower(lambda side: [side.rows] * side.towers),
+    IsFull: _of_tower(lambda side: np.array(side.counts) == side.rows),
 }
 
 
@@ -533,10 +552,9 @@ class Found:
 
 def told(known):
     """A kind with all that is known of it."""
-    more = {"in padding": known.in_padding.name, "blocks": known.blocks}
-    more |= {"fact": known.fact, "note": known.note, "zeros": set(known.zeros)}
-    odd = {name: x for name, x in more.items() if x and x not in (1, "ANY")}
-    return f"{known.kind.name} times T^{known.power} {odd}"
+    fields = {x.name: (getattr(known, x.name), x) for x in dataclasses.fields(known)}
+    odd = {name: x for name, (x, field) in fields.items() if x != field.default}
+    return f"{type(known).__name__} {odd}"
 
 
 def programs_of(lemma, world):
@@ -600,7 +618,7 @@ def hold(lemma, name, seed=0, tally=None):
         except ProgramsDifferError:
             tally.unknown += 1
             continue
-        if all(x.kind is Kind.UNKNOWN for x in outs):
+        if all(isinstance(x, Unknown) for x in outs):
             tally.unknown += len(outs)
             continue
         draw = Draw(world, [seed, number], lemma.near)
@@ -609,7 +627,7 @@ def hold(lemma, name, seed=0, tally=None):
         pairs = zip(runs, each_side, strict=True)
         results = jax.device_get([run(*own) for run, own in pairs])
         for known, *values in zip(outs, *results, strict=True):
-            if known.kind is Kind.UNKNOWN:
+            if isinstance(known, Unknown):
                 tally.unknown += 1
                 continue
             held = holds(known, values, world, rounding)

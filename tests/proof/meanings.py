@@ -15,12 +15,37 @@ import numpy as np
 from towerjax.proof.equal.kinds import (
     PADDING,
     ROWS_OF_TOWER,
+    AtLeast,
+    Buffer,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
     Flag,
+    Groups,
     HasRow,
     InfinitePadding,
     InPadding,
-    Kind,
+    IsFull,
+    Key,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
     NumberInBatch,
+    Part,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Valid,
+    Zero,
+    blocks_of,
 )
 
 
@@ -182,7 +207,7 @@ def holds(known, values, world, rounding=0.0):
       True or False; None if the kind says nothing that two runs can show.
     """
     case = Case(known, tuple(map(np.asarray, values)), world, rounding)
-    found = _MEANINGS[known.kind](case)
+    found = _MEANINGS[type(known)](case)
     if not found:
         return found
     return found and _zeros_hold(case) and _fact_holds(case)
@@ -219,8 +244,9 @@ class Case:
 
     def with_kind(self, kind, values):
         """Whether other values have another kind, with this power and these zeros."""
-        known = self.known._replace(kind=kind, fact=None, note=None)
-        return holds(known, values, self.world, self.rounding)
+        known = self.known
+        found = {"zeros": known.zeros, "in_padding": known.in_padding}
+        return holds(kind(known.power, **found), values, self.world, self.rounding)
 
 
 def _is_zero(case):
@@ -242,11 +268,11 @@ def _is_copy(case):
     for x in values:
         if not near(as_wide(x), as_wide(np.broadcast_to(x[:1], x.shape)), x.dtype):
             return False
-    if case.known.note == ROWS_OF_TOWER:
+    if case.known.number is ROWS_OF_TOWER:
         pairs = zip(case.world.sides, values, strict=True)
         return all((x == side.rows).all() for side, x in pairs)
-    if isinstance(case.known.note, bool | int | float):
-        number = np.asarray(case.known.note).astype(case.dtype)
+    if isinstance(case.known.number, bool | int | float):
+        number = np.asarray(case.known.number).astype(case.dtype)
         wanted = np.broadcast_to(number, values[0].shape)
         if not near(as_wide(values[0]), as_wide(wanted), case.dtype):
             return False
@@ -257,7 +283,7 @@ def _are_rows(case):
     if case.axis is None:
         return False
     pairs = zip(case.world.sides, case.values, strict=True)
-    joined = [examples_of(*x, case.axis, case.known.blocks) for x in pairs]
+    joined = [examples_of(*x, case.axis, blocks_of(case.known)) for x in pairs]
     return case.same(*joined) and _is_padding_so(case, joined)
 
 
@@ -266,7 +292,7 @@ def _is_padding_so(case, joined):
     level = case.known.in_padding
     repeated = case.world.repeated
     is_inexact = not is_integer(case.dtype)
-    if not case.world.padded or level is InPadding.ANY or case.known.blocks > 1:
+    if not case.world.padded or level is InPadding.ANY or blocks_of(case.known) > 1:
         return True
     if is_inexact and not all(np.isfinite(as_wide(x)).all() for x in joined):
         return True
@@ -327,16 +353,16 @@ def _is_mean(case):
     return case.same(*totals, scale)
 
 
-def _is_spread(case):
-    dims, each, order = case.known.note
-    if not each:
+def _are_groups(case):
+    dims, by_row, order = case.known.layout
+    if not by_row:
         # Elements along the groups' dims add up to a sum over rows.
         inner = [as_wide(x).sum(tuple(i + 1 for i in dims)) for x in case.values]
         scale = max([float(np.abs(as_wide(x)).max(initial=0)) for x in case.values])
         return case.same(*[x.sum(0) for x in inner], scale * 8)
     merged = [_with_merged(x, dims) for x in case.values]
     if order is None:
-        return case.with_kind(Kind.ROWS, merged)
+        return case.with_kind(TowerRows, merged)
     first, _ = order
     placed = case.world.orders.get(first)
     pairs = zip(case.world.sides, merged, strict=True)
@@ -351,7 +377,7 @@ def _is_spread(case):
         x.reshape(side.towers, side.rows, *x.shape[1:])
         for x, side in zip(rows, case.world.sides, strict=True)
     ]
-    return case.with_kind(Kind.ROWS, back)
+    return case.with_kind(TowerRows, back)
 
 
 def _with_merged(x, dims):
@@ -369,7 +395,7 @@ def _row_order(x):
 
 
 def _are_stacked(case):
-    """Each tower has the same values of all towers, which have the kind in the note."""
+    """Each tower has the same values of all towers, which have the kind `of`."""
     axis = case.world.axis_of_towers([x.shape[1:] for x in case.values])
     if axis is None:
         return False
@@ -378,7 +404,7 @@ def _are_stacked(case):
         if not near(as_wide(x), as_wide(np.broadcast_to(x[:1], x.shape)), x.dtype):
             return False
         found.append(np.moveaxis(x[0], axis, 0))
-    return case.with_kind(case.known.note, found)
+    return case.with_kind(case.known.of, found)
 
 
 def _is_number_of_tower(case):
@@ -428,7 +454,7 @@ def _are_row_numbers_in_order(case):
     axis = case.axis
     if axis is None:
         return False
-    placed = case.world.orders.get(case.known.note[0])
+    placed = case.world.orders.get(case.known.order[0])
 
     def of_side(number, side, x):
         x = np.moveaxis(x, axis + 1, 1).reshape(side.towers, side.rows, -1)
@@ -442,7 +468,7 @@ def _are_row_numbers_in_order(case):
 
 
 def _are_columns(case):
-    kinds = case.known.note
+    kinds = case.known.columns
     if len(kinds) != case.values[0].shape[-1]:
         return False
     each = [
@@ -453,9 +479,9 @@ def _are_columns(case):
 
 
 def _is_count_or_other(case):
-    if case.known.note not in case.world.flags:
+    if case.known.flag not in case.world.flags:
         return None
-    counts = [x.sum(1) for x in case.world.flags[case.known.note]]
+    counts = [x.sum(1) for x in case.world.flags[case.known.flag]]
     factors = 1, case.world.factor(case.known.power)
     for x, count, factor in zip(case.values, counts, factors, strict=True):
         x = _last(as_wide(x))
@@ -480,31 +506,31 @@ def _of_a_loop(case):
 
 
 _MEANINGS = {
-    Kind.UNKNOWN: _of_a_loop,
-    Kind.ZERO: _is_zero,
-    Kind.COPY: _is_copy,
-    Kind.ROWS: _are_rows,
-    Kind.PART: _is_part,
-    Kind.SPREAD: _is_spread,
-    Kind.MAXIMUM: _is_maximum,
-    Kind.MINIMUM: _is_minimum,
-    Kind.MEAN: _is_mean,
-    Kind.STACKED: _are_stacked,
-    Kind.TOWER: _is_number_of_tower,
-    Kind.FIRST_ROW: _is_number_of_first_row,
-    Kind.NUMBERS: _are_row_numbers,
-    Kind.COLUMNS: _are_columns,
-    Kind.ORDER: _are_row_numbers_in_order,
-    Kind.KEY: _is_own_key,
-    Kind.VALID: _is_number_of_examples,
-    Kind.SIZE: _is_number_of_rows,
-    Kind.IS_FULL: _is_full,
-    Kind.AT_LEAST: _is_count_or_other,
-    Kind.ROW: _of_a_loop,
-    Kind.SO_FAR: _of_a_loop,
-    Kind.COUNTER: _of_a_loop,
-    Kind.NEXT: _of_a_loop,
-    Kind.BUFFER: _of_a_loop,
+    Unknown: _of_a_loop,
+    Zero: _is_zero,
+    Copy: _is_copy,
+    TowerRows: _are_rows,
+    Part: _is_part,
+    Groups: _are_groups,
+    Maximum: _is_maximum,
+    Minimum: _is_minimum,
+    Mean: _is_mean,
+    Stacked: _are_stacked,
+    TowerId: _is_number_of_tower,
+    FirstRow: _is_number_of_first_row,
+    RowNumbers: _are_row_numbers,
+    Columns: _are_columns,
+    RowOrder: _are_row_numbers_in_order,
+    Key: _is_own_key,
+    Valid: _is_number_of_examples,
+    Size: _is_number_of_rows,
+    IsFull: _is_full,
+    AtLeast: _is_count_or_other,
+    Row: _of_a_loop,
+    SoFar: _of_a_loop,
+    Counter: _of_a_loop,
+    NextRow: _of_a_loop,
+    Buffer: _of_a_loop,
 }
 
 
@@ -523,10 +549,10 @@ def _zeros_hold(case):
 
 
 def _is_zero_in_padding(case):
-    if case.known.kind is not Kind.ROWS:
+    if not isinstance(case.known, TowerRows):
         has_examples = [np.array(x.counts) > 0 for x in case.world.sides]
         pairs = zip(case.values, has_examples, strict=True)
-        return case.known.kind is Kind.SPREAD or not any(x[~y].any() for x, y in pairs)
+        return isinstance(case.known, Groups) or not any(x[~y].any() for x, y in pairs)
     return all(not x.any() for x in _padding_of(case))
 
 
@@ -534,11 +560,11 @@ def _padding_of(case):
     """The entries of padding of each tower."""
     for side, x in zip(case.world.sides, case.values, strict=True):
         x = np.moveaxis(x, case.axis + 1, 1)
-        size = x.shape[1] // case.known.blocks
+        size = x.shape[1] // blocks_of(case.known)
         if size % side.rows:
             continue  # several rows an entry, of towers without padding
         each = size // side.rows
-        x = x.reshape(side.towers, case.known.blocks, size, *x.shape[2:])
+        x = x.reshape(side.towers, blocks_of(case.known), size, *x.shape[2:])
         for own, count in zip(x, side.counts, strict=True):
             yield own[:, count * each :]
 
@@ -552,7 +578,7 @@ def _fact_holds(case):
     if isinstance(fact, NumberInBatch):
         return all((x.ravel() == np.arange(x.size)).all() for x in case.values)
     flag = getattr(fact, "flag", None)
-    if flag not in case.world.flags or case.known.kind is Kind.MEAN:
+    if flag not in case.world.flags or isinstance(case.known, Mean):
         return True
     found = []
     for x, rows in zip(case.values, case.world.flags[flag], strict=True):

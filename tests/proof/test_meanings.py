@@ -7,11 +7,24 @@ from lemmas import FLAG, ORDER, WORLDS, Draw, N, T, kinds_for, shape_on, with_fl
 from meanings import _MEANINGS, holds
 
 from towerjax.proof.equal.kinds import (
+    ALL_KINDS,
     PADDING,
+    Buffer,
+    Columns,
     Count,
+    Counter,
+    GroupDims,
     Groups,
-    Kind,
-    Known,
+    IsFull,
+    Key,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
+    Row,
+    RowOrder,
+    SoFar,
+    Unknown,
     copy,
     part,
     rows,
@@ -27,12 +40,12 @@ SHAPES = {
     "an entry per tower": (T, 2),
     "groups": (2, (N, 1, 2)),
 }
-IN_A_LOOP = {Kind.ROW, Kind.SO_FAR, Kind.COUNTER, Kind.NEXT, Kind.BUFFER}
-UNSEEN = IN_A_LOOP | {Kind.UNKNOWN, Kind.KEY}
+IN_A_LOOP = {Row, SoFar, Counter, NextRow, Buffer}
+UNSEEN = IN_A_LOOP | {Unknown, Key}
 
 
 def test_every_kind_has_a_meaning():
-    assert _MEANINGS.keys() == {*Kind}
+    assert _MEANINGS.keys() == {*ALL_KINDS}
 
 
 def test_what_is_drawn_with_a_kind_has_it():
@@ -49,8 +62,8 @@ def test_what_is_drawn_with_a_kind_has_it():
                     values = Draw(world, 1).values(known, shapes, dtype)
                     held = holds(known, values, world)
                     assert held is not False, (name, shape, dtype, known)
-                    seen |= {known.kind} if held else set()
-    assert seen == {*Kind} - UNSEEN - {Kind.COLUMNS}
+                    seen |= {type(known)} if held else set()
+    assert seen == {*ALL_KINDS} - UNSEEN - {Columns}
 
 
 def changed(x, by):
@@ -60,20 +73,20 @@ def changed(x, by):
     return x
 
 
-@pytest.mark.parametrize("kind", sorted({*Kind} - UNSEEN - {Kind.COLUMNS}, key=str))
+@pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - UNSEEN - {Columns}, key=str))
 def test_what_has_not_a_kind_is_seen(kind):
     """A value of the first tower is too large, or too small."""
     seen = 0
     # The first row in another order may be padding.
-    names = ["1 and 2"] if kind is Kind.SPREAD else ["1 and 2", "1 and 2, padded"]
+    names = ["1 and 2"] if kind is Groups else ["1 and 2", "1 and 2, padded"]
     for name in names:
         world = with_flags(WORLDS[name], 0)
         for shape in SHAPES.values():
             shapes = [shape_on(side, shape) for side in world.sides]
-            dtype = np.dtype("int32" if kind is Kind.ORDER else "float32")
-            dtype = np.dtype("bool") if kind is Kind.IS_FULL else dtype
+            dtype = np.dtype("int32" if kind is RowOrder else "float32")
+            dtype = np.dtype("bool") if kind is IsFull else dtype
             for known in kinds_for(shape, dtype, world):
-                if known.kind is not kind:
+                if type(known) is not kind:
                     continue
                 first, second = Draw(world, 1).values(known, shapes, dtype)
                 odd = [changed(second, by) for by in (50, -50)]
@@ -102,11 +115,11 @@ def arrays(first, second):
         (copy(), arrays([3], [3, 3]), True),
         (copy(), arrays([3], [3, 2]), False),
         (copy(-1), arrays([3], [1.5, 1.5]), True),
-        (copy(note=2), arrays([3], [3, 3]), False),
-        (copy(note=3), arrays([3], [3, 3]), True),
-        (Known(Kind.MAXIMUM), arrays([3], [3, 1]), True),
-        (Known(Kind.MINIMUM), arrays([3], [3, 1]), False),
-        (Known(Kind.MAXIMUM), arrays([np.nan], [np.nan, 1]), True),
+        (copy(number=2), arrays([3], [3, 3]), False),
+        (copy(number=3), arrays([3], [3, 3]), True),
+        (Maximum(), arrays([3], [3, 1]), True),
+        (Minimum(), arrays([3], [3, 1]), False),
+        (Maximum(), arrays([np.nan], [np.nan, 1]), True),
     ],
 )
 def test_numbers_of_towers(known, values, wanted):
@@ -126,7 +139,7 @@ def test_padding_is_no_row_and_may_be_zero():
     first = np.arange(8.0)[None]
     second = np.array([[0, 1, 2, 3, 9, 9], [4, 5, 9, 9, 9, 9.0]])
     assert holds(rows(), (first, second), PADDED)
-    zeros = rows()._replace(zeros=frozenset([PADDING]))
+    zeros = rows().replace(zeros=frozenset([PADDING]))
     assert not holds(zeros, (first, second), PADDED)
     masked = first * (first < 6), second * (second < 9)
     assert holds(zeros, masked, PADDED)
@@ -134,15 +147,14 @@ def test_padding_is_no_row_and_may_be_zero():
 
 
 def test_rows_in_an_order_are_each_there_once():
-    note = Groups((0,), True, (ORDER, None))
-    known = Known(Kind.SPREAD, 0, note=note)
+    known = Groups(layout=GroupDims((0,), True, (ORDER, None)))
     of_rows = np.arange(8.0)
     values = [of_rows[x] for x in WORLD.orders[ORDER]]
     assert holds(known, values, WORLD)
     twice = [x.copy() for x in values]
     twice[1][0, 0] = twice[1][0, 1]
     assert not holds(known, twice, WORLD)
-    another = known._replace(note=Groups((0,), True, ("new", None)))
+    another = known.replace(layout=GroupDims((0,), True, ("new", None)))
     assert holds(another, (values[0], values[1][::-1]), WORLD)
     assert not holds(another, twice, WORLD)
 
@@ -150,10 +162,10 @@ def test_rows_in_an_order_are_each_there_once():
 def test_a_mean_is_seen_by_its_count():
     counts = [x.sum(1) for x in WORLD.flags[FLAG]]
     assert min(counts[1]) == 0
-    mean = Known(Kind.MEAN, 0, fact=Count(FLAG), note=(0, True))
+    mean = Mean(vanishes=True, fact=Count(FLAG))
     total = np.array([6.0])
     values = total / counts[0], np.where(counts[1] > 0, 6.0 / counts[0].sum(), 5.0)
     assert holds(mean, values, WORLD)
     assert not holds(mean, (values[0], values[1] * 2), WORLD)
     # By another number nothing is known of it.
-    assert holds(mean._replace(fact=None), values, WORLD) is None
+    assert holds(mean.replace(fact=None), values, WORLD) is None

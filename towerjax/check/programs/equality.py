@@ -25,7 +25,15 @@ from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
 from towerjax.jaxprs.equation import is_ref
 from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
-from towerjax.proof.equal.kinds import Kind, Known, copy
+from towerjax.proof.equal.kinds import (
+    Copy,
+    Kind,
+    Stacked,
+    TowerRows,
+    Unknown,
+    Zero,
+    copy,
+)
 from towerjax.proof.equal.one_tower import Equality, worst_of
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.written_out import kinds_by_matches
@@ -163,10 +171,10 @@ def _said_of_results(
     return found
 
 
-def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
+def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     """The kind of an argument: the same for all, or stacked for the devices."""
     told = f"{name} is a different array for another number of towers"
-    unknown = Known(Kind.UNKNOWN, why=told)
+    unknown = Unknown(why=told)
     try:
         walk.sizes.axes(first, second)
     except ProgramsDifferError:
@@ -181,45 +189,45 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     if a.shape == b.shape:
         found = walk.constant(a, b)
         # An argument that grows with the devices is another argument, and no mistake.
-        is_same = found.kind is not Kind.UNKNOWN and not found.power
+        is_same = not isinstance(found, Unknown) and not found.power
         return _any_value(found) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
         return unknown
     if a.shape[1:] == b.shape[1:]:
         found = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
-        if found.kind is Kind.UNKNOWN or found.power or not are_copies:
-            return Known(Kind.UNKNOWN, why=f"each tower is given a different {name}")
-        return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
+        if isinstance(found, Unknown) or found.power or not are_copies:
+            return Unknown(why=f"each tower is given a different {name}")
+        return Stacked(_any_value(found).power, of=Copy)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
-        return Known(Kind.STACKED, copy().power, note=Kind.ROWS)
+        return Stacked(of=TowerRows)
     return unknown
 
 
-def _any_value(found: Known) -> Known:
+def _any_value(found: Kind) -> Kind:
     """The kind without its value, because another call may have another value."""
-    return copy() if found.kind is Kind.ZERO else copy(found.power)
+    return copy() if isinstance(found, Zero) else copy(found.power)
 
 
 def _said_of_result(
-    sizes: Sizes, value: Known, first: Any, second: Any
+    sizes: Sizes, value: Kind, first: Any, second: Any
 ) -> tuple[str, str]:
     """The proof's result for one returned value, and why."""
-    if value.kind is Kind.UNKNOWN:
+    if isinstance(value, Unknown):
         return "unknown", value.why
     own_rows, stacked = sizes.axes(first, second)
     is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers
-    if value.kind is Kind.STACKED:
-        wanted = {None: Kind.COPY, 1: Kind.ROWS}.get(own_rows)
-        fits = is_stacked and value.note is wanted
+    if isinstance(value, Stacked):
+        wanted = {None: Copy, 1: TowerRows}.get(own_rows)
+        fits = is_stacked and value.of is wanted
         if not fits:
-            return "unknown", f"each tower returns {value.note.value} of its own"
-    elif value.kind is Kind.ZERO:
+            return "unknown", f"each tower returns {value.of.name} of its own"
+    elif isinstance(value, Zero):
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
-        fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
+        fits = isinstance(value, Copy) and (own_rows, stacked) == (None, None)
     if not fits:
         return "unknown", "its shape depends on the number of towers"
-    is_power = value.kind is not Kind.ZERO and bool(value.power)
+    is_power = not isinstance(value, Zero) and bool(value.power)
     return ("refuted", "") if is_power else ("proved", "")

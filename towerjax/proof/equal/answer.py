@@ -4,7 +4,22 @@ import enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from towerjax.proof.equal.kinds import EACH, PADDING, Kind, Known, Power, as_part
+from towerjax.proof.equal.kinds import (
+    ELEMENTS,
+    PADDING,
+    Copy,
+    Kind,
+    Maximum,
+    Mean,
+    Minimum,
+    Part,
+    Power,
+    TowerRows,
+    Unknown,
+    Zero,
+    as_part,
+    blocks_of,
+)
 
 
 class Merge(enum.Enum):
@@ -24,7 +39,7 @@ class Merge(enum.Enum):
 class ProvedResult(NamedTuple):
     """What is known of a result of two programs."""
 
-    value: Known
+    value: Kind
     # The multiple of a tower's rows that dim 0 has; None if it is another dim.
     times_rows: Fraction | None
     is_of_one_shape: bool  # whether no dim depends on the number of towers
@@ -32,7 +47,7 @@ class ProvedResult(NamedTuple):
     @property
     def is_the_same(self) -> bool:
         """Whether all towers have the same value, for both numbers of towers."""
-        is_copy = self.value.kind in (Kind.COPY, Kind.ZERO) and not self.value.power
+        is_copy = isinstance(self.value, Copy | Zero) and not self.value.power
         return is_copy and self.is_of_one_shape
 
 
@@ -44,7 +59,7 @@ class Answer(NamedTuple):
     advice: str = ""  # what to write, if it is refuted
 
 
-_KIND_OF = {Merge.MAXIMUM: Kind.MAXIMUM, Merge.MINIMUM: Kind.MINIMUM}
+_KIND_OF = {Merge.MAXIMUM: Maximum, Merge.MINIMUM: Minimum}
 _PROVED = Answer("proved")
 _MEAN_OF_ROWS = (
     "Return tj.Weighted(sum, weight) with the weights of the same rows, or"
@@ -61,87 +76,87 @@ _NO_COPY = (
 
 
 def answer_for(
-    merge: Merge, value: Known, weight: Known | None, has_rows: bool
+    merge: Merge, value: Kind, weight: Kind | None, has_rows: bool
 ) -> Answer:
     """The answer for a leaf."""
-    unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
+    unknown = [x for x in (value, weight) if x and isinstance(x, Unknown)]
     if unknown:
         return Answer("unknown", unknown[0].why)
     if merge is Merge.OTHER:
         return Answer("unknown", f"it is {merge.value}")
     if merge is Merge.ROWS:
         return _of_rows(value, has_rows)
-    if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
+    if isinstance(value, Zero) and (weight is None or not isinstance(weight, Zero)):
         return _PROVED
     if merge is Merge.REPLICATED:
-        return _off_by(value, Kind.COPY, value.power, _FREE_OF_NUMBER)
+        return _off_by(value, Copy, value.power, _FREE_OF_NUMBER)
     if merge in _KIND_OF:
-        is_copy = value.kind is Kind.COPY  # the largest of equal values
-        wanted = Kind.COPY if is_copy else _KIND_OF[merge]
+        is_copy = isinstance(value, Copy)  # the largest of equal values
+        wanted = Copy if is_copy else _KIND_OF[merge]
         return _off_by(value, wanted, value.power, _FREE_OF_NUMBER)
     if merge is Merge.SUM:
-        advice = _FREE_OF_NUMBER if value.kind is Kind.PART else _NO_COPY
+        advice = _FREE_OF_NUMBER if isinstance(value, Part) else _NO_COPY
         value = as_part(value)
-        return _off_by(value, Kind.PART, value.power, advice)
+        return _off_by(value, Part, value.power, advice)
     assert weight is not None
     return _of_mean(value, weight)
 
 
-def _of_rows(value: Known, has_rows: bool) -> Answer:
+def _of_rows(value: Kind, has_rows: bool) -> Answer:
     """The answer for rows, which are joined to the rows of the batch."""
-    if value.kind is Kind.ZERO and has_rows:
+    if isinstance(value, Zero) and has_rows:
         return _PROVED
-    if not has_rows or value.blocks > 1:
+    if not has_rows or blocks_of(value) > 1:
         return Answer("unknown", "its dim 0 is not that of the tower's rows")
-    kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
+    kind = TowerRows if isinstance(value, TowerRows) else Copy
     return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
 
 
-def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answer:
+def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer:
     """The answer for rows of a table, which are added up by their indices.
 
     If the indices are the same on all towers, the values are a sum like any other.
     """
     indices = at.value
     for x in (value, indices):
-        if x.kind is Kind.UNKNOWN:
+        if isinstance(x, Unknown):
             return Answer("unknown", x.why)
-    if value.kind is Kind.ZERO:
+    if isinstance(value, Zero):
         return _PROVED
-    if indices.kind not in EACH or indices.power:
+    if not isinstance(indices, ELEMENTS) or indices.power:
         return Answer("unknown", f"its indices are {indices}")
     if at.times_rows is None:
         total = as_part(value)
-        return _off_by(total, Kind.PART, total.power, _FREE_OF_NUMBER)
-    if value.kind not in EACH:
+        return _off_by(total, Part, total.power, _FREE_OF_NUMBER)
+    if not isinstance(value, ELEMENTS):
         return Answer("unknown", f"it is {value}, at indices that are {indices}")
-    orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
+    orders = {x.blocks for x in (value, indices) if isinstance(x, TowerRows)}
     if len(orders) > 1:
         return Answer("unknown", "its values and its indices are of different rows")
     if padded and PADDING not in value.zeros:
         return Answer("unknown", "padding counts in it")
-    return _off_by(value, value.kind, value.power, _FREE_OF_NUMBER)
+    return _off_by(value, type(value), value.power, _FREE_OF_NUMBER)
 
 
-def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
+def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
-    if value.kind is not wanted:
-        return Answer("unknown", f"it is {value}, and not {wanted.value}")
+    if type(value) is not wanted:
+        return Answer("unknown", f"it is {value}, and not {wanted.name}")
     return Answer("refuted", _told(power), advice) if power else _PROVED
 
 
-def _of_mean(value: Known, weight: Known) -> Answer:
+def _of_mean(value: Kind, weight: Kind) -> Answer:
     """The answer for a mean, whose sum and weight must have the same power."""
-    if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
+    if isinstance(value, Mean) and isinstance(weight, Copy):
         why = "it is an average of the towers' averages, each over its rows"
         return Answer("refuted", why, _MEAN_OF_ROWS)
     # The number of a tower's rows is a copy, and also a sum over the rows.
-    is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
+    is_copy = [isinstance(x, Copy) and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total = as_part(value)
     of_weights = as_part(weight)
     for each in (total, of_weights):
-        if each.kind is not Kind.PART:
+        if not isinstance(each, Part):
             return Answer("unknown", f"it is {value}, divided by {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
@@ -150,7 +165,7 @@ def _of_mean(value: Known, weight: Known) -> Answer:
     given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
     if power and given:
         power = Power(power, given[0].line)
-    return _off_by(total, Kind.PART, power, advice)
+    return _off_by(total, Part, power, advice)
 
 
 def _told(power: Any) -> str:

@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.jaxprs.equation import Site, open_jaxpr, sub_jaxprs
-from towerjax.proof.equal.kinds import Kind, Known
+from towerjax.proof.equal.kinds import (
+    Copy,
+    Kind,
+    Mean,
+    Part,
+    Unknown,
+)
 
 
 class Cause(NamedTuple):
     """An equation, its site, and the kinds of its operands."""
 
     site: Site
-    ins: tuple[Known, ...]
-    value: Known | None = None  # the value with the power that came in here
+    ins: tuple[Kind, ...]
+    value: Kind | None = None  # the value with the power that came in here
 
 
 class _Place(NamedTuple):
@@ -42,7 +48,7 @@ class Causes:
     """
 
     def __init__(
-        self, kinds: Mapping[int, Mapping[Any, Known]], program: ClosedJaxpr
+        self, kinds: Mapping[int, Mapping[Any, Kind]], program: ClosedJaxpr
     ) -> None:
         self._kinds = kinds
         self._program = open_jaxpr(program)
@@ -59,19 +65,19 @@ class Causes:
         into a copy.
         """
         place = _Place(self._program, self._program.outvars[result])
-        first = self._first(place, lambda x: x.kind is Kind.UNKNOWN)
+        first = self._first(place, lambda x: isinstance(x, Unknown))
         if first is None:
             return None
         known = [(x, self._known(x)) for x in self._before(first)]
         made = self._cause(first)
         if made and made.site[0].primitive.name == "div":
-            if made.ins[1].kind is Kind.PART:
+            if isinstance(made.ins[1], Part):
                 return made
         for x, value in known:
-            if value and value.kind is Kind.MEAN:
-                return self._cause(self._first(x, lambda x: x.kind is Kind.MEAN))
+            if value and isinstance(value, Mean):
+                return self._cause(self._first(x, lambda x: isinstance(x, Mean)))
         for x, value in known:
-            if value and value.kind is Kind.COPY and value.power:
+            if value and isinstance(value, Copy) and value.power:
                 return self._of_power(x)
         return None
 
@@ -79,12 +85,12 @@ class Causes:
         value = self._known(place)
         is_above = value is not None and value.power > 0
 
-        def has_power(x: Known) -> bool:
+        def has_power(x: Kind) -> bool:
             return bool(x.power) and (x.power > 0) == is_above
 
         return self._cause(self._first(place, has_power), value)
 
-    def _known(self, place: _Place) -> Known | None:
+    def _known(self, place: _Place) -> Kind | None:
         """The known kind of a variable."""
         if isinstance(place.var, Literal):
             return None
@@ -98,14 +104,14 @@ class Causes:
             self._makers[key] = dict(made)
         return self._makers[key].get(place.var)
 
-    def _cause(self, place: _Place | None, value: Known | None = None) -> Cause | None:
+    def _cause(self, place: _Place | None, value: Kind | None = None) -> Cause | None:
         eqn = None if place is None else self._maker(place)
         if place is None or eqn is None:
             return None
         ins = [self._known(place._replace(var=v)) for v in eqn.invars]
-        return Cause(place.site(eqn), tuple(x or Known(Kind.COPY) for x in ins), value)
+        return Cause(place.site(eqn), tuple(x or Copy() for x in ins), value)
 
-    def _first(self, place: _Place, has: Callable[[Known], bool]) -> _Place | None:
+    def _first(self, place: _Place, has: Callable[[Kind], bool]) -> _Place | None:
         """The variable at which a property first appears, on the way to ``place``.
 
         ``has`` tells whether a value has the property. The variable has it, and nothing

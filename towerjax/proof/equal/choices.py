@@ -1,219 +1,274 @@
 """Rules for comparisons of elements, and for choices made by them."""
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair, constant_of
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
     HIGHEST,
     LOWEST,
     PADDING,
-    ROWS_OF_TOWER,
+    SAME_FOR_ALL,
+    Buffer,
+    Copy,
+    Counter,
+    FirstRow,
     Flag,
+    IsFull,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
     NumberInBatch,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Valid,
+    Zero,
     copy,
     function_of,
+    is_rows_of_tower,
     joined,
     rows,
 )
+from towerjax.proof.equal.rules import refused, rule
 
-_EXTREME_OF = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
+_EXTREME_OF: dict[str, Any] = {"max": Maximum, "min": Minimum}
+_NOT_NEGATIVE: TypeAlias = RowNumbers | Counter | TowerId | FirstRow | RowOrder
 
 
-@rule("max min", knows_identity=True, by_element=True, kinds=[Kind.SO_FAR])
-def _larger(pair: EquationPair) -> Known:
+# Extremes.
+
+
+@rule("max min", ELEMENTS, ELEMENTS, knows_identity=True)
+def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """The larger of two values stays the larger, if both have the same power."""
-    x, y = pair.ins
-    if Kind.SO_FAR in pair.kinds:
-        return _largest_so_far(pair)
-    if found := guards.at_least_one(pair):
-        return found
-    extremes = [v for v in pair.ins if v.kind in _EXTREME_OF]
-    if extremes:
-        wanted = {kind for kind, name in _EXTREME_OF.items() if name == pair.name}
-        is_even = len({v.power for v in pair.ins if v.kind is not Kind.ZERO}) == 1
-        if pair.kinds <= wanted | {Kind.COPY} and is_even:
-            return extremes[0].times_tower(x.power)
-        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
-    return joined(pair.ins, "compared with")
+    return joined([x, y], "compared with")
 
 
-def _largest_so_far(pair: EquationPair) -> Known:
+@rule("max", Maximum, Maximum, knows_identity=True)
+@rule("max", Maximum, Copy, knows_identity=True, commutes=True)
+@rule("min", Minimum, Minimum, knows_identity=True)
+@rule("min", Minimum, Copy, knows_identity=True, commutes=True)
+def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Kind:
+    """The largest of two maxima, or of a maximum and a copy, is a maximum."""
+    if x.power != y.power:
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule(
+    "max min", SoFar, ELEMENTS | Maximum | Minimum, knows_identity=True, commutes=True
+)
+def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
     """The largest of a carry and a trip's value, in a loop over rows or chunks.
 
     Padding is a row in a loop over rows, where nothing says that it is no larger.
     """
-    x, y = pair.ins
-    one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
-    extreme = Kind.MAXIMUM if pair.name == "max" else Kind.MINIMUM
+    extreme = _EXTREME_OF[pair.name]
     is_of_rows = pair.scope.loop is not None
-    fits = other.kind is Kind.COPY
-    fits |= other.kind is (Kind.ROW if is_of_rows else extreme)
-    fits &= one.power in (None, other.power)
-    fits &= isinstance(one.note, int) or one.note[1] is extreme
+    fits = isinstance(y, Copy | (Row if is_of_rows else extreme))
+    fits &= x.power in (None, y.power)
+    fits &= x.extreme in (None, extreme) and (x.extreme or x.power is None)
     if not fits or (is_of_rows and pair.sizes.padded):
-        raise NotOfOneKindError(f"no rule for the {pair.name} of {x} and {y}")
-    number = one.note if isinstance(one.note, int) else one.note[0]
-    return one._replace(power=other.power, note=(number, extreme))
+        raise refused(pair)
+    return x.replace(power=y.power, extreme=extreme)
 
 
-def extreme_of_trips(before: Known, start: Known, end: Known) -> Known | None:
-    """The kind of a carry that only grew, or only fell, in all trips; else None."""
-    if end.kind is not Kind.SO_FAR or not isinstance(end.note, tuple):
+def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
+    """Return the kind of a carry that only grew, or only fell, in all trips; else None.
+
+    Raises:
+      NotOfOneKindError: The loop starts with another value.
+    """
+    if not isinstance(end, SoFar) or end.extreme is None:
         return None
-    number, extreme = end.note
-    fits = before.kind in (Kind.COPY, Kind.ZERO, extreme) and number == start.note
-    is_even = before.power == end.power
-    if start.kind is not Kind.SO_FAR or not (fits and is_even):
+    fits = isinstance(before, SAME_FOR_ALL | end.extreme) and before.power == end.power
+    if not (isinstance(start, SoFar) and start.carry == end.carry and fits):
         raise NotOfOneKindError(f"no rule for a loop that starts at {before}")
-    return Known(extreme, end.power)
+    return end.extreme(end.power)
 
 
-@rule(
-    "eq ne lt le gt ge",
-    knows_identity=True,
-    kinds=[Kind.ORDER],
-    by_element=True,
-)
-def _comparison(pair: EquationPair) -> Known:
+def is_same_carry(start: Kind, end: Kind) -> bool:
+    """Return whether a trip did nothing to a carry but to add to it."""
+    are_sums = isinstance(start, SoFar) and isinstance(end, SoFar)
+    return are_sums and start.carry == end.carry and end.extreme is None  # type: ignore
+
+
+# Comparisons.
+
+
+@rule("eq ne lt le gt ge", ELEMENTS, ELEMENTS, knows_identity=True)
+def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """A comparison has the same result for all powers, if both have the same power."""
-    x, y = pair.ins
-    if pair.name == "lt" and y.kind is Kind.ZERO:
-        own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
-        is_number = isinstance(x.fact, NumberInBatch)
-        if x.kind in own or x.kind is Kind.ORDER or is_number:
-            return copy(note=False)
-    if x.kind is Kind.NUMBERS and pair.name == "lt":
-        is_each = pair.times_rows(0, pair.rows_in[0]) == 1
-        if y.kind is Kind.VALID and is_each:  # rows that are not padding come first
-            is_flag = len(pair.shape(0)) == 1
-            weight = Flag(PADDING) if is_flag else None
-            return rows()._replace(zeros=frozenset([PADDING]), fact=weight)
-        if y.note == ROWS_OF_TOWER and is_each:
-            return copy(note=True)
-    if pair.name == "ge" and _is_size_of_tower(pair, 1):
-        if x.kind is Kind.VALID:
-            return Known(Kind.IS_FULL)
-        if x.note == ROWS_OF_TOWER:
-            return copy(note=True)
-    if found := guards.comparison(pair):
-        return found
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"no rule for {x} compared with {y}")
-    found = joined(pair.ins, "compared with")
-    if found.kind is Kind.ZERO:
+    if pair.name == "lt" and isinstance(y, Zero):
+        if isinstance(x, Zero) or isinstance(x.fact, NumberInBatch):
+            return copy(number=False)
+    if pair.name == "ge" and is_rows_of_tower(x) and _is_size_of_tower(pair, y):
+        return copy(number=True)
+    for one, other, names in ((x, y, ("gt", "ne")), (y, x, ("lt", "ne"))):
+        if isinstance(one.fact, Flag) and isinstance(other, Zero):
+            if pair.name in names:
+                return one
+    found = joined([x, y], "compared with")
+    if isinstance(found, Zero):
         return copy()
     return guards.as_flag(pair, found.times_tower(0))
 
 
-def _is_size_of_tower(pair: EquationPair, operand: int) -> bool:
+@rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
+def _is_negative(pair: EquationPair, x: Kind, y: Zero) -> Kind:
+    """No number of a tower or row is below 0."""
+    return copy(number=False)
+
+
+@rule("lt", RowNumbers, Valid, knows_identity=True)
+def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
+    """The flag that a row is no padding: rows that are not come first."""
+    if pair.times_rows(0, pair.rows_in[0]) != 1:
+        raise refused(pair)
+    is_flag = len(pair.shape(0)) == 1
+    flag = Flag(PADDING) if is_flag else None
+    return rows().replace(zeros=frozenset([PADDING]), fact=flag)
+
+
+@rule("lt", RowNumbers, Copy | Size, knows_identity=True)
+def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
+    """All numbers of a tower's rows are below their number."""
+    is_each = pair.times_rows(0, pair.rows_in[0]) == 1
+    if not (is_each and is_rows_of_tower(y)):
+        raise refused(pair)
+    return copy(number=True)
+
+
+@rule("ge", Valid, Copy | Size, knows_identity=True)
+def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
+    """Whether as many of a tower's rows are no padding as it has."""
+    if not _is_size_of_tower(pair, y):
+        raise refused(pair)
+    return IsFull()
+
+
+@rule("ge", Size, Copy | Size, knows_identity=True)
+@rule("ge", Copy, Size, knows_identity=True)
+def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
+    """A tower has as many rows as it has."""
+    if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
+        raise refused(pair)
+    return copy(number=True)
+
+
+def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
     """Whether an operand is the number of a tower's rows, padding included.
 
     One tower has as many rows in one micro-batch as in several.
     """
-    number = pair.constant(operand)
-    is_known = pair.ins[operand].note == ROWS_OF_TOWER
-    return is_known or pair.sizes.are_of_tower(number, number)
+    number = constant_of(x)
+    return is_rows_of_tower(x) or pair.sizes.are_of_tower(number, number)
 
 
-@rule("or", knows_identity=True, by_element=True)
-def _either(pair: EquationPair) -> Known:
-    """A function of both; with IS_FULL the flag that a row is no padding is itself."""
-    x, y = pair.ins
-    weight = Flag(PADDING)
-    for one, other in ((x, y), (y, x)):
-        if one.fact == weight and other.kind is Kind.IS_FULL:
-            return one
-    is_true = pair.constant(0) is True or pair.constant(1) is True
-    if is_true and pair.kinds <= {Kind.COPY, Kind.ZERO}:
-        return copy(note=True)
-    return function_of(pair.ins, "or")
+# Flags.
 
 
-@rule("and", knows_identity=True, by_element=True)
-def _both(pair: EquationPair) -> Known:
+@rule("or", ELEMENTS, ELEMENTS, knows_identity=True)
+def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """A function of both, which is true if one of them is."""
+    is_true = constant_of(x) is True or constant_of(y) is True
+    if is_true and pair.are(SAME_FOR_ALL):
+        return copy(number=True)
+    return function_of([x, y], "or")
+
+
+@rule("or", TowerRows, IsFull, knows_identity=True, commutes=True)
+def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
+    """The flag that a row is no padding, which it is not on a tower that is full."""
+    if x.fact != Flag(PADDING):
+        raise refused(pair)
+    return x
+
+
+@rule("and", ELEMENTS, ELEMENTS, knows_identity=True)
+def _both(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """A function of both values; for two flags it is a flag."""
-    found = function_of(pair.ins, "and")
-    if all(isinstance(v.fact, Flag) for v in pair.ins):
-        return guards.as_flag(pair, found)
-    return found
+    return guards.flag_of(pair, function_of([x, y], "and"))
 
 
-@rule("not", knows_identity=True, by_element=True)
-def _opposite(pair: EquationPair) -> Known:
-    """A function; the opposite of a maximum of flags is a minimum of opposites."""
-    [x] = pair.ins
-    if x.kind in _EXTREME_OF and pair.dtype(0).kind == "b":
-        return guards.opposite(x)
-    return function_of(pair.ins, "not")
+@rule("not", ELEMENTS, knows_identity=True)
+def _opposite(pair: EquationPair, x: Kind) -> Kind:
+    """A function of the value."""
+    return function_of([x], "not")
 
 
-@rule(
-    "select_n",
-    knows_identity=True,
-    knows_unknown=True,
-    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS, Kind.ORDER],
-    by_element=True,
-)
-def _choice(pair: EquationPair) -> Known:
+# Choices.
+
+
+@rule("select_n", every=Kind, knows_identity=True)
+def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
     """A choice that is the same on all towers keeps kinds; one per row makes rows."""
-    predicate, *cases = pair.ins
-    if predicate.kind is Kind.ZERO or pair.constant(0) is False:
+    if constant_of(predicate) == 0:
         return cases[0]
-    unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
-    if unknown:
-        return unknown[0]
-    if found := guards.choice(pair):
-        return found
-    if {x.kind for x in cases} & {Kind.SO_FAR, Kind.BUFFER}:
-        return _choice_in_loop(pair)
-    if predicate.kind not in EACH or predicate.power:
+    for x in pair.ins:
+        if isinstance(x, Unknown):
+            return x
+    if len(cases) == 2:
+        if isinstance(predicate, TowerRows) and isinstance(predicate.fact, Flag):
+            if isinstance(cases[0], Zero) and constant_of(cases[1]) == 1:
+                return predicate
+        if found := guards.chosen_by_any(predicate, cases):
+            return found
+    if any(isinstance(x, SoFar | Buffer) for x in cases):
+        return _choice_in_loop(pair, predicate, cases)
+    if not isinstance(predicate, ELEMENTS) or predicate.power:
         raise NotOfOneKindError(f"no rule for a choice by {predicate}")
     found = joined(cases, "as an alternative to")
-    if predicate.kind in (Kind.COPY, Kind.ZERO):
+    if isinstance(predicate, SAME_FOR_ALL):
         return found
-    if found.kind not in EACH:
+    if not isinstance(found, ELEMENTS):
         raise NotOfOneKindError(f"no rule for {found} that rows choose")
-    if found.kind is Kind.ZERO:
+    if isinstance(found, Zero):
         return found
     both = joined([predicate, found.times_tower(0)], "choosing")
     chosen = both.times_tower(found.power)
-    return chosen._replace(fact=_of_padding(pair, chosen))
+    return chosen.replace(fact=_of_padding(pair, chosen))
 
 
-def _of_padding(pair: EquationPair, chosen: Known) -> Any:
+def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
     """The infinity that padding gets, or None: a predicate of 0 chooses case 0."""
     is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
-    if chosen.kind is not Kind.ROWS or not is_chosen:
+    if not isinstance(chosen, TowerRows) or not is_chosen:
         return None
     return {-math.inf: LOWEST, math.inf: HIGHEST}.get(pair.constant(1))
 
 
-def _choice_in_loop(pair: EquationPair) -> Known:
+def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
     """A choice between a carry, and the same carry after a row was added or written."""
-    predicate, *cases = pair.ins
     known = [x for x in cases if x.power is not None] or cases
-    is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
-    is_one = len({(x.kind, x.note) for x in cases}) == 1
+    of_carry = {_carry_of(x) for x in cases}
+    is_of_row = isinstance(predicate, Row | SAME_FOR_ALL) and pair.rows_in[0] is None
     is_even = len({x.power for x in known}) == 1
-    if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
+    if not (is_of_row and len(of_carry) == 1 and is_even):
         raise NotOfOneKindError(
             f"no rule for {cases[0]} or {cases[-1]}, chosen by {predicate}"
         )
     zeros = frozenset.intersection(*[x.zeros for x in cases])
-    return known[0]._replace(zeros=zeros)
+    return known[0].replace(zeros=zeros)
 
 
-@rule("clamp", by_element=True)
-def _clamped(pair: EquationPair) -> Known:
+def _carry_of(x: Kind) -> Any:
+    """Which carry of a loop a value is, and what a trip did with it."""
+    if isinstance(x, SoFar):
+        return SoFar, x.carry, x.extreme
+    return (Buffer, x.carry) if isinstance(x, Buffer) else (type(x), x)
+
+
+@rule("clamp", every=ELEMENTS)
+def _clamped(pair: EquationPair, *ins: Kind) -> Kind:
     """A clip, which is a maximum and a minimum."""
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"no rule for a clip of {pair.ins[1]}")
-    return joined(pair.ins, "clipped by")
+    return joined(ins, "clipped by")

@@ -11,17 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.jaxprs.equation import loop_sizes, open_jaxpr
-from towerjax.proof.equal.choices import extreme_of_trips
+from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     ZERO,
+    Copy,
+    GroupDims,
     Groups,
     Kind,
-    Known,
     NotOfOneKindError,
+    Part,
+    SoFar,
+    TowerRows,
+    Unknown,
+    Zero,
     joined,
     part,
-    rows,
+    rows_as,
 )
 
 
@@ -29,8 +35,8 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     """Whether a scan runs over chunks of the tower's rows."""
     start = sum(loop_sizes(pair.first))
     pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
-    groups = [(x.note, axis) for x, axis in pairs if x.kind is Kind.SPREAD]
-    in_order = [Groups((0, axis or 0), True) for _, axis in groups]
+    groups = [(x.layout, axis) for x, axis in pairs if isinstance(x, Groups)]
+    in_order = [GroupDims((0, axis or 0), True) for _, axis in groups]
     if any(x != wanted for (x, _), wanted in zip(groups, in_order, strict=True)):
         raise NotOfOneKindError(
             "no rule for a loop over these groups of the tower's rows"
@@ -38,7 +44,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     return bool(groups)
 
 
-def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
+def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
     """The kinds of a loop's results over chunks: sums, and what it keeps per row."""
     if pair.scope.loop is not None or pair.scope.in_chunks:
         raise NotOfOneKindError(
@@ -70,49 +76,49 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
     return [*ends, *[_of_all_trips(pair, x, axis) for x, axis in kept]]
 
 
-def _shared(pair: EquationPair, x: Known) -> Known:
+def _shared(pair: EquationPair, x: Kind) -> Kind:
     """The kind of a value that all trips get; it may not have rows or differ."""
-    if x.kind in (Kind.COPY, Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Copy | Zero | Unknown):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows uses {x}")
 
 
-def _added_to(number: int, x: Known) -> Known:
-    return x if x.kind is Kind.UNKNOWN else Known(Kind.SO_FAR, None, note=number)
+def _added_to(number: int, x: Kind) -> Kind:
+    return x if isinstance(x, Unknown) else SoFar(None, carry=number)
 
 
-def _of_a_trip(pair: EquationPair, x: Known) -> Known:
+def _of_a_trip(pair: EquationPair, x: Kind) -> Kind:
     """The kind of one trip's slice of an array ``[k, ...]``."""
-    if x.kind is Kind.SPREAD:
-        return rows(x.power)._replace(zeros=x.zeros, in_padding=x.in_padding)
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Groups):
+        return rows_as(x)
+    if isinstance(x, Zero | Unknown):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows gets a slice of {x}")
 
 
-def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -> Known:
+def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> Kind:
     """The kind of a carry after all trips."""
-    if end.kind is Kind.UNKNOWN:
+    if isinstance(end, Unknown):
         return end
     try:
         if extreme := extreme_of_trips(before, start, end):
             return extreme
-        if (end.kind, end.note) != (Kind.SO_FAR, start.note):
+        if not is_same_carry(start, end):
             raise NotOfOneKindError("a chunk of rows depends on the chunk before it")
         return before if end.power is None else joined([before, part(end.power)])
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
 
 
-def _of_all_trips(pair: EquationPair, x: Known, axis: int | None) -> Known:
+def _of_all_trips(pair: EquationPair, x: Kind, axis: int | None) -> Kind:
     """The kind of the outputs that trips stack: rows in chunks, or sums of them."""
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
-        return x if x.kind is Kind.UNKNOWN else ZERO
-    if x.kind is Kind.ROWS and x.blocks == 1 and axis is not None:
-        groups = Groups((0, axis), True)
-    elif x.kind is Kind.PART:
-        groups = Groups((0,), False)
+    if isinstance(x, Zero | Unknown):
+        return x if isinstance(x, Unknown) else ZERO
+    if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:
+        groups = GroupDims((0, axis), True)
+    elif isinstance(x, Part):
+        groups = GroupDims((0,), False)
     else:
         return pair.unknown(f"a loop over chunks of rows returns {x} for each chunk")
-    found = Known(Kind.SPREAD, x.power, note=groups, zeros=x.bare().zeros)
-    return found._replace(in_padding=x.in_padding)
+    zeros = x.bare().zeros
+    return Groups(x.power, layout=groups, zeros=zeros, in_padding=x.in_padding)

@@ -15,7 +15,7 @@ from towerjax.proof.equal.kinds import (
     ZERO,
     InPadding,
     Kind,
-    Known,
+    Unknown,
     copy,
 )
 
@@ -23,23 +23,22 @@ POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 """The powers of T that a constant of a program may have."""
 
 
-def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
+def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
     """The kind of a literal, or of an array that a program closes over."""
     if isinstance(first, Tracer) or isinstance(second, Tracer):
         # A value of the program around a step, which has no number yet.
         why = "the program closes over other values for another number of towers"
-        return copy() if first is second else Known(Kind.UNKNOWN, why=why)
+        return copy() if first is second else Unknown(why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
         first = jax.random.key_data(first)
         second = jax.random.key_data(second)
     a = _as_numbers(first)
     b = _as_numbers(second)
     if a is None or b is None:
-        return Known(Kind.UNKNOWN, why="a constant is no number")
+        return Unknown(why="a constant is no number")
     if a.shape != b.shape:
         if not (_is_filled(a) and _is_filled(b)):
-            return Known(
-                Kind.UNKNOWN,
+            return Unknown(
                 why="a constant has an element for each row of a tower",
             )
         a = a.flat[0]
@@ -56,20 +55,20 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
     is_finite = bool(np.isfinite(a).all())
     level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
     if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-        note = a.item() if is_number and a.dtype.kind != "c" else None
-        return copy(0, note)._replace(in_padding=level)
+        number = a.item() if is_number and a.dtype.kind != "c" else None
+        return copy(0, number).replace(in_padding=level)
     power = _power_between(sizes, a, b)
     if power is None:
         why = "a constant depends on the number of towers"
-        return Known(Kind.UNKNOWN, why=why)
-    return copy(power)._replace(in_padding=level)
+        return Unknown(why=why)
+    return copy(power).replace(in_padding=level)
 
 
-def size_of_rows(sizes: Sizes) -> Known:
+def size_of_rows(sizes: Sizes) -> Kind:
     """The kind of the number of a tower's rows."""
     if sizes.padded:
         return SIZE
-    return copy(-1, note=ROWS_OF_TOWER)
+    return copy(-1, ROWS_OF_TOWER)
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:

@@ -1,282 +1,297 @@
 """Rules for equations whose elements are computed from single elements."""
 
 from fractions import Fraction
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import SPECIAL, EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair, constant_of
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
+    EXTREME,
     LINEAR,
-    ROWS_OF_TOWER,
+    SAME_FOR_ALL,
     ZERO,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
     Flag,
+    Groups,
     InfinitePadding,
     Kind,
-    Known,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
     NotOfOneKindError,
     NumberInBatch,
-    added,
+    Part,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    Stacked,
+    TowerId,
+    Valid,
+    Zero,
     as_part,
     copy,
     function_of,
+    is_rows_of_tower,
     joined,
     product_of,
     rows,
 )
+from towerjax.proof.equal.rules import (
+    NUMBER,
+    OF_ONE_TOWER,
+    OF_TOWER,
+    SPECIAL,
+    refused,
+    rule,
+)
 
-_SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
-_ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
+_WHOLE_NUMBERS: TypeAlias = NUMBER | Valid | Size | Columns | RowOrder
+_OF_ROWS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
 
 
 @rule(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast reshard
     device_put layout_constraint random_clone preduced""",
+    every=OF_ONE_TOWER | SPECIAL,
     knows_identity=True,
-    kinds=SPECIAL,
 )
-def _as_it_is(pair: EquationPair) -> list[Known]:
+def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Result i is operand i."""
-    return [*pair.ins]
+    return [*ins]
 
 
-@rule("stop_gradient", knows_identity=True, kinds=[Kind.STACKED])
-def _without_derivative(pair: EquationPair) -> Known:
+@rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
+def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
     """The operand's kind, for another value; where that is 0, so is its derivative."""
-    return pair.ins[0]._replace(fact=None)
+    return x.replace(fact=None)
 
 
-@rule("reduce_precision", knows_identity=True)
-def _rounded(pair: EquationPair) -> Known:
+@rule("reduce_precision", OF_ONE_TOWER, knows_identity=True)
+def _rounded(pair: EquationPair, x: Kind) -> Kind:
     """The operand: rounding is ignored, and keeps the order."""
-    return pair.ins[0]
-
-
-@rule("neg", knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED])
-def _negative(pair: EquationPair) -> Known:
-    """The negative is linear; a maximum would become a minimum, so it is refused."""
-    [x] = pair.ins
-    is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
-    if x.kind not in _SCALED or is_extreme:
-        raise NotOfOneKindError(f"no rule for the negative of {x}")
-    return x if x.kind is Kind.MEAN else x.times_tower(x.power)
-
-
-@rule("real imag conj")
-def _linear_of_complex(pair: EquationPair) -> Known:
-    """A linear function over the real numbers."""
-    [x] = pair.ins
-    if x.kind not in LINEAR:
-        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     return x
 
 
-@rule("squeeze expand_dims", knows_identity=True)
-def _laid_otherwise(pair: EquationPair) -> Known:
+@rule("neg", LINEAR | Groups, knows_identity=True)
+def _negative(pair: EquationPair, x: Kind) -> Kind:
+    """The negative is linear."""
+    return x.times_tower(x.power)
+
+
+@rule("neg", Stacked, knows_identity=True)
+def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
+    """The negatives of all towers' values; a maximum would become a minimum."""
+    if x.of in (Maximum, Minimum):
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule("real imag conj", LINEAR)
+def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
+    """A linear function over the real numbers."""
+    return x
+
+
+@rule("complex", LINEAR, LINEAR)
+def _of_two_parts(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """A complex number, which is linear in both parts."""
+    return joined([x, y], "together with")
+
+
+@rule("squeeze expand_dims", OF_ONE_TOWER, knows_identity=True)
+def _laid_otherwise(pair: EquationPair, x: Kind) -> Kind:
     """The operand; its dims get other numbers, which the shapes show."""
-    return pair.ins[0]
+    return x
 
 
-@rule("transpose", knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED])
-def _transposed(pair: EquationPair) -> Known:
-    """The operand; groups of rows lie along the new numbers of their dims."""
-    [x] = pair.ins
-    if x.kind is not Kind.SPREAD:
-        return x
-    dims = tuple(pair.params["permutation"].index(i) for i in x.note.dims)
-    return x._replace(note=x.note._replace(dims=dims))
+@rule("transpose", OF_ONE_TOWER | Stacked, knows_identity=True)
+def _transposed(pair: EquationPair, x: Kind) -> Kind:
+    """The operand; its dims get other numbers, which the shapes show."""
+    return x
 
 
-@rule(
-    "convert_element_type",
-    knows_identity=True,
-    kinds=[
-        Kind.SPREAD,
-        Kind.STACKED,
-        Kind.SO_FAR,
-        Kind.BUFFER,
-        Kind.COLUMNS,
-        Kind.ORDER,
-    ],
-    by_element=True,
-)
-def _converted(pair: EquationPair) -> Known:
-    """A conversion keeps floats, except for rounding, and integers that become wider.
+@rule("transpose", Groups, knows_identity=True)
+def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
+    """Groups of rows lie along the new numbers of their dims."""
+    new = pair.params["permutation"].index
+    dims = tuple(new(i) for i in x.layout.dims)
+    return x.replace(layout=x.layout._replace(dims=dims))
+
+
+@rule("convert_element_type", OF_ONE_TOWER | SPECIAL, knows_identity=True)
+def _converted(pair: EquationPair, x: Kind) -> Kind:
+    """The operand, except for rounding, where the new dtype holds its numbers.
 
     Any other conversion is a function of each element.
     """
-    [x] = pair.ins
     old = np.dtype(pair.dtype(0))
     new = np.dtype(pair.params["new_dtype"])
-    widens = old.kind == "b" or (
-        old.kind == new.kind and new.itemsize >= old.itemsize and new.kind in "iu"
-    )
-    is_inexact = jnp.issubdtype(new, jnp.inexact)
-    loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
-    loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
-    has_no_infinity = new.itemsize < 2
-    if isinstance(x.fact, InfinitePadding) and has_no_infinity:
-        x = x._replace(fact=None)
-    keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
-    if keeps or x.kind is Kind.ZERO:
+    if isinstance(x.fact, InfinitePadding) and new.itemsize < 2:  # without infinity
+        x = x.replace(fact=None)
+    if isinstance(x, Zero) or _holds_numbers(old, new):
         return x
-    is_number = x.kind not in EACH
-    keeps_number = {
-        Kind.NUMBERS,
-        Kind.ORDER,
-        Kind.COUNTER,
-        Kind.VALID,
-        Kind.SIZE,
-        Kind.TOWER,
-    }
-    keeps_number |= {Kind.FIRST_ROW, Kind.NEXT, Kind.COLUMNS, Kind.ROW}
-    if is_number and x.kind in keeps_number and new.kind in "iu" and old.kind in "iu":
-        return x
-    if x.note == ROWS_OF_TOWER and new.kind in "iu":
-        return x
+    if new.kind in "iu":
+        if old.kind in "iu" and isinstance(x, _WHOLE_NUMBERS):
+            return x
+        if is_rows_of_tower(x):
+            return x
     found = function_of([x], f"a conversion to {new.name}")
     # A flag that is a number keeps its identity.
     if isinstance(x.fact, Flag) and (new.kind in "biu" or old.kind in "biu"):
-        return found._replace(zeros=x.zeros, fact=x.fact)
+        return found.replace(zeros=x.zeros, fact=x.fact)
     return found
 
 
-@rule(
-    "add sub add_any",
-    knows_identity=True,
-    kinds=[Kind.SPREAD, Kind.SO_FAR],
-    by_element=True,
-)
-def _sum_of_two(pair: EquationPair) -> Known:
+def _holds_numbers(old: Any, new: Any) -> bool:
+    """Whether a dtype holds another one's numbers, except for rounding."""
+    if jnp.issubdtype(new, jnp.complexfloating):
+        return True
+    if jnp.issubdtype(new, jnp.inexact):
+        return not jnp.issubdtype(old, jnp.complexfloating)
+    if new.kind not in "iub":
+        return False
+    widens = old.kind == new.kind and new.itemsize >= old.itemsize
+    return old.kind == "b" or (widens and new.kind in "iu")
+
+
+# Sums.
+
+
+@rule("add sub add_any", LINEAR, LINEAR, knows_identity=True)
+def _sum_of_two(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """Kinds are closed under sums; a copy is also a part of T times itself."""
-    x, y = pair.ins
-    is_sum = pair.name != "sub"
-    kinds = pair.kinds
-    if Kind.SPREAD in kinds:
-        if (x.kind, x.power, x.note) != (y.kind, y.power, y.note):
-            raise NotOfOneKindError(f"no rule for a sum of {x} and {y}")
-        return x.times_tower(x.power)
-    if kinds == {Kind.NUMBERS, Kind.FIRST_ROW} and is_sum:
-        # The row numbers of the whole batch, if all towers have equally many rows, all
-        # at once.
-        at = 0 if x.kind is Kind.NUMBERS else 1
-        is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
-        if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
-            is_vector = len(pair.shape(at)) == 1
-            return rows()._replace(fact=NumberInBatch() if is_vector else None)
+    return joined([x, y])
+
+
+@rule("add sub add_any", Groups, Groups, knows_identity=True)
+def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
+    """Sums over the same groups of rows."""
+    if (x.power, x.layout) != (y.power, y.layout):
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
+def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
+    """The rows' numbers in the batch, if all towers have equally many, all at once."""
+    is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
         raise NotOfOneKindError("no rule for a sum with a tower's first row number")
-    own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}
-    if kinds & own:
-        return _sum_with_number(pair)
-    if Kind.SO_FAR in kinds:
-        return _sum_so_far(pair)
-    if found := guards.sum_with_mean(pair):
-        return found
-    return added(pair.ins)
+    is_vector = len(pair.shape(0)) == 1
+    return rows().replace(fact=NumberInBatch() if is_vector else None)
 
 
-def _sum_with_number(pair: EquationPair) -> Known:
-    """A row number plus 0 is itself; in a loop, plus 1 is the next row's number."""
-    x, y = pair.ins
-    is_sum = pair.name != "sub"
-    if y.kind is Kind.ZERO:
-        return x
-    if x.kind is Kind.ZERO and is_sum:
-        return y
-    for one, other, operand in ((x, y, 1), (y, x, 0)):
-        is_next = one.kind is Kind.COUNTER and pair.constant(operand) == 1
-        if is_next and is_sum and other.kind is Kind.COPY:
-            return Known(Kind.NEXT)
-    raise NotOfOneKindError(f"no rule for a sum of {x} and {y}")
+@rule("sub", NUMBER, Zero, knows_identity=True)
+@rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
+def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
+    """A number plus 0 is itself."""
+    if isinstance(x, NextRow):
+        raise refused(pair)
+    return x
 
 
-def _sum_so_far(pair: EquationPair) -> Known:
+@rule("add add_any", Counter, Copy, commutes=True)
+def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
+    """In a loop, a row's number plus 1 is the next row's number."""
+    if y.number != 1:
+        raise refused(pair)
+    return NextRow()
+
+
+@rule("sub", SoFar, LINEAR, knows_identity=True)
+@rule("add add_any", SoFar, LINEAR, knows_identity=True, commutes=True)
+def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
     """The sum of a carry and what a trip adds to it, in a loop over rows or chunks."""
-    x, y = pair.ins
-    one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
     adds_sums = pair.scope.loop is None and pair.scope.in_chunks
-    other = as_part(other) if adds_sums else other
-    is_taken_off = pair.name == "sub" and one is y
-    if other.kind is Kind.ZERO and not is_taken_off and isinstance(one.note, int):
-        return one
-    is_even = one.power in (None, other.power)
-    addends = (Kind.PART,) if adds_sums else (Kind.ROW, Kind.COPY)
-    adds = other.kind in addends and is_even and not is_taken_off
-    adds &= isinstance(one.note, int)  # it is no extreme
-    if not adds:
-        raise NotOfOneKindError(f"no rule for a sum of {one} and {other}")
-    if not adds_sums and pair.has_padding(other.zeros):
+    addend = as_part(y) if adds_sums else y
+    if x.extreme is None and isinstance(addend, Zero):
+        return x
+    fits = isinstance(addend, Part if adds_sums else Row | Copy)
+    if x.extreme or not fits or x.power not in (None, addend.power):
+        raise refused(pair)
+    if not adds_sums and pair.has_padding(addend.zeros):
         raise NotOfOneKindError("padding counts in a sum over rows")
-    return one._replace(power=other.power)
+    return x.replace(power=addend.power)
 
 
-@rule(
-    "mul",
-    knows_identity=True,
-    kinds=[Kind.SPREAD, Kind.STACKED],
-    by_element=True,
-)
-def _product(pair: EquationPair) -> Known:
-    """A multiple of a part is a part; rows times rows are rows."""
-    x, y = pair.ins
-    if pair.kinds & {Kind.SPREAD, Kind.STACKED}:
-        return _multiple(pair)
-    for one, other, operand in ((x, y, 1), (y, x, 0)):
-        if one.kind in (Kind.NUMBERS, Kind.TOWER) and other.kind is Kind.COPY:
-            if pair.constant(operand) == 1:
-                return one
-            if one.kind is Kind.TOWER and other.note == ROWS_OF_TOWER:
-                return Known(Kind.FIRST_ROW)
-    for one, operand in ((x, 1), (y, 0)):
-        if pair.constant(operand) == 1 and one.kind in EACH:
-            return one
-    if found := guards.product_with_mean(pair):
-        return found
-    found = product_of(x, y)
-    if all(isinstance(v.fact, Flag) for v in pair.ins):
-        return guards.as_flag(pair, found)
-    return found
+# Products and powers.
 
 
-def _multiple(pair: EquationPair) -> Known:
+@rule("mul", ELEMENTS, ELEMENTS, knows_identity=True)
+def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Rows times rows are rows; the product of two flags is a flag."""
+    if constant_of(x) == 1:
+        return y
+    if constant_of(y) == 1:
+        return x
+    return guards.flag_of(pair, product_of(x, y))
+
+
+@rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
+def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
+    """A multiple of a part is a part."""
+    return product_of(x, y)
+
+
+@rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
+def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
+    """The number of a tower, times a tower's rows, is the number of its first row."""
+    if y.number == 1:
+        return x
+    if isinstance(x, TowerId) and is_rows_of_tower(y):
+        return FirstRow()
+    raise refused(pair)
+
+
+@rule("mul", Groups | Stacked, Copy, knows_identity=True, commutes=True)
+def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
     """A multiple by one number for all elements."""
-    x, y = pair.ins
-    one, other, operand = (x, y, 1) if x.kind is not Kind.COPY else (y, x, 0)
-    is_extreme = one.kind is Kind.STACKED and one.note in _ORDERED
-    if other.kind is not Kind.COPY or pair.shape(operand) != () or is_extreme:
-        raise NotOfOneKindError(f"no rule for {x} times {y}")
-    return one.times_tower(one.power + other.power)
+    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
+    if pair.shape(1) != () or is_extreme:
+        raise refused(pair)
+    return x.times_tower(x.power + y.power)
 
 
-@rule(
-    "div",
-    knows_identity=True,
-    kinds=[Kind.SPREAD, Kind.STACKED],
-    by_element=True,
-)
-def _quotient(pair: EquationPair) -> Known:
+@rule("div", ELEMENTS, ELEMENTS, knows_identity=True)
+def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """A quotient, like a product; integer division is not linear."""
-    x, y = pair.ins
-    if jnp.issubdtype(pair.dtype(0), jnp.integer):
-        return function_of(pair.ins, "an integer division")
-    if y.kind is Kind.ZERO:
+    if _is_whole(pair):
+        return function_of([x, y], "an integer division")
+    if isinstance(y, Zero):
         raise NotOfOneKindError("a value is divided by 0")
-    if found := guards.quotient_of_parts(pair):
-        return found
-    is_part = x.kind in (Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.MEAN)
-    if is_part:
-        is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
-        is_one = x.kind in (Kind.PART, Kind.MEAN) or pair.shape(1) == ()
-        if y.kind is not Kind.COPY or is_extreme or not is_one:
-            raise NotOfOneKindError(f"no rule for {x} divided by {y}")
-        if x.kind is Kind.MEAN:
-            return guards.multiple_of_mean(x, -y.power)
-        return x.times_tower(x.power - y.power)._replace(zeros=x.zeros)
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"no rule for {x} divided by {y}")
     return product_of(x, y.times_tower(-y.power), "divided by")
+
+
+@rule("div", Part, Copy, knows_identity=True)
+def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
+    """A part, divided by what all towers have, is a part."""
+    if _is_whole(pair):
+        raise refused(pair)
+    return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
+
+
+@rule("div", Groups | Stacked, Copy, knows_identity=True)
+def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
+    """Values, divided by one number for all elements."""
+    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
+    if _is_whole(pair) or pair.shape(1) != () or is_extreme:
+        raise refused(pair)
+    return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
+
+
+def _is_whole(pair: EquationPair) -> bool:
+    """Whether a division is one of integers, which is not linear."""
+    return bool(jnp.issubdtype(pair.dtype(0), jnp.integer))
 
 
 _EXPONENTS = {
@@ -288,27 +303,27 @@ _EXPONENTS = {
 }
 
 
-@rule("integer_pow square sqrt rsqrt cbrt abs", by_element=True)
-def _power(pair: EquationPair) -> Known:
+@rule("integer_pow square sqrt rsqrt cbrt abs", ELEMENTS)
+def _power(pair: EquationPair, x: Kind) -> Kind:
     """(T^p x)^y is T^(p y) x^y, because powers of T are positive."""
-    [x] = pair.ins
     exponent = _EXPONENTS.get(pair.name)
     exponent = Fraction(pair.params["y"]) if exponent is None else exponent
     if exponent == 1 and pair.name == "integer_pow":
         return x
-    if x.kind is Kind.ZERO:
+    if isinstance(x, Zero):
         return ZERO if exponent > 0 else copy()
-    if x.kind not in EACH:
-        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
     return x.times_tower(x.power * exponent)
 
 
-@rule("complex")
-def _of_two_parts(pair: EquationPair) -> Known:
-    """A complex number, which is linear in both parts."""
-    if not pair.kinds <= LINEAR:
-        raise NotOfOneKindError(f"no rule for a complex number of {pair.ins[0]}")
-    return joined(pair.ins, "together with")
+@rule("integer_pow", _OF_ROWS)
+def _first_power(pair: EquationPair, x: Kind) -> Kind:
+    """The first power of a value is itself."""
+    if pair.params["y"] != 1:
+        raise refused(pair)
+    return x
+
+
+# Any other function.
 
 
 @rule(
@@ -317,14 +332,19 @@ def _of_two_parts(pair: EquationPair) -> Known:
     xor shift_left shift_right_logical shift_right_arithmetic pow population_count clz
     lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
     one_minus_square log2 mulhi eq_to lt_to le_to
-    regularized_incomplete_beta bessel_i0e bessel_i1e bitcast_convert_type""",
-    by_element=True,
+    regularized_incomplete_beta bessel_i0e bessel_i1e""",
+    every=ELEMENTS,
 )
-def _function(pair: EquationPair) -> Known:
+def _function(pair: EquationPair, *ins: Kind) -> Kind:
     """Each element is a function of one element of each operand."""
-    if pair.name == "bitcast_convert_type":
-        sizes = {np.dtype(pair.dtype(0)).itemsize}
-        sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
-        if len(sizes) > 1 and pair.rows_in[0] is not None:
-            raise NotOfOneKindError("bits of rows are joined or split")
-    return function_of(pair.ins, pair.name)
+    return function_of(ins, pair.name)
+
+
+@rule("bitcast_convert_type", ELEMENTS)
+def _bits_of(pair: EquationPair, x: Kind) -> Kind:
+    """The bits of each element, which are a function of it."""
+    sizes = {np.dtype(pair.dtype(0)).itemsize}
+    sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
+    if len(sizes) > 1 and pair.rows_in[0] is not None:
+        raise NotOfOneKindError("bits of rows are joined or split")
+    return function_of([x], pair.name)

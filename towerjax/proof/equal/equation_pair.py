@@ -1,16 +1,21 @@
-"""One equation of two programs, and the table of rules by primitive."""
+"""One equation of two programs, with the kinds of its operands."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from towerjax.jaxprs.equation import Site, user_line
-from towerjax.proof.equal.kinds import Kind, Known
+from towerjax.proof.equal.kinds import (
+    Copy,
+    Kind,
+    Unknown,
+    Zero,
+)
 
 
 class ProgramsDifferError(Exception):
@@ -111,11 +116,12 @@ class EquationPair:
     first: JaxprEqn
     second: JaxprEqn
     scope: Scope
-    ins: Sequence[Known]
+    ins: Sequence[Kind]
     rows_in: Sequence[int | None]  # the dim of rows of each operand
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
     towers_out: Sequence[int | None]
+    is_swapped: bool = False  # whether its two operands are the second and the first
 
     @property
     def site(self) -> Site:
@@ -123,14 +129,28 @@ class EquationPair:
         return self.first, self.scope.site
 
     def inside(
-        self, programs: Sequence[Any], ins: Sequence[Known], **scope: Any
-    ) -> list[Known]:
+        self, programs: Sequence[Any], ins: Sequence[Kind], **scope: Any
+    ) -> list[Kind]:
         """The kinds of the results of programs that the equation runs.
 
         ``scope`` has the fields of its scope that are others inside.
         """
         new = self.scope._replace(site=self.site, **scope)
         return self.walk.closed(*programs, ins, new)
+
+    def _operand_of(self, eqn: JaxprEqn, operand: int) -> Any:
+        """The variable of an operand in one of the programs."""
+        return eqn.invars[1 - operand if self.is_swapped else operand]
+
+    def swapped(self) -> "EquationPair":
+        """Return the same equation with its two operands in the other order."""
+        return dataclasses.replace(
+            self,
+            ins=self.ins[::-1],
+            rows_in=self.rows_in[::-1],
+            towers_in=self.towers_in[::-1],
+            is_swapped=not self.is_swapped,
+        )
 
     @property
     def name(self) -> str:
@@ -147,14 +167,9 @@ class EquationPair:
         """The sizes in which the programs differ."""
         return self.walk.sizes
 
-    @property
-    def kinds(self) -> set[Kind]:
-        """The kinds of all operands."""
-        return {x.kind for x in self.ins}
-
     def shape(self, operand: int) -> tuple[Any, ...]:
         """The shape of an operand in the first program."""
-        aval: Any = self.first.invars[operand].aval
+        aval: Any = self._operand_of(self.first, operand).aval
         return aval.shape
 
     def out_shape(self, result: int = 0) -> tuple[Any, ...]:
@@ -164,7 +179,7 @@ class EquationPair:
 
     def dtype(self, operand: int) -> Any:
         """The dtype of an operand."""
-        aval: Any = self.first.invars[operand].aval
+        aval: Any = self._operand_of(self.first, operand).aval
         return aval.dtype
 
     def out_dtype(self, result: int) -> Any:
@@ -173,8 +188,8 @@ class EquationPair:
 
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
         """The sizes of a dim of an operand, in both programs."""
-        first: Any = self.first.invars[operand].aval
-        second: Any = self.second.invars[operand].aval
+        first: Any = self._operand_of(self.first, operand).aval
+        second: Any = self._operand_of(self.second, operand).aval
         return first.shape[axis], second.shape[axis]
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
@@ -185,78 +200,32 @@ class EquationPair:
 
     def constant(self, operand: int) -> Any:
         """The constant that an operand is in both programs; None if it is unknown."""
-        value = self.ins[operand]
-        if value.kind is Kind.ZERO:
-            return 0
-        known = isinstance(value.note, bool | int | float)
-        return value.note if value.kind is Kind.COPY and known else None
+        return constant_of(self.ins[operand])
+
+    def are(self, kinds: Any) -> bool:
+        """Whether all operands are of these kinds."""
+        return all(isinstance(x, kinds) for x in self.ins)
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
         """Whether padding may count in a value that is 0 only in these places."""
         return self.walk.has_padding(zeros)
 
-    def with_kinds(self, ins: Sequence[Known]) -> "EquationPair":
+    def with_kinds(self, ins: Sequence[Kind]) -> "EquationPair":
         """The same equation with other kinds of its operands."""
         return dataclasses.replace(self, ins=ins)
 
-    def unknown(self, why: str) -> Known:
+    def unknown(self, why: str) -> Kind:
         """An unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
-        return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
+        return Unknown(why=f"{why}, at {line}" if line else why)
 
 
-Rule: TypeAlias = Callable[[EquationPair], Known | list[Known]]
-
-
-class Registered(NamedTuple):
-    """A rule, and the operands that it accepts."""
-
-    rule: Rule
-    # Whether it is given ROWS for a COPY that has a dim of rows.
-    copies_as_rows: bool = False
-    # Whether it accepts UNKNOWN; otherwise its result is unknown, too.
-    knows_unknown: bool = False
-    # Whether it says which value a result is, and where this is 0; otherwise what was
-    # known of that is dropped.
-    knows_identity: bool = False
-    kinds: frozenset[Kind] = frozenset()  # special kinds that it accepts
-    # Whether each element of a result is a function of one element of each operand; it
-    # then gets groups of rows as rows.
-    by_element: bool = False
-
-
-RULES: dict[str, Registered] = {}
-"""The rules by the names of their primitives; other primitives are unknown."""
-
-SPECIAL = frozenset([Kind.SPREAD, Kind.STACKED, Kind.COLUMNS, Kind.SO_FAR, Kind.BUFFER])
-SPECIAL |= {Kind.ORDER}
-"""Kinds that only rules which name them accept."""
-
-
-def rule(
-    names: str,
-    *,
-    copies_as_rows: bool = False,
-    knows_unknown: bool = False,
-    knows_identity: bool = False,
-    kinds: Iterable[Kind] = (),
-    by_element: bool = False,
-) -> Callable[[Rule], Rule]:
-    """A decorator that registers a rule for the primitives of these names."""
-
-    def register(function: Rule) -> Rule:
-        found = Registered(
-            function,
-            copies_as_rows,
-            knows_unknown,
-            knows_identity,
-            frozenset(kinds),
-            by_element,
-        )
-        RULES.update(dict.fromkeys(names.split(), found))
-        return function
-
-    return register
+def constant_of(x: Kind) -> Any:
+    """Return the constant that a value is in both programs; None if it is unknown."""
+    if isinstance(x, Zero):
+        return 0
+    is_known = isinstance(x, Copy) and isinstance(x.number, bool | int | float)
+    return x.number if is_known else None
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:

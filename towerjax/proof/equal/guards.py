@@ -10,169 +10,182 @@ the sum is 0, and so is its derivative.
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
-from towerjax.proof.equal.equation_pair import EquationPair
+from towerjax.proof.equal.equation_pair import EquationPair, constant_of
 from towerjax.proof.equal.kinds import (
+    SAME_FOR_ALL,
+    AtLeast,
+    Copy,
     Count,
     Flag,
     HasRow,
     Kind,
-    Known,
+    Maximum,
+    Mean,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    TowerRows,
+    Zero,
     part,
 )
+from towerjax.proof.equal.rules import refused, rule
 
 _ANY_IS = {"gt": True, "ne": True, "eq": False, "le": False}
 _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
-def as_flag(pair: EquationPair, value: Known) -> Known:
-    """The value as a flag of rows, 0 or 1, with an identity of its own."""
-    if value.kind is not Kind.ROWS:
+# Flags, and the numbers of rows that have one.
+
+
+def as_flag(pair: EquationPair, value: Kind) -> Kind:
+    """Return the value as a flag of rows, 0 or 1, with an identity of its own."""
+    if not isinstance(value, TowerRows):
         return value
     number = pair.walk.new_identity()
-    return value._replace(fact=Flag(number), zeros=value.zeros | {number})
+    return value.replace(fact=Flag(number), zeros=value.zeros | {number})
 
 
-def counted_flag(value: Known) -> Any:
-    """The flag whose rows a value counts, or None."""
-    if value.kind is Kind.PART and isinstance(value.fact, Count):
-        return value.fact.flag
-    return None
+def flag_of(pair: EquationPair, value: Kind) -> Kind:
+    """Return the value, as a flag if all operands are flags."""
+    are_flags = all(isinstance(x.fact, Flag) for x in pair.ins)
+    return as_flag(pair, value) if are_flags else value
 
 
-def comparison(pair: EquationPair) -> Known | None:
-    """A comparison of a count with 0 or 1, or of a flag with 0; else None."""
-    (x, y) = pair.ins
-    name = pair.name
-    against = pair.constant(1)
-    if x.kind is Kind.ZERO or counted_flag(y) is not None:
-        x, y = y, x
-        name = _SWAPPED.get(name, name)
-        against = pair.constant(0)
+def counted_flag(value: Kind) -> Any:
+    """Return the flag whose rows a value counts, or None."""
+    is_count = isinstance(value, Part) and isinstance(value.fact, Count)
+    return value.fact.flag if is_count else None  # type: ignore
+
+
+def has_any(flag: Any, is_any: bool) -> Kind:
+    """Return whether a tower has a row with a flag, or none, as an extreme."""
+    kind = Maximum if is_any else Minimum
+    return kind(fact=HasRow(flag, is_any))
+
+
+@rule("eq ne lt le gt ge", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
+def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
+    """A comparison of a count with 0 or 1 tells whether there is a row with a flag."""
     flag = counted_flag(x)
-    if flag is not None:
-        if against == 1 and name in ("ge", "lt"):
-            return has_any(flag, name == "ge")
-        if y.kind is Kind.ZERO and name in _ANY_IS:
-            return has_any(flag, _ANY_IS[name])
-        return None
-    if isinstance(x.fact, Flag) and y.kind is Kind.ZERO and name in ("gt", "ne"):
-        return x
-    return None
+    name = _SWAPPED.get(pair.name, pair.name) if pair.is_swapped else pair.name
+    if flag is not None and constant_of(y) == 1 and name in ("ge", "lt"):
+        return has_any(flag, name == "ge")
+    if flag is not None and isinstance(y, Zero) and name in _ANY_IS:
+        return has_any(flag, _ANY_IS[name])
+    raise refused(pair)
 
 
-def has_any(flag: Any, is_any: bool) -> Known:
-    """Whether a tower has a row with a flag, or none, as a maximum or minimum."""
-    kind = Kind.MAXIMUM if is_any else Kind.MINIMUM
-    return Known(kind, Fraction(0), fact=HasRow(flag, is_any))
-
-
-def opposite(x: Known) -> Known:
-    """The opposite of a maximum or minimum of booleans."""
+@rule("not", Maximum | Minimum, knows_identity=True)
+def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
+    """The opposite of a maximum of flags is a minimum of opposites."""
+    if pair.dtype(0).kind != "b":
+        raise refused(pair)
     if isinstance(x.fact, HasRow):
         return has_any(x.fact.flag, not x.fact.is_any)
-    is_largest = x.kind is Kind.MAXIMUM
-    return Known(Kind.MINIMUM if is_largest else Kind.MAXIMUM, x.power)
+    return Minimum(x.power) if isinstance(x, Maximum) else Maximum(x.power)
 
 
-def at_least_one(pair: EquationPair) -> Known | None:
-    """The maximum of a count and a number from 0 to 1, or None."""
-    for operand, other in ((0, 1), (1, 0)):
-        flag = counted_flag(pair.ins[operand])
-        bound = pair.constant(other)
-        if pair.name == "max" and flag is not None and bound is not None:
-            if 0 < bound <= 1:
-                power = pair.ins[operand].power
-                return Known(Kind.AT_LEAST, power, note=flag)
-    return None
+@rule("max", Part, Copy, knows_identity=True, commutes=True)
+def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
+    """The maximum of a count and a number above 0, of at most 1."""
+    flag = counted_flag(x)
+    bound = constant_of(y)
+    if flag is None or bound is None or not 0 < bound <= 1:
+        raise refused(pair)
+    return AtLeast(x.power, flag=flag)
 
 
-def choice(pair: EquationPair) -> Known | None:
-    """A choice by a flag, or by whether there is a row with a flag; else None."""
-    predicate, *cases = pair.ins
-    if len(cases) != 2:
-        return None
-    is_flag = isinstance(predicate.fact, Flag) and predicate.kind is Kind.ROWS
-    if is_flag and cases[0].kind is Kind.ZERO:
-        if pair.constant(2) == 1:
-            return predicate
-    return chosen_by_any(predicate, cases)
+def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
+    """Return the case for a tower that has a row with a flag, if both cases fit.
 
+    It is None if the predicate is none that tells whether there is such a row.
 
-def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
-    """The case for a tower that has a row with a flag, if both cases fit; else None."""
+    Raises:
+      NotOfOneKindError: The cases do not fit.
+    """
     if not isinstance(predicate.fact, HasRow):
         return None
     flag = predicate.fact.flag
     without, with_any = cases if predicate.fact.is_any else cases[::-1]
-    is_number = isinstance(without.note, int | float) and without.kind is Kind.COPY
-    if is_number and without.note > 0 and counted_flag(with_any) == flag:
-        return Known(Kind.AT_LEAST, with_any.power, note=flag)
-    if without.kind is Kind.ZERO and with_any.kind is Kind.PART:
+    number = constant_of(without) if isinstance(without, Copy) else None
+    if number is not None and number > 0 and counted_flag(with_any) == flag:
+        return AtLeast(with_any.power, flag=flag)
+    if isinstance(without, Zero) and isinstance(with_any, Part):
         if flag in with_any.zeros:
             return with_any
-    if without.kind in (Kind.ZERO, Kind.COPY) and with_any.kind is Kind.MEAN:
-        _, vanishes = with_any.note
-        if vanishes and with_any.fact == Count(flag):
+    if isinstance(without, SAME_FOR_ALL) and isinstance(with_any, Mean):
+        if with_any.vanishes and with_any.fact == Count(flag):
             return with_any
     raise NotOfOneKindError(f"no rule for a choice by {predicate}")
 
 
-def quotient_of_parts(pair: EquationPair) -> Known | None:
-    """A part divided by a part of the tower's own, or by a guarded count; else None.
-
-    The note has the power of the divisor, and whether the dividend is 0 where the
-    divisor is.
-    """
-    x, y = pair.ins
-    if x.kind is not Kind.PART or pair.shape(1) != ():
-        return None
-    if y.kind is Kind.AT_LEAST:
-        if y.note not in x.zeros:
-            raise NotOfOneKindError(f"no rule for {x} divided by {y}")
-        fact = Count(y.note)
-    elif y.kind is Kind.PART:
-        fact = None  # a tower where it is 0 has NaN, and no way back
-    else:
-        return None
-    vanishes = fact is not None
-    return Known(Kind.MEAN, x.power, fact=fact, note=(y.power, vanishes))
+# Means.
 
 
-def multiple_of_mean(mean: Known, power: Any) -> Known:
+@rule("div", Part, AtLeast, knows_identity=True)
+def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
+    """A mean over the rows with a flag, of which there may be none."""
+    is_whole = pair.dtype(0).kind in "iu"
+    if pair.shape(1) != () or y.flag not in x.zeros or is_whole:
+        raise refused(pair)
+    return Mean(x.power, y.power, vanishes=True, fact=Count(y.flag))
+
+
+@rule("div", Part, Part, knows_identity=True)
+def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
+    """A mean by any part; a tower where that is 0 has NaN, and no way back."""
+    if pair.shape(1) != () or pair.dtype(0).kind in "iu":
+        raise refused(pair)
+    return Mean(x.power, y.power)
+
+
+@rule("neg", Mean, knows_identity=True)
+def _negative_mean(pair: EquationPair, x: Mean) -> Kind:
+    """The negative of a mean is the mean of the negatives."""
+    return x
+
+
+@rule("mul", Mean, Copy, knows_identity=True, commutes=True)
+def _multiple_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
     """The product of a mean and a copy."""
-    return mean._replace(power=mean.power + power)
+    return x.replace(power=x.power + y.power)
 
 
-def product_with_mean(pair: EquationPair) -> Known | None:
-    """The product of a mean: with its divisor it is the part that was divided."""
-    for mean, other in (pair.ins, pair.ins[::-1]):
-        if mean.kind is not Kind.MEAN:
-            continue
-        if other.kind is Kind.COPY:
-            return multiple_of_mean(mean, other.power)
-        is_one = mean.fact is not None and other.fact == mean.fact
-        if other.kind is Kind.PART and is_one:
-            return part(mean.power)
-        raise NotOfOneKindError(f"no rule for {mean} times {other}")
-    return None
+@rule("div", Mean, Copy, knows_identity=True)
+def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
+    """A mean, divided by a copy."""
+    if pair.dtype(0).kind in "iu":
+        raise refused(pair)
+    return x.replace(power=x.power - y.power)
 
 
-def sum_with_mean(pair: EquationPair) -> Known | None:
-    """The sum with a mean: x / n + y / n is (x + y) / n, and a copy c is c n / n."""
-    x, y = pair.ins
-    if Kind.MEAN not in pair.kinds:
-        return None
-    mean, other = (x, y) if x.kind is Kind.MEAN else (y, x)
-    power, vanishes = mean.note
-    if other.kind is Kind.ZERO:
-        return mean
-    if other.kind is Kind.COPY and other.power + power == mean.power:
-        return mean
-    is_of_one = (x.kind, x.power, x.fact) == (y.kind, y.power, y.fact)
-    if is_of_one:
-        return mean._replace(note=(power, vanishes and other.note[1]))
-    raise NotOfOneKindError(f"no rule for {x} added to {y}")
+@rule("mul", Mean, Part, knows_identity=True, commutes=True)
+def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
+    """The product of a mean with its divisor is the part that was divided."""
+    if x.fact is None or y.fact != x.fact:
+        raise refused(pair)
+    return part(x.power)
+
+
+@rule("add sub add_any", Mean, Zero, knows_identity=True, commutes=True)
+def _mean_and_zero(pair: EquationPair, x: Mean, y: Zero) -> Kind:
+    """The sum of a mean and 0."""
+    return x
+
+
+@rule("add sub add_any", Mean, Copy, knows_identity=True, commutes=True)
+def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
+    """The sum with a copy c, because c is c n / n."""
+    if y.power + x.divisor != x.power:
+        raise refused(pair)
+    return x
+
+
+@rule("add sub add_any", Mean, Mean, knows_identity=True)
+def _sum_of_means(pair: EquationPair, x: Mean, y: Mean) -> Kind:
+    """The sum of two means by one number is a mean: (x + y) / n."""
+    if (x.power, x.fact) != (y.power, y.fact):
+        raise refused(pair)
+    return x.replace(vanishes=x.vanishes and y.vanishes)

@@ -5,16 +5,34 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
+    EXTREME,
     LINEAR,
+    SAME_FOR_ALL,
     ZERO,
+    Buffer,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    Key,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
     NumberInBatch,
+    Part,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Zero,
     added,
+    blocks_of,
     copy,
     joined,
     of_one_tower,
@@ -23,11 +41,12 @@ from towerjax.proof.equal.kinds import (
     product_of,
     rows,
 )
+from towerjax.proof.equal.rules import OF_ONE_TOWER, SPECIAL, rule
 from towerjax.proof.equal.zeros import fills_with_zero
 
 _AMONG_ROWS = "rows are read or written by the numbers of other rows"
-_SAME = (Kind.COPY, Kind.ZERO)
-_INTO_TABLE = {"scatter-max": Kind.MAXIMUM, "scatter-min": Kind.MINIMUM}
+_OTHER_TOWER = "a tower reads the value of another tower"
+_OTHER_ELEMENTS = "which elements are taken depends on the number of rows"
 
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
@@ -37,80 +56,108 @@ def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
     return pair.sizes_along(operand, axis) == pair.scope.loop
 
 
-def _of_this_row(x: Known) -> Known:
+def _of_this_row(x: Kind) -> Kind:
     """The kind of the current row of an array of rows, in a loop over rows."""
-    if x.kind is Kind.ZERO or x.power is None:
+    if isinstance(x, Zero) or x.power is None:
         return ZERO
-    return Known(Kind.ROW, x.power, zeros=x.zeros, in_padding=x.in_padding)
+    return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
-def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
+def _with_this_row(x: Buffer, new: Kind) -> Kind:
     """The kind of a buffer after the current row is written, in a loop over rows."""
-    if new.kind not in (Kind.ROW, Kind.COPY, Kind.ZERO):
+    if not isinstance(new, Row | Copy | Zero):
         raise NotOfOneKindError(f"{new} is written to a row")
-    if new.kind is Kind.ZERO:
+    if isinstance(new, Zero):
         return x
     if x.power not in (None, new.power):
         raise NotOfOneKindError(f"{new} is written to a row of {x}")
-    return x._replace(power=new.power, zeros=x.zeros & new.zeros)
-
-
-def _keeps_by_fill(pair: EquationPair, x: Known) -> bool:
-    """Whether the fill value of a gather has the kind and power of its array."""
-    is_nan = pair.params["fill_value"] is None
-    is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
-    is_number = x.kind in EACH and not x.power
-    return is_number or is_nan or fills_with_zero(pair)
+    return x.replace(power=new.power, zeros=x.zeros & new.zeros)
 
 
 def _are_same(indices: Any) -> bool:
-    return all(v.kind in _SAME and not v.power for v in indices)
+    """Whether all towers have the same indices."""
+    return all(isinstance(v, SAME_FOR_ALL) and not v.power for v in indices)
 
 
-@rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED], copies_as_rows=True)
-def _slice_at(pair: EquationPair) -> Known:
+# Slices.
+
+
+@rule("dynamic_slice", Stacked, every=OF_ONE_TOWER)
+def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
+    """The tower's own value, from the values of all towers."""
+    axis = pair.towers_in[0]
+    assert axis is not None
+    sizes = pair.params["slice_sizes"]
+    shape = pair.shape(0)
+    is_own = isinstance(at[axis], TowerId) and sizes[axis] == 1
+    others = [i for i in range(len(shape)) if i != axis]
+    is_whole = all(sizes[i] == shape[i] for i in others)
+    if not (is_own and is_whole and _are_same([at[i] for i in others])):
+        raise NotOfOneKindError(_OTHER_TOWER)
+    return of_one_tower(x, pair.rows_out[0])
+
+
+@rule("dynamic_slice", Buffer, every=OF_ONE_TOWER)
+def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
+    """In a loop over rows, the current row of an array that it fills."""
+    if not _takes_this_row(pair, at):
+        raise NotOfOneKindError(_AMONG_ROWS)
+    return _of_this_row(x)
+
+
+@rule("dynamic_slice", LINEAR | Key, every=OF_ONE_TOWER, copies_as_rows=True)
+def _slice_at(pair: EquationPair, x: Kind, *at: Kind) -> Kind:
     """A slice at one place along dims without rows; in a loop, the current row."""
-    x, *at = pair.ins
     axis = pair.rows_in[0]
     sizes = pair.params["slice_sizes"]
-    others = [v for i, v in enumerate(at) if i != axis]
-    if x.kind is Kind.STACKED:
-        return _own_of_stacked(pair, x, at)
-    is_here = axis is not None and at[axis].kind is Kind.COUNTER and sizes[axis] == 1
-    if is_here and x.kind in (Kind.ROWS, Kind.ZERO, Kind.BUFFER) and x.blocks == 1:
-        whole = _are_same(others) and pair.rows_out[0] is None
-        if whole and _is_loop_over(pair, 0, axis):
-            return _of_this_row(x)
-    if x.kind is Kind.COPY and axis is None and pair.rows_out[0] is not None:
-        place = pair.rows_out[0]
-        taken = [eqn.params["slice_sizes"][place] for eqn in (pair.first, pair.second)]
-        if _are_rows_of_batch(pair, 0, place, at) and pair.sizes.times(*taken) == 1:
-            return rows(x.power)
-    if axis != pair.rows_out[0] or x.kind not in LINEAR | {Kind.KEY}:
+    if (
+        isinstance(x, TowerRows | Zero)
+        and blocks_of(x) == 1
+        and _takes_this_row(pair, at)
+    ):
+        return _of_this_row(x)
+    if isinstance(x, Copy) and axis is None and _takes_rows_of_batch(pair, at):
+        return rows(x.power)
+    if axis != pair.rows_out[0]:
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and sizes[axis] != pair.shape(0)[axis]:
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is None and sizes != pair.second.params["slice_sizes"]:
-        raise NotOfOneKindError(
-            "which elements are taken depends on the number of rows"
-        )
+        raise NotOfOneKindError(_OTHER_ELEMENTS)
     if _are_same(at):
         return x
-    is_by_row = all(v.kind in EACH and not v.power for v in at)
-    if axis is None and is_by_row and x.kind in (Kind.COPY, Kind.ROW):
-        return joined([x, *[v.times_tower(x.power) for v in at if v.kind is Kind.ROW]])
+    is_by_row = all(isinstance(v, ELEMENTS) and not v.power for v in at)
+    if axis is None and is_by_row and isinstance(x, Copy | Row):
+        return joined([x, *[v.times_tower(x.power) for v in at if isinstance(v, Row)]])
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _are_rows_of_batch(
-    pair: EquationPair, operand: int, axis: int, at: list[Known]
-) -> bool:
+def _takes_this_row(pair: EquationPair, at: Any) -> bool:
+    """Whether a slice is the current row, in a loop over rows."""
+    axis = pair.rows_in[0]
+    if axis is None or not _is_loop_over(pair, 0, axis):
+        return False
+    others = [v for i, v in enumerate(at) if i != axis]
+    is_here = isinstance(at[axis], Counter) and pair.params["slice_sizes"][axis] == 1
+    return is_here and _are_same(others) and pair.rows_out[0] is None
+
+
+def _takes_rows_of_batch(pair: EquationPair, at: Any) -> bool:
+    """Whether a slice is the tower's rows of a whole batch."""
+    place = pair.rows_out[0]
+    if place is None or not _are_rows_of_batch(pair, 0, place, at):
+        return False
+    taken = [eqn.params["slice_sizes"][place] for eqn in (pair.first, pair.second)]
+    return pair.sizes.times(*taken) == 1
+
+
+def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> bool:
     """Whether a dim has the rows of the batch, and a slice starts at the tower's."""
     pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
     is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
     is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
     others = [v for i, v in enumerate(at) if i != axis]
-    return is_whole and at[axis].kind is Kind.FIRST_ROW and _are_same(others)
+    return is_whole and isinstance(at[axis], FirstRow) and _are_same(others)
 
 
 def _is_flag(pair: EquationPair) -> bool:
@@ -118,283 +165,330 @@ def _is_flag(pair: EquationPair) -> bool:
     return pair.dtype(0) == jnp.bool_
 
 
-def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
-    """The tower's own value, from the values of all towers."""
-    axis = pair.towers_in[0]
-    assert axis is not None
-    sizes = pair.params["slice_sizes"]
-    shape = pair.shape(0)
-    is_own = at[axis].kind is Kind.TOWER and sizes[axis] == 1
-    others = [i for i in range(len(shape)) if i != axis]
-    is_whole = all(sizes[i] == shape[i] for i in others)
-    if not (is_own and is_whole and _are_same([at[i] for i in others])):
-        raise NotOfOneKindError("a tower reads the value of another tower")
-    return of_one_tower(x, pair.rows_out[0])
-
-
-@rule("dynamic_update_slice", kinds=[Kind.BUFFER], copies_as_rows=True)
-def _update_at(pair: EquationPair) -> Known:
-    """A slice that is written, by the rules of a slice."""
-    (x, new, *at) = pair.ins
+@rule("dynamic_update_slice", Buffer, every=OF_ONE_TOWER, copies_as_rows=True)
+def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Kind:
+    """In a loop over rows, the current row of an array that it fills."""
     axis = pair.rows_in[0]
-    if x.kind is Kind.BUFFER:
-        others = [v for i, v in enumerate(at) if i != axis]
-        is_here = axis is not None and at[axis].kind is Kind.COUNTER
-        is_one = axis is not None and pair.shape(1)[axis] == 1 and _are_same(others)
-        if not (is_here and is_one and _is_loop_over(pair, 0, axis)):
-            raise NotOfOneKindError(_AMONG_ROWS)
-        return _with_this_row(pair, x, new)
-    place = pair.rows_in[1]
-    if (
-        x.kind is Kind.ZERO
-        and axis is None
-        and place is not None
-        and not _is_flag(pair)
-    ):
-        is_each = pair.times_rows(1, place) == 1 and new.blocks == 1
-        is_each &= new.kind in (Kind.ROWS, Kind.ZERO)
+    others = [v for i, v in enumerate(at) if i != axis]
+    is_here = axis is not None and isinstance(at[axis], Counter)
+    is_one = axis is not None and pair.shape(1)[axis] == 1 and _are_same(others)
+    if not (is_here and is_one and _is_loop_over(pair, 0, axis)):
+        raise NotOfOneKindError(_AMONG_ROWS)
+    return _with_this_row(x, new)
+
+
+@rule("dynamic_update_slice", LINEAR, LINEAR, every=OF_ONE_TOWER, copies_as_rows=True)
+def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
+    """A slice that is written, by the rules of a slice."""
+    axis, place, *_ = pair.rows_in
+    if isinstance(x, Zero) and axis is None and place is not None:
+        is_each = pair.times_rows(1, place) == 1 and blocks_of(new) == 1
+        is_each &= isinstance(new, TowerRows | Zero) and not _is_flag(pair)
         if is_each and _are_rows_of_batch(pair, 0, place, at):
             return part(new.power)  # of each row all towers but one have 0
-    if new.kind is Kind.BUFFER or axis != pair.rows_in[1] or not _are_same(at):
+    if axis != place or not _are_same(at):
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
         raise NotOfOneKindError(_AMONG_ROWS)
-    if not {x.kind, new.kind} <= LINEAR:
-        raise NotOfOneKindError(f"{new} is written into {x}")
     return joined([x, new], "together with")
 
 
-def _columns_of(pair: EquationPair, operand: int) -> list[Kind | Known]:
+# Elements at indices.
+
+
+def _columns_of(pair: EquationPair) -> list[Any]:
     """The kind of each column of indices; of an order, all that is known."""
-    at = pair.ins[operand]
-    if at.kind is Kind.COLUMNS:
-        return [*at.note]
-    return [at.kind] * pair.shape(operand)[-1]
+    at = pair.ins[1]
+    if isinstance(at, Columns):
+        return [*at.columns]
+    return [type(at)] * pair.shape(1)[-1]
 
 
-@rule(
-    "gather",
-    kinds=[Kind.BUFFER, Kind.COLUMNS, Kind.ORDER, Kind.STACKED],
-    copies_as_rows=True,
-)
-def _gathered(pair: EquationPair) -> Known:
-    """Elements of one table by indices, or each row by its own number."""
-    (x, at) = pair.ins
-    dims = pair.params["dimension_numbers"]
-    (axis, at_axis) = pair.rows_in
-    [out_axis] = pair.rows_out
-    sizes = pair.params["slice_sizes"]
-    if x.kind is Kind.STACKED:
-        return _own_by_index(pair, x, at, dims)
-    if x.kind is Kind.ZERO:
-        x = copy() if axis is None else rows()
-    if at.kind is Kind.COUNTER and axis is not None:
-        is_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
-        known = x.kind in (Kind.ROWS, Kind.BUFFER) and x.blocks == 1
-        if is_row and known and _is_loop_over(pair, 0, axis):
-            return _of_this_row(x)
-    if order := _order_in(at):
-        return _by_order(pair, dims, order)
-    usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
-    if not usable or at.power or x.kind is Kind.BUFFER:
-        raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
+def _as_array(pair: EquationPair, x: Kind) -> Kind:
+    """The array of a gather; 0 is an array like others."""
+    if not isinstance(x, Zero):
+        return x
+    return copy() if pair.rows_in[0] is None else rows()
+
+
+def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
+    """Whether the fill value of a gather has the kind and power of its array."""
+    is_nan = pair.params["fill_value"] is None
+    is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
+    is_number = isinstance(x, ELEMENTS) and not x.power
+    return is_number or is_nan or fills_with_zero(pair)
+
+
+def _refuse_fill(pair: EquationPair, x: Kind) -> None:
+    """Raise if a number fills in where an index is beyond the array."""
     if not _keeps_by_fill(pair, x):
         raise NotOfOneKindError(f"a number fills in for elements beyond {x}")
-    if axis is None:
-        return _from_table(pair, x, at, sizes)
-    is_plain = x.kind is Kind.ROWS and x.blocks == at.blocks == 1
-    if is_plain and out_axis is not None:
-        by_number = _by_own_number(pair, dims, axis, at_axis, sizes)
-        whole = axis not in dims.start_index_map and at_axis is None
-        whole &= sizes[axis] == pair.shape(0)[axis] and at.kind in _SAME
-        if by_number or whole or _is_batched(dims, axis, at_axis, at):
+
+
+@rule("gather", Stacked, every=OF_ONE_TOWER | SPECIAL)
+def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
+    """The tower's own value of all towers' values, read by the tower's number."""
+    dims = pair.params["dimension_numbers"]
+    axis = pair.towers_in[0]
+    sizes = pair.params["slice_sizes"]
+    is_own = isinstance(at, TowerId) and dims.start_index_map == (axis,)
+    is_own &= axis in dims.collapsed_slice_dims and math.prod(pair.shape(1)) == 1
+    others = [i for i in range(len(sizes)) if i != axis]
+    if not is_own or any(sizes[i] != pair.shape(0)[i] for i in others):
+        raise NotOfOneKindError(_OTHER_TOWER)
+    return of_one_tower(x, pair.rows_out[0])
+
+
+@rule("gather", ELEMENTS | Buffer, Counter, copies_as_rows=True)
+def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
+    """In a loop over rows, the current row."""
+    dims = pair.params["dimension_numbers"]
+    axis = pair.rows_in[0]
+    x = _as_array(pair, x)
+    is_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
+    is_row &= isinstance(x, TowerRows | Buffer) and blocks_of(x) == 1
+    if not (is_row and _is_loop_over(pair, 0, axis)):
+        raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
+    return _of_this_row(x)
+
+
+@rule("gather", LINEAR, ELEMENTS, copies_as_rows=True)
+def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
+    """Elements of one table by indices, or of each row by its own index."""
+    x = _as_array(pair, x)
+    if at.power:
+        raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
+    _refuse_fill(pair, x)
+    if pair.rows_in[0] is None:
+        return _from_table(pair, x, at)
+    if _has_plain_rows(pair, x, at):
+        dims = pair.params["dimension_numbers"]
+        if _takes_rows_whole(pair, dims, at) or _is_batched(pair, dims):
             return x
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _own_by_index(pair: EquationPair, x: Known, at: Known, dims: Any) -> Known:
-    """The tower's own value of all towers' values, read by the tower's number."""
-    axis = pair.towers_in[0]
-    sizes = pair.params["slice_sizes"]
-    is_own = at.kind is Kind.TOWER and dims.start_index_map == (axis,)
-    is_own &= axis in dims.collapsed_slice_dims and _size_of(pair.shape(1)) == 1
-    others = [i for i in range(len(sizes)) if i != axis]
-    if not is_own or any(sizes[i] != pair.shape(0)[i] for i in others):
-        raise NotOfOneKindError("a tower reads the value of another tower")
-    return of_one_tower(x, pair.rows_out[0])
-
-
-def _size_of(shape: tuple[Any, ...]) -> int:
-    return math.prod(int(n) for n in shape)
-
-
-def _order_in(at: Known) -> Known | None:
-    """The order of rows that indices have, alone or in one of their columns."""
-    if at.kind is Kind.ORDER:
-        return at
-    columns = at.note if at.kind is Kind.COLUMNS else ()
-    return next((x for x in columns if isinstance(x, Known)), None)
-
-
-def _by_order(pair: EquationPair, dims: Any, order: Known) -> Known:
-    """All rows in another order, each exactly once."""
-    (x, at) = pair.ins
-    (axis, at_axis) = pair.rows_in
-    [out_axis] = pair.rows_out
-    sizes = pair.params["slice_sizes"]
-    columns = dict(zip(dims.start_index_map, _columns_of(pair, 1), strict=True))
-    is_by_row = axis in dims.collapsed_slice_dims
-    is_by_row &= columns.pop(axis, None) in (order, Kind.ORDER)
-    # Other columns are the same for all rows, and other dims are taken whole.
-    is_by_row &= all(kind in _SAME for kind in columns.values())
-    others = [i for i in range(len(sizes)) if i != axis and i not in columns]
-    is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
-    is_each = pair.times_rows(0, axis) == 1 and (at_axis, len(pair.shape(1))) == (0, 2)
-    is_plain = x.kind is Kind.ROWS and x.blocks == 1 and out_axis is not None
-    if not (is_by_row and is_each and is_plain and _keeps_by_fill(pair, x)):
-        raise NotOfOneKindError(f"no rule for elements of {x} at {at}")
-    assert out_axis is not None
-    return permuted(x, out_axis, order.note)
-
-
-@rule("towerjax_take", copies_as_rows=True)
-def _rows_of_table(pair: EquationPair) -> Known:
-    """The rows of a table that `tj.sparse.take` looks up, by the ids of each row."""
-    x, at = pair.ins
-    is_one = pair.params["stacked"] == 0
-    is_table = is_one and x.kind is Kind.COPY and pair.rows_in[0] is None
-    if not is_table or at.kind not in EACH or at.power:
-        raise NotOfOneKindError(f"no rule for a lookup in {x} by {at}")
-    return x if at.kind is Kind.ZERO else product_of(x, at)
-
-
-def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
-    """Elements of an array that has no rows."""
-    if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
+@rule("gather", LINEAR, RowNumbers | Columns, copies_as_rows=True)
+def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
+    """Elements of each row, which has its own number as its index."""
+    columns = at.columns if isinstance(at, Columns) else ()
+    if orders := [order for order in columns if isinstance(order, RowOrder)]:
+        return _by_order(pair, x, orders[0])
+    x = _as_array(pair, x)
+    _refuse_fill(pair, x)
+    if pair.rows_in[0] is None:
         raise NotOfOneKindError(
             "elements are indexed by the numbers of the tower's rows"
         )
-    if sizes != pair.second.params["slice_sizes"]:
-        raise NotOfOneKindError(
-            "which elements are taken depends on the number of rows"
-        )
-    if x.kind is Kind.PART and at.kind in _SAME:
+    if _has_plain_rows(pair, x, at) and _is_by_own_number(pair):
         return x
-    if x.kind not in (Kind.COPY, Kind.ROW):
-        raise NotOfOneKindError(f"no rule for some elements of {x}")
-    places = [] if at.kind is Kind.ZERO else [at]
-    return product_of(x, places[0]) if places else x
+    raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _by_own_number(
-    pair: EquationPair, dims: Any, axis: int, at_axis: int | None, sizes: Any
-) -> bool:
-    """Whether row i is read by an index with i in one column."""
-    if axis not in dims.start_index_map or at_axis is None:
-        return False
-    columns = _columns_of(pair, 1)
-    place = dims.start_index_map.index(axis)
-    others = [x for i, x in enumerate(columns) if i != place]
-    is_one = sizes[axis] == 1 and axis in dims.collapsed_slice_dims
-    is_even = pair.shape(1)[at_axis] == pair.shape(0)[axis]
-    known = {Kind.ROWS, Kind.COPY, Kind.ZERO}
-    return is_one and is_even and columns[place] is Kind.NUMBERS and known >= {*others}
+@rule("gather", LINEAR, RowOrder, copies_as_rows=True)
+def _gathered_by_order(pair: EquationPair, x: Kind, at: RowOrder) -> Kind:
+    """All rows in another order."""
+    return _by_order(pair, x, at)
 
 
-def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
+def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
+    """All rows in another order, each exactly once."""
+    x = _as_array(pair, x)
+    dims = pair.params["dimension_numbers"]
+    axis, at_axis = pair.rows_in
+    [out_axis] = pair.rows_out
+    sizes = pair.params["slice_sizes"]
+    columns = dict(zip(dims.start_index_map, _columns_of(pair), strict=True))
+    is_by_row = axis in dims.collapsed_slice_dims
+    is_by_row &= columns.pop(axis, None) in (order, RowOrder)
+    # Other columns are the same for all rows, and other dims are taken whole.
+    is_by_row &= all(kind in (Copy, Zero) for kind in columns.values())
+    others = [i for i in range(len(sizes)) if i != axis and i not in columns]
+    is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
+    is_each = pair.times_rows(0, axis) == 1 and (at_axis, len(pair.shape(1))) == (0, 2)
+    is_plain = isinstance(x, TowerRows) and x.blocks == 1 and out_axis is not None
+    if not (is_by_row and is_each and is_plain and _keeps_by_fill(pair, x)):
+        raise NotOfOneKindError(f"no rule for elements of {x} at {pair.ins[1]}")
+    assert out_axis is not None
+    return permuted(x, out_axis, order.order)
+
+
+@rule("towerjax_take", Copy, ELEMENTS)
+def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
+    """The rows of a table that `tj.sparse.take` looks up, by the ids of each row."""
+    is_table = pair.params["stacked"] == 0 and pair.rows_in[0] is None
+    if not is_table or at.power:
+        raise NotOfOneKindError(f"no rule for a lookup in {x} by {at}")
+    if isinstance(at, Copy) and pair.rows_in[1] is not None:
+        at = rows(at.power)
+    return x if isinstance(at, Zero) else product_of(x, at)
+
+
+def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
+    """Elements of an array that has no rows."""
+    if pair.params["slice_sizes"] != pair.second.params["slice_sizes"]:
+        raise NotOfOneKindError(_OTHER_ELEMENTS)
+    if isinstance(at, Zero):
+        return x
+    if isinstance(x, Part):
+        if not isinstance(at, Copy):
+            raise NotOfOneKindError(f"no rule for some elements of {x}")
+        return x
+    return product_of(x, at)
+
+
+def _has_plain_rows(pair: EquationPair, x: Kind, at: Kind) -> bool:
+    """Whether an array has rows in one block, and a gather keeps a dim for them."""
+    is_plain = isinstance(x, TowerRows) and x.blocks == blocks_of(at) == 1
+    return is_plain and pair.rows_out[0] is not None
+
+
+def _takes_rows_whole(pair: EquationPair, dims: Any, at: Kind) -> bool:
+    """Whether the same elements of all rows are taken."""
+    axis, at_axis = pair.rows_in
+    assert axis is not None
+    is_whole = pair.params["slice_sizes"][axis] == pair.shape(0)[axis]
+    is_whole &= axis not in dims.start_index_map and at_axis is None
+    return is_whole and isinstance(at, SAME_FOR_ALL)
+
+
+def _is_batched(pair: EquationPair, dims: Any) -> bool:
     """Whether rows and indices share one batch dim."""
-    if axis not in dims.operand_batching_dims or at.kind not in EACH:
+    axis, at_axis = pair.rows_in
+    if axis not in dims.operand_batching_dims:
         return False
     place = dims.operand_batching_dims.index(axis)
     return at_axis == dims.start_indices_batching_dims[place]
 
 
+def _is_by_own_number(pair: EquationPair) -> bool:
+    """Whether row i is read by an index with i in one column."""
+    dims = pair.params["dimension_numbers"]
+    axis, at_axis = pair.rows_in
+    if axis not in dims.start_index_map or at_axis is None or axis is None:
+        return False
+    columns = _columns_of(pair)
+    number = columns.pop(dims.start_index_map.index(axis))
+    is_one = pair.params["slice_sizes"][axis] == 1 and axis in dims.collapsed_slice_dims
+    is_even = pair.shape(1)[at_axis] == pair.shape(0)[axis]
+    is_known = {*columns} <= {TowerRows, Copy, Zero}
+    return is_one and is_even and number is RowNumbers and is_known
+
+
+# Elements that are written at indices.
+
+_SCATTERS = "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"
+_ADDS = ("scatter-add", "scatter-sub")
+
+
+@rule(_SCATTERS, Buffer, OF_ONE_TOWER | Columns, OF_ONE_TOWER, copies_as_rows=True)
+def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
+    """In a loop over rows, an array after the current row is written."""
+    _refuse_function(pair)
+    dims = pair.params["dimension_numbers"]
+    axis = pair.rows_in[0]
+    is_row = dims.scatter_dims_to_operand_dims == (axis,)
+    is_row &= axis in dims.inserted_window_dims and isinstance(at, Counter)
+    is_row &= pair.name == "scatter" and _is_loop_over(pair, 0, axis)
+    if not is_row:
+        raise NotOfOneKindError(_AMONG_ROWS)
+    return _with_this_row(x, new)
+
+
 @rule(
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
-    kinds=[Kind.BUFFER, Kind.COLUMNS],
+    _SCATTERS,
+    LINEAR | EXTREME,
+    ELEMENTS | RowNumbers | Columns,
+    LINEAR | EXTREME,
     copies_as_rows=True,
 )
-def _scattered(pair: EquationPair) -> Known:
+def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
     """A gather that is written; rows that are added to a table make parts of it."""
-    (x, at, new) = pair.ins
-    dims = pair.params["dimension_numbers"]
-    axis, at_axis, new_axis = pair.rows_in
-    adds = pair.name in ("scatter-add", "scatter-sub")
-    if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
-        raise NotOfOneKindError("a function is applied to only some elements")
-    if x.kind is Kind.BUFFER:
-        is_row = dims.scatter_dims_to_operand_dims == (axis,)
-        is_row &= axis in dims.inserted_window_dims and at.kind is Kind.COUNTER
-        is_row &= pair.name == "scatter" and _is_loop_over(pair, 0, axis)
-        if not is_row:
-            raise NotOfOneKindError(_AMONG_ROWS)
-        return _with_this_row(pair, x, new)
-    usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
-    if not usable or at.power or max(at.blocks, new.blocks, x.blocks) > 1:
+    _refuse_function(pair)
+    if at.power or max(map(blocks_of, pair.ins)) > 1:
         raise NotOfOneKindError(f"elements are written at indices that are {at}")
     if pair.name == "scatter-mul":
-        if new.power or not {x.kind, new.kind} <= EACH:
+        if new.power or not (isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)):
             raise NotOfOneKindError(f"no rule for elements of {x} times {new}")
         new = new.times_tower(x.power)
+    axis, at_axis, new_axis = pair.rows_in
     if axis is not None:
-        fits = {x.kind, new.kind} <= {Kind.ZERO, Kind.ROWS, Kind.COPY}
-        if fits and _writes_own_rows(pair, dims, axis, at_axis, new_axis):
+        fits = isinstance(x, Zero | TowerRows | Copy) and isinstance(
+            new, Zero | TowerRows | Copy
+        )
+        if fits and _writes_own_rows(pair, axis, at, new_axis):
             return joined([x, new], "together with")
         raise NotOfOneKindError(_AMONG_ROWS)
-    if at_axis is None and new_axis is None and at.kind in _SAME:
-        if adds:
-            return added([x, new])
-        if pair.name == "scatter" or {x.kind, new.kind} <= EACH:
-            return joined([x, new], "together with")
-    of_rows = (Kind.ROWS, Kind.ZERO)
-    fits = new_axis is not None and at_axis is not None
-    fits = fits and new_axis not in dims.update_window_dims
-    if fits and at.kind in of_rows and new.kind in of_rows:
-        return _into_table(pair, x, new)
+    if at_axis is None and new_axis is None and isinstance(at, SAME_FOR_ALL):
+        return _written_at_same(pair, x, new)
+    dims = pair.params["dimension_numbers"]
+    is_of_rows = new_axis is not None and at_axis is not None
+    is_of_rows = is_of_rows and new_axis not in dims.update_window_dims
+    if (
+        is_of_rows
+        and isinstance(at, TowerRows | Zero)
+        and isinstance(new, TowerRows | Zero)
+    ):
+        return _into_table(pair, x, at, new)
     raise NotOfOneKindError(f"{new} is written to a table")
 
 
-def _into_table(pair: EquationPair, x: Known, new: Known) -> Known:
+def _refuse_function(pair: EquationPair) -> None:
+    """Raise if a function of the user's is applied to what is written."""
+    if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
+        raise NotOfOneKindError("a function is applied to only some elements")
+
+
+def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
+    """Elements that all towers write at the same places."""
+    if pair.name in _ADDS:
+        return added([x, new])
+    are_elements = isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)
+    if pair.name != "scatter" and not are_elements:
+        raise NotOfOneKindError(f"{new} is written to a table")
+    return joined([x, new], "together with")
+
+
+def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
     """A table to which rows are added, or whose maximum they may be."""
-    adds = pair.name in ("scatter-add", "scatter-sub")
-    if adds and x.kind in (Kind.ZERO, Kind.PART, Kind.COPY):
-        if new.kind is Kind.ZERO:
+    if pair.name in _ADDS and isinstance(x, Zero | Part | Copy):
+        if isinstance(new, Zero):
             return x
         if pair.has_padding(new.zeros):
             raise NotOfOneKindError("padding counts in a sum over rows")
         return added([x, part(new.power)])
-    is_each = isinstance(pair.ins[1].fact, NumberInBatch) and not _is_flag(pair)
+    is_each = isinstance(at.fact, NumberInBatch) and not _is_flag(pair)
     is_each &= pair.name == "scatter" and "CLIP" not in str(pair.params["mode"])
-    if is_each and x.kind is Kind.ZERO:
+    if is_each and isinstance(x, Zero):
         return part(new.power)  # no two rows have one number
-    kind = _INTO_TABLE.get(pair.name)
-    is_even = new.kind is Kind.ROWS and x.power == new.power and not pair.sizes.padded
-    if kind is not None and x.kind is Kind.COPY and is_even:
-        return Known(kind, x.power)
+    is_even = (
+        isinstance(new, TowerRows) and x.power == new.power and not pair.sizes.padded
+    )
+    if isinstance(x, Copy) and is_even:
+        if pair.name == "scatter-max":
+            return Maximum(x.power)
+        if pair.name == "scatter-min":
+            return Minimum(x.power)
     raise NotOfOneKindError(f"{new} is written to a table")
 
 
 def _writes_own_rows(
-    pair: EquationPair,
-    dims: Any,
-    axis: int,
-    at_axis: int | None,
-    new_axis: int | None,
+    pair: EquationPair, axis: int, at: Kind, new_axis: int | None
 ) -> bool:
     """Whether each row is written to its own place."""
-    at = pair.ins[1]
+    dims = pair.params["dimension_numbers"]
+    at_axis = pair.rows_in[1]
     if axis in dims.operand_batching_dims:
         place = dims.operand_batching_dims.index(axis)
         is_one = at_axis == dims.scatter_indices_batching_dims[place]
-        return at.kind in EACH and is_one and new_axis is not None
+        return isinstance(at, ELEMENTS) and is_one and new_axis is not None
     if axis in dims.scatter_dims_to_operand_dims:
-        place = dims.scatter_dims_to_operand_dims.index(axis)
-        columns = _columns_of(pair, 1)
-        others = {x for i, x in enumerate(columns) if i != place}
         if at_axis is None:
             return False
-        is_own = columns[place] is Kind.NUMBERS and axis in dims.inserted_window_dims
-        is_own &= others <= {Kind.ROWS, Kind.COPY, Kind.ZERO}
+        columns = _columns_of(pair)
+        number = columns.pop(dims.scatter_dims_to_operand_dims.index(axis))
+        is_own = number is RowNumbers and axis in dims.inserted_window_dims
+        is_own &= {*columns} <= {TowerRows, Copy, Zero}
         return is_own and pair.shape(1)[at_axis] == pair.shape(0)[axis]
     gone = {*dims.inserted_window_dims, *dims.operand_batching_dims}
     kept = [i for i in range(len(pair.shape(0))) if i not in gone]
@@ -402,4 +496,4 @@ def _writes_own_rows(
         return False
     is_here = new_axis == dims.update_window_dims[kept.index(axis)]
     is_whole = pair.shape(2)[new_axis] == pair.shape(0)[axis]
-    return at.kind in _SAME and is_here and is_whole
+    return isinstance(at, SAME_FOR_ALL) and is_here and is_whole

@@ -15,21 +15,35 @@ from towerjax.jaxprs.equation import (
     trace_hidden,
 )
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.choices import extreme_of_trips
+from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks
 from towerjax.proof.equal.constants import size_of_rows
 from towerjax.proof.equal.equation_pair import (
-    SPECIAL,
     EquationPair,
     ProgramsDifferError,
-    rule,
 )
 from towerjax.proof.equal.kinds import (
     ZERO,
+    Buffer,
+    Copy,
+    Counter,
+    Groups,
     Kind,
-    Known,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
     NotOfOneKindError,
+    Row,
+    RowNumbers,
+    RowOrder,
+    SoFar,
+    Stacked,
+    TowerRows,
+    Unknown,
+    Zero,
     added,
+    blocks_of,
     copy,
     joined,
     part,
@@ -39,6 +53,7 @@ from towerjax.proof.equal.micro_batches import (
     over_micro_batches,
     runs_over_micro_batches,
 )
+from towerjax.proof.equal.rules import OF_ONE_TOWER, SPECIAL, rule
 
 _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
 
@@ -46,62 +61,57 @@ _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
 @rule(
     """jit pjit closed_call core_call remat remat2 remat3 checkpoint custom_lin
     eval_jaxpr composite""",
-    knows_unknown=True,
+    every=Kind,
     knows_identity=True,
-    kinds=SPECIAL,
 )
-def _called(pair: EquationPair) -> list[Known]:
+def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of the results of the called program."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
-    return pair.inside(programs, pair.ins)
+    return pair.inside(programs, ins)
 
 
 @rule(
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call",
-    kinds=[Kind.SPREAD],
-    knows_unknown=True,
+    every=OF_ONE_TOWER | Groups | Unknown,
     knows_identity=True,
 )
-def _called_with_rule(pair: EquationPair) -> list[Known]:
+def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of the called program, as other values if it has its own derivative."""
-    ins = [_without_number(pair, x) for x in pair.ins]
+    others = [_without_number(pair, x) for x in ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
-    return [_without_number(pair, x) for x in pair.inside(programs, ins)]
+    return [_without_number(pair, x) for x in pair.inside(programs, others)]
 
 
 @rule(
     "call_hi_primitive",
-    knows_unknown=True,
+    every=Kind,
     knows_identity=True,
-    kinds=SPECIAL,
 )
-def _called_by_class(pair: EquationPair) -> list[Known]:
+def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of the results of `jax.checkpoint` and others, with ``jax_remat3``."""
     eqns = (pair.first, pair.second)
     if all(given_name(eqn) is not None for eqn in eqns):
-        return [*pair.ins]
+        return [*ins]
     programs = [_program_of(eqn) for eqn in eqns]
     kinds = {type(eqn.params["_prim"]).__name__ for eqn in eqns}
     counts = {len(open_jaxpr(x).invars) for x in programs}
-    if len(kinds) > 1 or counts != {len(pair.ins)}:
+    if len(kinds) > 1 or counts != {len(ins)}:
         raise ProgramsDifferError(
             f"the program has another {min(kinds)} for another number of towers"
         )
     if kinds == {"RematTraced"}:
-        return pair.inside(programs, pair.ins)
-    if SPECIAL & pair.kinds:
+        return pair.inside(programs, ins)
+    if any(isinstance(x, SPECIAL) for x in ins):
         raise NotOfOneKindError(
             "a function with its own derivative has an operand that no rule covers"
         )
-    found = _called_with_rule(pair)
-    assert isinstance(found, list)
-    return found
+    return _called_with_rule(pair, *ins)
 
 
-def _without_number(pair: EquationPair, value: Known) -> Known:
-    if value.kind is Kind.MEAN:
+def _without_number(pair: EquationPair, value: Kind) -> Kind:
+    if isinstance(value, Mean):
         return pair.unknown(f"a function with its own derivative has {value}")
-    return value._replace(fact=None)
+    return value.replace(fact=None)
 
 
 def _program_of(eqn: Any) -> Any:
@@ -119,14 +129,13 @@ def _program_of(eqn: Any) -> Any:
     raise ProgramsDifferError(f"{eqn.primitive.name} hides the program that it runs")
 
 
-@rule("cond", knows_unknown=True, knows_identity=True)
-def _branched(pair: EquationPair) -> list[Known]:
+@rule("cond", every=OF_ONE_TOWER | Unknown, knows_identity=True)
+def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
     """The kinds of the results of a branch, which all towers take together."""
-    predicate, *ins = pair.ins
-    if predicate.kind is Kind.UNKNOWN:
+    if isinstance(predicate, Unknown):
         return [predicate] * len(pair.rows_out)
-    is_any = predicate.kind in (Kind.MAXIMUM, Kind.MINIMUM)
-    is_alike = predicate.kind in (Kind.COPY, Kind.ZERO) and not predicate.power
+    is_any = isinstance(predicate, Maximum | Minimum)
+    is_alike = isinstance(predicate, Copy | Zero) and not predicate.power
     if not (is_alike or is_any):
         raise NotOfOneKindError(f"no rule for a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
@@ -136,9 +145,9 @@ def _branched(pair: EquationPair) -> list[Known]:
     return [_either_of(pair, values) for values in zip(*each, strict=True)]
 
 
-def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Known:
+def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
     """The kind of a result, if a branch is taken by whether a row has a flag."""
-    unknown = [x for x in cases if x.kind is Kind.UNKNOWN]
+    unknown = [x for x in cases if isinstance(x, Unknown)]
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
     try:
@@ -149,33 +158,33 @@ def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Kno
 
 
 def _either_of(
-    pair: EquationPair, values: Sequence[Known], verb: str = "as an alternative to"
-) -> Known:
+    pair: EquationPair, values: Sequence[Kind], verb: str = "as an alternative to"
+) -> Kind:
     """The kind of a value that may be any of these."""
     if all(x == values[0] for x in values):
         return values[0]
-    unknown = [x for x in values if x.kind is Kind.UNKNOWN]
+    unknown = [x for x in values if isinstance(x, Unknown)]
     if unknown:
         return unknown[0]
     known = [x for x in values if x.power is not None]
-    is_one_carry = len({x._replace(power=None) for x in values}) == 1
+    is_one_carry = len({x.replace(power=None) for x in values}) == 1
     if is_one_carry and len(set(known)) == 1:
         return known[0]
-    if any(x.kind in SPECIAL for x in values):
+    if any(isinstance(x, SPECIAL) for x in values):
         return pair.unknown(f"no rule for {values[0]} {verb} {values[-1]}")
     try:
         found = joined(values, verb)
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
-    live = [x.zeros for x in values if x.kind is not Kind.ZERO]
-    return found._replace(zeros=frozenset.intersection(*live)) if live else found
+    live = [x.zeros for x in values if not isinstance(x, Zero)]
+    return found.replace(zeros=frozenset.intersection(*live)) if live else found
 
 
 def _settled(
     pair: EquationPair,
-    trip: Callable[[list[Known]], list[Known]],
-    carry: Sequence[Known],
-) -> list[Known]:
+    trip: Callable[[list[Kind]], list[Kind]],
+    carry: Sequence[Kind],
+) -> list[Kind]:
     """The kinds of a carry that a trip no longer changes."""
     found = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
@@ -190,20 +199,19 @@ def _settled(
     )
 
 
-def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
+def _refuse_special(ins: Sequence[Kind]) -> None:
+    """Raise for operands that a loop over other dims may not have."""
     for x in ins:
-        refused = {Kind.STACKED, Kind.SPREAD, Kind.MEAN, Kind.ORDER}
-        if x.kind in refused - {*allowed}:
+        if isinstance(x, Stacked | Groups | Mean | RowOrder):
             raise NotOfOneKindError(f"no rule for a loop with {x}")
 
 
 @rule(
     "while",
-    knows_unknown=True,
+    every=Kind,
     knows_identity=True,
-    kinds=SPECIAL,
 )
-def _while_it_holds(pair: EquationPair) -> list[Known]:
+def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of a loop that all towers run equally often, or per row under vmap."""
     first = pair.first.params
     second = pair.second.params
@@ -217,25 +225,25 @@ def _while_it_holds(pair: EquationPair) -> list[Known]:
 
     is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
 
-    def trip(carry: list[Known]) -> list[Known]:
+    def trip(carry: list[Kind]) -> list[Kind]:
         ends = pair.inside(of_body, [*ins[tests:start], *carry])
         return _each_for_itself(ends) if is_by_row else ends
 
     carry = ins[start:]
     carry = _settled(pair, trip, _each_for_itself(carry) if is_by_row else carry)
     [test] = pair.inside(of_test, [*ins[:tests], *carry])
-    if test.kind is Kind.UNKNOWN:
+    if isinstance(test, Unknown):
         return [test] * len(carry)
-    if test.kind in (Kind.COPY, Kind.ZERO) and not test.power:
+    if isinstance(test, Copy | Zero) and not test.power:
         if not is_by_row:
             return carry
     _refuse_unless_by_row(pair, test, carry)
     return carry
 
 
-def _each_for_itself(carry: Sequence[Known]) -> list[Known]:
+def _each_for_itself(carry: Sequence[Kind]) -> list[Kind]:
     """Carries whose rows have their own trips, so that none is constant along rows."""
-    return [rows(x.power) if x.kind is Kind.COPY else x for x in carry]
+    return [rows(x.power) if isinstance(x, Copy) else x for x in carry]
 
 
 def _avals_of_test(pair: EquationPair) -> list[Any]:
@@ -244,12 +252,13 @@ def _avals_of_test(pair: EquationPair) -> list[Any]:
 
 
 def _refuse_unless_by_row(
-    pair: EquationPair, test: Known, carry: Sequence[Known]
+    pair: EquationPair, test: Kind, carry: Sequence[Kind]
 ) -> None:
     """Raise unless ``vmap`` made the loop, in which finished rows stay unchanged."""
-    is_of_rows = test.kind is Kind.ROWS and not test.power and test.blocks == 1
+    is_of_rows = isinstance(test, TowerRows) and not test.power and test.blocks == 1
     is_of_rows &= all(
-        x.kind is Kind.ZERO or (x.kind is Kind.ROWS and x.blocks == 1) for x in carry
+        isinstance(x, Zero) or (isinstance(x, TowerRows) and x.blocks == 1)
+        for x in carry
     )
     is_of_rows &= all(axis == 0 for axis in pair.rows_out)
     is_of_rows &= pair.sizes.axes(*_avals_of_test(pair))[0] == 0
@@ -261,11 +270,10 @@ def _refuse_unless_by_row(
 
 @rule(
     "scan",
-    knows_unknown=True,
+    every=Kind,
     knows_identity=True,
-    kinds=SPECIAL,
 )
-def _scanned(pair: EquationPair) -> list[Known]:
+def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of a loop over a dim without rows; see `_over_own_rows` for rows."""
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
@@ -287,23 +295,23 @@ def _scanned(pair: EquationPair) -> list[Known]:
         raise NotOfOneKindError("no rule for a loop over the tower's rows")
     xs = ins[start:]
 
-    def trip(carry: list[Known]) -> list[Known]:
+    def trip(carry: list[Kind]) -> list[Kind]:
         return pair.inside(programs, [*ins[:consts], *carry, *xs])[:carry_size]
 
     carry = _settled(pair, trip, ins[consts:start])
     outs = pair.inside(programs, [*ins[:consts], *carry, *xs])
     kept = [x.bare() for x in outs[carry_size:]]
     for i, x in enumerate(kept):
-        if x.kind in SPECIAL or x.kind is Kind.MEAN:
+        if isinstance(x, SPECIAL) or isinstance(x, Mean):
             kept[i] = pair.unknown(f"no rule for {x} that a loop returns for each trip")
     return [*carry, *kept]
 
 
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
-) -> list[Known]:
+) -> list[Kind]:
     """The kinds of a loop over rows, in which no row depends on another row."""
-    if pair.scope.loop is not None or Kind.SO_FAR in pair.kinds:
+    if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
         raise NotOfOneKindError("a loop over the tower's rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
@@ -317,16 +325,16 @@ def _over_own_rows(
         for i in range(consts, start)
     ]
 
-    def trip(carry: list[Known]) -> list[Known]:
+    def trip(carry: list[Kind]) -> list[Kind]:
         return pair.inside(programs, [*given[:consts], *carry, *each], loop=lengths)
 
     outs = trip(carry)
-    counts = [x.kind is Kind.COUNTER for x in carry]
-    is_next = [x.kind is Kind.NEXT for x in outs[:carry_size]]
+    counts = [isinstance(x, Counter) for x in carry]
+    is_next = [isinstance(x, NextRow) for x in outs[:carry_size]]
     if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
         # A carry that starts at 0 and is not a counter is a sum.
         carry = [
-            _sum_of_carry(i) if x.kind is Kind.COUNTER and not is_next[i] else x
+            _sum_of_carry(i) if isinstance(x, Counter) and not is_next[i] else x
             for i, x in enumerate(carry)
         ]
         outs = trip(carry)
@@ -338,62 +346,60 @@ def _over_own_rows(
     return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
 
 
-def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
+def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
     """The kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
         return pair.unknown("no rule for a loop over the tower's rows and another dim")
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
+    if isinstance(x, Zero | Unknown | Copy):
         return x
-    if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
-        return Known(Kind.COUNTER)
-    if x.kind is Kind.ROWS and x.blocks == 1:
-        return Known(Kind.ROW, x.power, zeros=x.zeros, in_padding=x.in_padding)
+    if isinstance(x, RowNumbers) and len(pair.shape(operand)) == 1:
+        return Counter()
+    if isinstance(x, TowerRows) and x.blocks == 1:
+        return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
     return pair.unknown(f"no rule for a loop over {x}")
 
 
-def _sum_of_carry(number: int) -> Known:
-    return Known(Kind.SO_FAR, None, note=number)
+def _sum_of_carry(number: int) -> Kind:
+    return SoFar(None, carry=number)
 
 
-def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
+def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
     """The kind of a carry in any trip, which says what a row may do with it."""
     number = operand - loop_sizes(pair.first)[0]
-    if x.kind is Kind.UNKNOWN:
+    if isinstance(x, Unknown):
         return x
     if pair.rows_in[operand] is not None:
-        x = rows(x.power) if x.kind is Kind.COPY else x
-        if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
+        x = rows(x.power) if isinstance(x, Copy) else x
+        if not isinstance(x, TowerRows | Zero) or blocks_of(x) > 1:
             return pair.unknown(f"a loop over the tower's rows changes {x}")
-        power = None if x.kind is Kind.ZERO else x.power
-        return Known(Kind.BUFFER, power, zeros=x.zeros, note=number)
+        power = None if isinstance(x, Zero) else x.power
+        return Buffer(power, zeros=x.zeros, carry=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
-    if x.kind is Kind.ZERO and is_whole and not pair.params["reverse"]:
-        return Known(Kind.COUNTER)
+    if isinstance(x, Zero) and is_whole and not pair.params["reverse"]:
+        return Counter()
     return _sum_of_carry(number)
 
 
-def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known:
+def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
     """The kind of a carry after all rows."""
-    if end.kind is Kind.UNKNOWN:
+    if isinstance(end, Unknown):
         return end
     try:
         if extreme := extreme_of_trips(first, start, end):
             return extreme
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
-    is_own = start.kind is end.kind and start.note == end.note
-    if is_own and start.kind is Kind.SO_FAR:
-        if end.power is None:
-            return first
-        return _sum_with(pair, first, end.power)
-    if is_own and start.kind is Kind.BUFFER:
-        return ZERO if end.power is None else rows(end.power)
-    if start.kind is Kind.COUNTER and end.kind is Kind.NEXT:
+    if is_same_carry(start, end):
+        return first if end.power is None else _sum_with(pair, first, end.power)
+    if isinstance(start, Buffer) and isinstance(end, Buffer):
+        if start.carry == end.carry:
+            return ZERO if end.power is None else rows(end.power)
+    if isinstance(start, Counter) and isinstance(end, NextRow):
         return _count_of_trips(pair)
     return pair.unknown("a row depends on the row before it")
 
 
-def _count_of_trips(pair: EquationPair) -> Known:
+def _count_of_trips(pair: EquationPair) -> Kind:
     """The number of trips of a loop over rows, which is a multiple of a tower's rows.
 
     A counter starts at 0, and grows by 1 in each trip.
@@ -404,34 +410,34 @@ def _count_of_trips(pair: EquationPair) -> Known:
     return pair.unknown("a loop counts several trips for each of the tower's rows")
 
 
-def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
+def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
     try:
         return added([first, part(power)])
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
 
 
-def _rows_of(pair: EquationPair, x: Known) -> Known:
+def _rows_of(pair: EquationPair, x: Kind) -> Kind:
     """The kind of an output that a loop over rows stacks."""
-    if x.kind is Kind.ROW:
-        found = rows(x.power)._replace(zeros=x.bare().zeros)
-        return found._replace(in_padding=x.in_padding)
-    if x.kind is Kind.COPY:
+    if isinstance(x, Row):
+        found = rows(x.power).replace(zeros=x.bare().zeros)
+        return found.replace(in_padding=x.in_padding)
+    if isinstance(x, Copy):
         return copy(x.power)
-    if x.kind is Kind.COUNTER:
-        return Known(Kind.NUMBERS)
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Counter):
+        return RowNumbers()
+    if isinstance(x, Zero | Unknown):
         return x
     return pair.unknown(f"a loop over the tower's rows returns {x} for each row")
 
 
-@rule("custom_linear_solve", knows_unknown=True)
-def _solved(pair: EquationPair) -> list[Known]:
+@rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
+def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The kinds of the results of the equation's program `solve`."""
     lengths = pair.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
-    ins = [*pair.ins[start : start + lengths.solve], *pair.ins[sum(lengths) :]]
+    used = [*ins[start : start + lengths.solve], *ins[sum(lengths) :]]
     programs = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
     solve = [eqn.params["jaxprs"].solve for eqn in (pair.first, pair.second)]
     assert [open_jaxpr(x) for x in solve] == programs
-    return pair.inside(solve, ins)
+    return pair.inside(solve, used)

@@ -9,29 +9,38 @@ is split over all of them, and each collective names all of them, in the mesh's 
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs.equation import axes_of_dims, manual_axes, open_jaxpr
-from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes, rule
+from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
 from towerjax.proof.equal.kinds import (
+    Copy,
     InPadding,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    Stacked,
+    TowerRows,
+    Unknown,
+    Zero,
+    blocks_of,
     copy,
     rows,
 )
+from towerjax.proof.equal.rules import OF_ONE_TOWER, rule
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
 from towerjax.types.refusals import listed
 
-_STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
+_STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 
 
-@rule("shard_map", knows_unknown=True, kinds=[Kind.STACKED])
-def _mapped(pair: EquationPair) -> list[Known]:
+@rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
+def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
@@ -95,38 +104,37 @@ def _dim_split(spec: PartitionSpec, axes: tuple[str, ...]) -> int | None:
     return split[0][0] if split else None
 
 
-def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
+def _given_device(pair: EquationPair, operand: int, split: int | None) -> Kind:
     """The kind of an operand on one device."""
     x = pair.ins[operand]
     has_rows = pair.rows_in[operand] is not None
-    if x.kind in (Kind.UNKNOWN, Kind.ZERO):
+    if isinstance(x, Unknown | Zero):
         return x
-    if x.kind is Kind.COPY and not has_rows:
-        own = rows(x.power)._replace(in_padding=InPadding.AS_EXAMPLE)
+    if isinstance(x, Copy) and not has_rows:
+        own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
         return x if split is None else own
-    if x.kind is Kind.STACKED and split is not None:
-        if pair.towers_in[operand] == split:
-            return Known(x.note, x.power)
+    if isinstance(x, Stacked) and split is not None:
+        if pair.towers_in[operand] == split and isinstance(x.of, type):
+            return x.of(x.power)
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_all_devices(
-    pair: EquationPair, value: Known, own_rows: int | None, split: int | None
-) -> Known:
+    pair: EquationPair, value: Kind, own_rows: int | None, split: int | None
+) -> Kind:
     """The kind of a result, from its kind on one device."""
-    if value.kind in (Kind.UNKNOWN, Kind.ZERO):
+    if isinstance(value, Unknown | Zero):
         return value
     if split is None:
-        if value.kind is Kind.COPY and own_rows is None:
+        if isinstance(value, Copy) and own_rows is None:
             return copy(value.power)
         return pair.unknown(
             f"out_specs of a shard_map call the same on all towers {value}"
         )
-    if value.kind not in _STACKABLE or value.blocks > 1:
+    if not isinstance(value, _STACKABLE) or blocks_of(value) > 1:
         return pair.unknown(f"out_specs of a shard_map join {value}")
     if own_rows != split:
-        note = value.kind if own_rows is None else Kind.ROWS
-        return Known(Kind.STACKED, value.power, note=note)
-    if value.kind in (Kind.ROWS, Kind.COPY):
+        return Stacked(value.power, of=type(value) if own_rows is None else TowerRows)
+    if isinstance(value, TowerRows | Copy):
         return copy(value.power)
     return pair.unknown(f"out_specs of a shard_map join {value}")

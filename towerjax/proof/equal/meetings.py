@@ -1,24 +1,36 @@
 """Rules for collectives, for a tower's own numbers and keys, and for random numbers."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from towerjax.jaxprs.equation import named_axes
-from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
     PADDING,
+    SAME_FOR_ALL,
     ZERO,
+    Copy,
+    Key,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    RowNumbers,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Zero,
+    added_over_towers,
+    blocks_of,
     copy,
     function_of,
     permuted,
     rows,
 )
+from towerjax.proof.equal.rules import refused, rule
 
-_KEPT_BY_GATHER = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
-_KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.ZERO}
+_MERGED: TypeAlias = Copy | Part | Maximum | Minimum
 
 
 def _refuse_other_axes(pair: EquationPair) -> None:
@@ -33,85 +45,73 @@ def _refuse_other_axes(pair: EquationPair) -> None:
         raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
 
 
-@rule("axis_index")
-def _tower_id(pair: EquationPair) -> Known:
+@rule("axis_index", every=Kind)
+def _tower_id(pair: EquationPair) -> Kind:
     """The tower's own number."""
     _refuse_other_axes(pair)
-    return Known(Kind.TOWER)
+    return TowerId()
 
 
-@rule("psum psum_invariant")
-def _added_over_towers(pair: EquationPair) -> list[Known]:
+@rule("psum psum_invariant", every=Copy | Part | Zero)
+def _added_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Parts add up to a copy; the sum of copies is T times a copy."""
     _refuse_other_axes(pair)
-    found = []
-    for x in pair.ins:
-        if x.kind not in (Kind.PART, Kind.COPY, Kind.ZERO):
-            raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
-        more = 1 if x.kind is Kind.COPY else 0
-        found.append(ZERO if x.kind is Kind.ZERO else copy(x.power + more))
-    return found
+    return [added_over_towers(x) for x in ins]
 
 
-@rule("pmax pmin")
-def _extreme_over_towers(pair: EquationPair) -> list[Known]:
+@rule("pmax", every=Maximum | Copy | Zero)
+@rule("pmin", every=Minimum | Copy | Zero)
+def _extreme_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """The largest of the towers' maxima, or the smallest of their minima."""
     _refuse_other_axes(pair)
-    wanted = Kind.MAXIMUM if pair.name == "pmax" else Kind.MINIMUM
-    found = []
-    for x in pair.ins:
-        if x.kind not in (wanted, Kind.COPY, Kind.ZERO):
-            raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
-        found.append(ZERO if x.kind is Kind.ZERO else copy(x.power))
-    return found
+    return [x if isinstance(x, Zero) else copy(x.power) for x in ins]
 
 
-@rule("all_gather all_gather_invariant", copies_as_rows=True)
-def _gathered_over_towers(pair: EquationPair) -> Known:
+@rule(
+    "all_gather all_gather_invariant", _MERGED | TowerRows | Zero, copies_as_rows=True
+)
+def _gathered_over_towers(pair: EquationPair, x: Kind) -> Kind:
     """The towers' rows, joined along their dim, are the batch's rows."""
     _refuse_other_axes(pair)
-    [x] = pair.ins
     along = pair.params["all_gather_dimension"]
-    if x.kind is Kind.ZERO:
+    if isinstance(x, Zero):
         return ZERO
-    if x.blocks > 1 or x.kind not in _KEPT_BY_GATHER:
-        raise NotOfOneKindError(f"no rule for a gather of {x}")
+    if blocks_of(x) > 1:
+        raise refused(pair)
     if not pair.params["tiled"]:
         if along != 0 or pair.rows_in[0] not in (None, 0):
             raise NotOfOneKindError(
                 f"no rule for a gather of {x} along a dim between others"
             )
-        return Known(Kind.STACKED, x.power, note=x.kind, zeros=x.zeros)
-    is_joined = x.kind is Kind.ROWS and pair.rows_in[0] == along
+        return Stacked(x.power, of=type(x), zeros=x.zeros)
+    is_joined = isinstance(x, TowerRows) and pair.rows_in[0] == along
     if not is_joined or pair.rows_out[0] is not None or pair.sizes.padded:
-        raise NotOfOneKindError(f"no rule for a gather of {x}")
+        raise refused(pair)
     return copy(x.power)
 
 
-@rule("reduce_scatter psum_scatter", copies_as_rows=True)
-def _scattered_over_towers(pair: EquationPair) -> Known:
+@rule("reduce_scatter psum_scatter", Part)
+def _scattered_over_towers(pair: EquationPair, x: Part) -> Kind:
     """Each tower gets its rows of the sum of parts."""
     _refuse_other_axes(pair)
-    [x] = pair.ins
     along = pair.params["scatter_dimension"]
-    is_split = x.kind is Kind.PART and pair.params["tiled"]
-    if not is_split or pair.rows_out[0] != along or pair.rows_in[0] is not None:
-        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
+    is_split = pair.params["tiled"] and pair.rows_out[0] == along
+    if not is_split or pair.rows_in[0] is not None:
+        raise refused(pair)
     return rows(x.power)
 
 
-def _of_other_towers(x: Known, axis: int | None, order: Any) -> Known:
+def _of_other_towers(x: TowerRows, axis: int | None, order: Any) -> Kind:
     """Rows of other towers, in an order that depends on the towers.
 
     Flags that are known of a tower's rows are then known of another tower's rows.
     """
     assert axis is not None
-    found = permuted(x, axis, (order, None))
-    return found._replace(zeros=x.zeros & {PADDING})
+    return permuted(x, axis, (order, None)).replace(zeros=x.zeros & {PADDING})
 
 
-@rule("ppermute", knows_identity=True)
-def _passed_on(pair: EquationPair) -> list[Known]:
+@rule("ppermute", every=_MERGED | TowerRows | Zero, knows_identity=True)
+def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Each tower gets another tower's value: the same values in another order."""
     _refuse_other_axes(pair)
     programs = zip((pair.first, pair.second), pair.sizes.towers, strict=True)
@@ -119,74 +119,83 @@ def _passed_on(pair: EquationPair) -> list[Known]:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
             raise NotOfOneKindError("a permutation leaves towers out")
+    if any(blocks_of(x) > 1 for x in ins):
+        raise refused(pair)
     order = pair.walk.new_identity()
-    found = []
-    for x, axis in zip(pair.ins, pair.rows_in, strict=True):
-        if x.kind is Kind.ROWS and x.blocks == 1:
-            found.append(_of_other_towers(x, axis, order))
-        elif x.kind in _KEPT_BY_PERMUTATION:
-            found.append(Known(x.kind, x.power))
-        else:
-            raise NotOfOneKindError(f"no rule for ppermute of {x}")
-    return found
+    return [
+        _of_other_towers(x, axis, order)
+        if isinstance(x, TowerRows)
+        else type(x)(x.power)
+        for x, axis in zip(ins, pair.rows_in, strict=True)
+    ]
 
 
-@rule("all_to_all", knows_identity=True, copies_as_rows=True)
-def _exchanged(pair: EquationPair) -> Known:
+@rule("all_to_all", TowerRows, knows_identity=True, copies_as_rows=True)
+def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
     """Rows exchanged for equally many rows of others: all rows in another order."""
     _refuse_other_axes(pair)
-    [x] = pair.ins
     axis = pair.rows_in[0]
     along = pair.params["split_axis"], pair.params["concat_axis"]
     is_even = pair.params["tiled"] and along == (axis, axis) == (pair.rows_out[0],) * 2
-    if not is_even or x.kind is not Kind.ROWS or x.blocks > 1:
-        raise NotOfOneKindError(f"no rule for all_to_all of {x}")
-    order = pair.walk.new_identity()
-    return _of_other_towers(x, axis, order)
+    if not is_even or x.blocks > 1:
+        raise refused(pair)
+    return _of_other_towers(x, axis, pair.walk.new_identity())
 
 
-@rule("random_seed")
-def _key_of_seed(pair: EquationPair) -> Known:
+@rule("random_seed", SAME_FOR_ALL)
+def _key_of_seed(pair: EquationPair, x: Kind) -> Kind:
     """A key, which is a function of its seed."""
-    [x] = pair.ins
-    if x.kind not in (Kind.COPY, Kind.ZERO):
-        raise NotOfOneKindError(f"no rule for a key of {x}")
-    return function_of(pair.ins, "a key")
+    return function_of([x], "a key")
 
 
-@rule("random_fold_in")
-def _key_of_number(pair: EquationPair) -> Known:
-    """The tower's own key, if the tower's number is folded in; otherwise a function."""
-    key, number = pair.ins
-    # One key for several rows would be the key of other rows on other towers.
+@rule("random_fold_in", Key, ELEMENTS | RowNumbers)
+def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
+    """A tower's own key, if each of its rows gets a number.
+
+    One number for several rows would be that of other rows on other towers.
+    """
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
-    if key.kind is Kind.KEY and number.kind in EACH | {Kind.NUMBERS}:
-        if number.kind is Kind.NUMBERS or is_of_each:
-            return key
-    if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
-        if pair.rows_out[0] is None and pair.walk.has_keys:
-            return Known(Kind.KEY)
-    return function_of(pair.ins, "a key")
+    if not (isinstance(y, RowNumbers) or is_of_each):
+        raise refused(pair)
+    return x
 
 
-@rule("random_split")
-def _keys_of_key(pair: EquationPair) -> Known:
-    """Keys split from a tower's own key are its own; others need one key per row."""
-    [key] = pair.ins
-    if key.kind is Kind.KEY:
-        return key
+@rule("random_fold_in", SAME_FOR_ALL, TowerId)
+def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
+    """The tower's own key, if the tower's number is folded in."""
+    if pair.rows_out[0] is not None or not pair.walk.has_keys:
+        raise refused(pair)
+    return Key()
+
+
+@rule("random_fold_in", ELEMENTS, ELEMENTS)
+def _key_of_number(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """A key, which is a function of another key and a number."""
+    return function_of([x, y], "a key")
+
+
+@rule("random_split", Key)
+def _keys_of_own_key(pair: EquationPair, x: Key) -> Kind:
+    """Keys that are split from a tower's own key are its own."""
+    return x
+
+
+@rule("random_split", ELEMENTS)
+def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
+    """Keys, of which rows need one key each."""
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
         raise NotOfOneKindError("all towers use the same keys for their rows")
-    return function_of([key], "a key")
+    return function_of([x], "a key")
 
 
-@rule("random_bits random_gamma", copies_as_rows=True)
-def _draw_of(pair: EquationPair) -> Known:
+@rule("random_bits random_gamma", every=ELEMENTS | Key, copies_as_rows=True)
+def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
     """A draw of a tower's own key has one number per row; a shared key draws a copy."""
-    key, *others = pair.ins
     has_rows = pair.rows_out[0] is not None
-    if key.kind is Kind.KEY:
-        if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
+    if isinstance(key, Key):
+        if any(not isinstance(x, ELEMENTS) or x.power for x in others):
+            raise NotOfOneKindError("a random draw depends on a tower's values")
+        if any(blocks_of(x) > 1 for x in others):
             raise NotOfOneKindError("a random draw depends on a tower's values")
         if not has_rows:
             raise NotOfOneKindError("a tower draws numbers that belong to no row")

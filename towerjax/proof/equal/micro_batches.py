@@ -10,27 +10,35 @@ a micro-batch by those before it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal
 
 from towerjax.jaxprs.equation import all_eqns, loop_sizes, open_jaxpr
-from towerjax.proof.equal.choices import extreme_of_trips
+from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
 from towerjax.proof.equal.kinds import (
+    EXTREME,
+    Copy,
+    GroupDims,
     Groups,
     Kind,
-    Known,
     NotOfOneKindError,
+    Part,
     RowsInTurn,
+    SoFar,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Zero,
     added,
     copy,
     of_one_tower,
 )
 from towerjax.proof.equal.walk import Walk
 
-_SHARED = (Kind.COPY, Kind.ZERO, Kind.UNKNOWN, Kind.STACKED)
-_EXTREMES = (Kind.MAXIMUM, Kind.MINIMUM)
+_SHARED: TypeAlias = Copy | Zero | Unknown | Stacked
 
 
 def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> bool:
@@ -38,7 +46,7 @@ def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> boo
     return lengths == pair.sizes.towers and not pair.walk.axes
 
 
-def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
+def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
     """The kinds of a loop's results: sums over all trips, and what it keeps of each."""
     if pair.scope.in_chunks or pair.scope.loop is not None:
         raise NotOfOneKindError("a loop over micro-batches is inside another loop")
@@ -83,26 +91,26 @@ def _change_of(body: Any, operand: int, result: int) -> str:
     return "other"
 
 
-def _shared(pair: EquationPair, x: Known) -> Known:
+def _shared(pair: EquationPair, x: Kind) -> Kind:
     """The kind of a value that all trips get whole."""
-    return x if x.kind in _SHARED else pair.unknown(f"each micro-batch uses {x}")
+    return x if isinstance(x, _SHARED) else pair.unknown(f"each micro-batch uses {x}")
 
 
-def _in_a_trip(pair: EquationPair, number: int, x: Known, change: str) -> Known:
+def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
     """The kind of a carry in any trip, which says what a trip may do with it."""
     if change == "kept":
         return _shared(pair, x)
-    if change == "counted" and x.kind is Kind.ZERO and not pair.params["reverse"]:
-        return Known(Kind.TOWER)
-    return x if x.kind is Kind.UNKNOWN else Known(Kind.SO_FAR, None, note=number)
+    if change == "counted" and isinstance(x, Zero) and not pair.params["reverse"]:
+        return TowerId()
+    return x if isinstance(x, Unknown) else SoFar(None, carry=number)
 
 
-def _slice_of(pair: EquationPair, operand: int) -> Known:
+def _slice_of(pair: EquationPair, operand: int) -> Kind:
     """The kind of one trip's slice of an array ``[n, ...]``."""
     x = pair.ins[operand].bare()
-    if x.kind is Kind.STACKED and pair.towers_in[operand] == 0:
+    if isinstance(x, Stacked) and pair.towers_in[operand] == 0:
         return of_one_tower(x, None if pair.rows_in[operand] is None else 0)
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Zero | Unknown):
         return x
     return pair.unknown(f"a micro-batch gets a slice of {x}")
 
@@ -129,19 +137,19 @@ def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _after_all_trips(
-    pair: EquationPair, before: Known, change: str, start: Known, end: Known
-) -> Known:
+    pair: EquationPair, before: Kind, change: str, start: Kind, end: Kind
+) -> Kind:
     """The kind of a carry after all trips."""
     if change == "kept":
         return before
-    if start.kind is Kind.TOWER:
+    if isinstance(start, TowerId):
         return copy(1)  # the number of trips
-    if end.kind is Kind.UNKNOWN:
+    if isinstance(end, Unknown):
         return end
     try:
         if extreme := extreme_of_trips(before, start, end):
             return copy(extreme.power)
-        if (end.kind, end.note) != (Kind.SO_FAR, start.note):
+        if not is_same_carry(start, end):
             raise NotOfOneKindError("a micro-batch depends on the one before it")
         return before if end.power is None else added([before, copy(end.power)])
     except NotOfOneKindError as error:
@@ -149,17 +157,17 @@ def _after_all_trips(
 
 
 def _stacked(
-    pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Known
-) -> Known:
+    pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Kind
+) -> Kind:
     """The kind of the values that all trips return, one after another."""
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Zero | Unknown):
         return x
     avals = [body.outvars[result].aval for body in bodies]
     axis = walk.sizes.axes(*avals)[0]
-    if x.kind is Kind.SPREAD and x.note == Groups((0,), True, RowsInTurn()):
-        return Known(Kind.STACKED, x.power, note=RowsInTurn())
-    is_first = x.kind is Kind.ROWS and axis == 0 and x.blocks == 1
-    is_whole = axis is None and x.kind in (Kind.COPY, Kind.PART, *_EXTREMES)
+    if isinstance(x, Groups) and x.layout == GroupDims((0,), True, RowsInTurn()):
+        return Stacked(x.power, of=RowsInTurn())
+    is_first = isinstance(x, TowerRows) and axis == 0 and x.blocks == 1
+    is_whole = axis is None and isinstance(x, Copy | Part | EXTREME)
     if not is_first and not is_whole:
         return pair.unknown(f"each micro-batch returns {x}")
-    return Known(Kind.STACKED, x.power, note=x.kind)
+    return Stacked(x.power, of=type(x))

@@ -52,7 +52,9 @@ from towerjax.proof.equal.kinds import (
     ZERO,
     InPadding,
     Kind,
-    Known,
+    TowerId,
+    Unknown,
+    Valid,
     copy,
     rows,
 )
@@ -147,10 +149,10 @@ _WORSE_LAST = ("proved", "unknown", "refuted")
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
 _INPUTS = {
     Given.REPLICATED: copy(),
-    Given.ROWS: rows()._replace(in_padding=_AS_EXAMPLE),
-    Given.TOWER_ID: Known(Kind.TOWER, in_padding=_AS_EXAMPLE),
+    Given.ROWS: rows().replace(in_padding=_AS_EXAMPLE),
+    Given.TOWER_ID: TowerId(in_padding=_AS_EXAMPLE),
     Given.MICRO_BATCH: ZERO,
-    Given.PER_TOWER: Known(Kind.UNKNOWN, why="it depends on a per-tower value"),
+    Given.PER_TOWER: Unknown(why="it depends on a per-tower value"),
 }
 
 
@@ -242,9 +244,9 @@ def _results_of_pair(
     ]
 
 
-def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Known]:
+def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Kind]:
     """The kinds of a tower's inputs."""
-    numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
+    numbers = Valid() if padded else copy(-1, ROWS_OF_TOWER)
     return [_INPUTS.get(x, numbers) for x in inputs]
 
 

@@ -6,13 +6,21 @@ asked as if they were in order, and its rows are in theirs.
 
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
+    SAME_FOR_ALL,
+    Copy,
+    GroupDims,
     Groups,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    TowerRows,
+    Zero,
     permuted,
-    rows,
+    rows_as,
 )
+from towerjax.proof.equal.rules import BY_ELEMENT
 
 # None of these looks at which row comes before another, nor does a function of each
 # element.
@@ -23,48 +31,41 @@ _WITHIN_ROWS = frozenset(
 )
 
 
-def order_of(pair: EquationPair, *, is_by_element: bool) -> Groups | None:
+def order_of(pair: EquationPair) -> GroupDims | None:
     """The one order of all operands that are rows in another order; else None.
 
     Other operands are copies. A copy is constant along rows, so that it is in each
     order.
     """
-    if not is_by_element and pair.name not in _WITHIN_ROWS:
+    if pair.name not in BY_ELEMENT and pair.name not in _WITHIN_ROWS:
         return None
-    notes = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
-    others = {x.kind for x in pair.ins if x.kind is not Kind.SPREAD}
-    if len({x.order for x in notes}) != 1:
+    layouts = {x.layout for x in pair.ins if isinstance(x, Groups)}
+    if len({x.order for x in layouts}) != 1:
         return None
-    if not others <= {Kind.COPY, Kind.ZERO} or not all(x.each for x in notes):
+    if not pair.are(Groups | SAME_FOR_ALL) or not all(x.by_row for x in layouts):
         return None
-    order = next(iter(notes))
+    layout = next(iter(layouts))
     pairs = zip(pair.ins, pair.rows_in, strict=True)
-    is_own = all(x.note.dims == (axis,) for x, axis in pairs if x.kind is Kind.SPREAD)
-    return order if order.order is not None and is_own else None
+    is_own = all(x.layout.dims == (axis,) for x, axis in pairs if isinstance(x, Groups))
+    return layout if layout.order is not None and is_own else None
 
 
 def as_in_order(pair: EquationPair) -> EquationPair:
     """The same equation of rows in order."""
-    return pair.with_kinds(
-        [
-            rows(x.power)._replace(zeros=x.zeros, in_padding=x.in_padding)
-            if x.kind is Kind.SPREAD
-            else x
-            for x in pair.ins
-        ]
-    )
+    ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
+    return pair.with_kinds(ins)
 
 
-def in_order(pair: EquationPair, found: list[Known], order: Groups) -> list[Known]:
+def in_order(pair: EquationPair, found: list[Kind], order: GroupDims) -> list[Kind]:
     """The results, whose rows are in the operands' order."""
     pairs = zip(found, pair.rows_out, strict=True)
     return [_in_order(*x, order) for x in pairs]
 
 
-def _in_order(x: Known, axis: int | None, order: Groups) -> Known:
+def _in_order(x: Kind, axis: int | None, order: GroupDims) -> Kind:
     """A result whose rows, if it has any, are in an order."""
-    if x.kind is Kind.ROWS and x.blocks == 1 and axis is not None:
-        return permuted(x, axis, order.order)._replace(zeros=x.zeros)
-    if x.kind in (Kind.COPY, Kind.ZERO, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM):
-        return x._replace(fact=None)
+    if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:
+        return permuted(x, axis, order.order).replace(zeros=x.zeros)
+    if isinstance(x, Copy | Zero | Part | Maximum | Minimum):
+        return x.replace(fact=None)
     raise NotOfOneKindError(f"no rule for {x} of rows in another order")

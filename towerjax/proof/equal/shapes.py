@@ -2,51 +2,67 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from towerjax.proof.equal.constants import size_of_rows
 from towerjax.proof.equal.equation_pair import (
     EquationPair,
     is_size,
-    rule,
     size_before,
 )
 from towerjax.proof.equal.kinds import (
+    EXTREME,
     LINEAR,
+    SAME_FOR_ALL,
     SIZE,
     ZERO,
+    AtLeast,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    GroupDims,
     Groups,
+    IsFull,
+    Key,
     Kind,
-    Known,
+    Mean,
+    NextRow,
     NotOfOneKindError,
+    Part,
+    Row,
+    RowNumbers,
+    RowOrder,
     RowsInTurn,
+    Size,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Valid,
+    Zero,
+    blocks_of,
     copy,
     joined,
     permuted,
     rows,
 )
+from towerjax.proof.equal.rules import OF_ONE_TOWER, refused, rule
 
-_MOVED = LINEAR | {Kind.KEY, Kind.NUMBERS}
-_TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL}
-_TOWER_NUMBERS |= {Kind.NEXT, Kind.SIZE}
-# Numbers of a tower that are the same for each row.
-_OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.SIZE}
+_OF_EACH_ROW: TypeAlias = Valid | IsFull | Size
+"""Numbers of a tower that are the same for each row."""
 
 
-_LAID_AS_ONE = (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY, Kind.ORDER)
-
-
-@rule("iota")
-def _counted_up(pair: EquationPair) -> Known:
+@rule("iota", every=Kind)
+def _counted_up(pair: EquationPair) -> Kind:
     """The row numbers along a dim of rows; otherwise a constant."""
-    is_along = pair.params["dimension"] == pair.rows_out[0]
     if pair.towers_out[0] == 0 and len(pair.out_shape()) == 1:
-        return Known(Kind.STACKED, note=Kind.TOWER)
-    return Known(Kind.NUMBERS) if is_along else copy()
+        return Stacked(of=TowerId)
+    is_along = pair.params["dimension"] == pair.rows_out[0]
+    return RowNumbers() if is_along else copy()
 
 
-@rule("dim_as_value", knows_identity=True)
-def _size_as_number(pair: EquationPair) -> Known:
+@rule("dim_as_value", every=Kind, knows_identity=True)
+def _size_as_number(pair: EquationPair) -> Kind:
     """The number of a tower's rows, which is that of the batch divided by T."""
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
@@ -59,48 +75,31 @@ def _size_as_number(pair: EquationPair) -> Known:
     return copy(-1)
 
 
-@rule("empty empty2")
-def _not_written(pair: EquationPair) -> Known:
+@rule("empty empty2", every=Kind)
+def _not_written(pair: EquationPair) -> Kind:
     """A copy, because no program reads elements that it has not written."""
     return copy()
 
 
-@rule("platform_index")
-def _platform_of_all(pair: EquationPair) -> Known:
+@rule("platform_index", every=Kind)
+def _platform_of_all(pair: EquationPair) -> Kind:
     """A copy, because all towers are on devices of one platform."""
     return copy()
 
 
-@rule("random_wrap random_unwrap")
-def _key_as_bits(pair: EquationPair) -> Known:
+@rule("random_wrap random_unwrap", OF_ONE_TOWER)
+def _key_as_bits(pair: EquationPair, x: Kind) -> Kind:
     """The same key, as bits or as a key."""
-    return pair.ins[0]
+    return x
 
 
-@rule("broadcast_in_dim", knows_identity=True, kinds=[Kind.ORDER])
-def _broadcast(pair: EquationPair) -> Known:
-    """The operand, repeated along new dims; rows stay along their dim."""
-    x = pair.ins[0]
-    [r_in, *_] = pair.rows_in
-    [r_out] = pair.rows_out
-    dims = pair.params["broadcast_dimensions"]
-    moved = None if r_in is None else dims[r_in]
-    is_one = _size(pair.shape(0)) == _size(pair.out_shape())
-    kept = x if is_one else x._replace(fact=None)
-    if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is r_out is None:
-        if 0 not in dims and pair.out_shape()[0] == pair.sizes.towers[0]:
-            return Known(Kind.STACKED, x.power, note=Kind.COPY)
-    if x.kind in (Kind.COPY, Kind.ZERO):
-        if r_in is None or moved == r_out:
-            return kept
-    if x.kind in _OF_EACH_ROW and moved in (None, r_out):
-        return kept
-    movable = {*_MOVED, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW}
-    movable |= {Kind.MAXIMUM, Kind.MINIMUM, Kind.ORDER}
-    if x.kind not in movable or moved != r_out:
-        if not (x.kind is Kind.MEAN and is_one):
-            raise NotOfOneKindError(f"{x} is repeated along the rows or another dim")
-    return kept
+# Repeated along dims.
+
+
+def _axis_after(pair: EquationPair) -> int | None:
+    """The dim that has an operand's rows after a broadcast."""
+    [axis] = pair.rows_in
+    return None if axis is None else pair.params["broadcast_dimensions"][axis]
 
 
 def _size(shape: tuple[Any, ...]) -> Any:
@@ -108,65 +107,195 @@ def _size(shape: tuple[Any, ...]) -> Any:
     return sorted(map(str, (x for x in shape if str(x) != "1")))
 
 
-@rule("tile", knows_identity=True)
-def _repeated(pair: EquationPair) -> Known:
+def _is_of_one_size(pair: EquationPair) -> bool:
+    """Whether a result has as many elements as the operand."""
+    return _size(pair.shape(0)) == _size(pair.out_shape())
+
+
+def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
+    """A value that is repeated: it is another value, unless it is there once."""
+    return x if _is_of_one_size(pair) else x.replace(fact=None)
+
+
+@rule("broadcast_in_dim", Copy | Zero | _OF_EACH_ROW, knows_identity=True)
+def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
+    """What is the same for each row may be repeated along rows, or for each tower."""
+    [r_out] = pair.rows_out
+    dims = pair.params["broadcast_dimensions"]
+    has_rows = r_out is not None or pair.rows_in[0] is not None
+    if isinstance(x, Copy) and pair.towers_out[0] == 0 and not has_rows:
+        if 0 not in dims and pair.out_shape()[0] == pair.sizes.towers[0]:
+            return Stacked(x.power, of=Copy)
+    if _axis_after(pair) not in (None, r_out):
+        raise refused(pair)
+    return _as_repeated(pair, x)
+
+
+@rule(
+    "broadcast_in_dim",
+    TowerRows
+    | Row
+    | Part
+    | EXTREME
+    | Key
+    | RowNumbers
+    | RowOrder
+    | Counter
+    | TowerId
+    | FirstRow,
+    knows_identity=True,
+)
+def _broadcast(pair: EquationPair, x: Kind) -> Kind:
+    """The operand, repeated along new dims; rows stay along their dim."""
+    if _axis_after(pair) != pair.rows_out[0]:
+        raise refused(pair)
+    return _as_repeated(pair, x)
+
+
+@rule("broadcast_in_dim", Mean, knows_identity=True)
+def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
+    """A mean with other dims of one element."""
+    if not _is_of_one_size(pair):
+        raise refused(pair)
+    return x
+
+
+@rule("tile", LINEAR, knows_identity=True)
+def _repeated(pair: EquationPair, x: Kind) -> Kind:
     """The operand, repeated; along rows its blocks are repeated."""
-    [x] = pair.ins
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
-    each = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
-    is_one = all(both == (1, 1) for both in each)
-    kept = x if is_one else x._replace(fact=None)
-    changed = [i for i, (m, n) in enumerate(each) if m != n]
+    times = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
+    is_one = all(both == (1, 1) for both in times)
+    repeated = x if is_one else x.replace(fact=None)
+    changed = [i for i, (m, n) in enumerate(times) if m != n]
     if changed:
         from_one = changed == [r_out] and pair.sizes_along(0, changed[0]) == (1, 1)
-        if from_one and x.kind in (Kind.COPY, Kind.ZERO):
-            return kept
+        if from_one:
+            return repeated
         raise NotOfOneKindError(f"{x} is repeated along rows")
-    if x.kind not in LINEAR or r_in != r_out:
+    if r_in != r_out:
         raise NotOfOneKindError(f"{x} is repeated")
-    if r_in is None or x.kind is not Kind.ROWS:
-        return kept
-    return kept._replace(blocks=x.blocks * each[r_in][0])
+    if r_in is None or not isinstance(x, TowerRows):
+        return repeated
+    return repeated.replace(blocks=x.blocks * times[r_in][0])
+
+
+# In another shape.
+
+
+@rule("reshape", Zero | _OF_EACH_ROW, knows_identity=True)
+def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
+    """What is the same for each row, in another shape."""
+    return x
 
 
 @rule(
     "reshape",
+    Part | Row | EXTREME | Counter | NextRow | TowerId | FirstRow,
     knows_identity=True,
-    kinds=[Kind.STACKED, Kind.SPREAD, Kind.ORDER],
 )
-def _reshaped(pair: EquationPair) -> Known:
-    """The operand in another shape; blocks of rows stay blocks, if no row is cut."""
-    if pair.params["dimensions"] is not None:  # as for order="F"
-        pair = _transposed_before(pair)
-    x = pair.ins[0]
+def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
+    """A value without a dim of rows, in another shape without one."""
+    if pair.rows_out[0] is not None:
+        raise refused(pair)
+    return x
+
+
+@rule("reshape", Mean | AtLeast, knows_identity=True)
+def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
+    """A value with other dims of one element."""
+    if pair.rows_out[0] is not None or not _is_of_one_size(pair):
+        raise refused(pair)
+    return x
+
+
+@rule("reshape", Copy, knows_identity=True)
+def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
+    """A copy in another shape, which may have a dim of towers."""
+    pair = _in_order_of_read(pair)
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
-    if x.kind is Kind.STACKED:
-        return _joined_over_towers(pair, x)
-    if x.kind is Kind.SPREAD:
-        return _from_groups(pair, x, r_out)
-    is_one = _size(pair.shape(0)) == _size(pair.out_shape())
     if r_in is None and r_out is None:
-        if x.kind in {*_MOVED, *_TOWER_NUMBERS, Kind.MAXIMUM, Kind.MINIMUM} or is_one:
-            return x
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    if x.kind is Kind.ZERO or x.kind in _OF_EACH_ROW:
         return x
-    if x.kind is Kind.COPY and pair.towers_out[0] is not None and r_in is None:
+    if pair.towers_out[0] is not None and r_in is None:
         return _split_over_towers(pair, x)
     if r_in is None or r_out is None:
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    if is_one and x.kind in _LAID_AS_ONE:
-        if _ones_apart(pair.shape(0), r_in) == _ones_apart(pair.out_shape(), r_out):
-            return x
-    x = rows(x.power) if x.kind is Kind.COPY else x
-    if x.kind is not Kind.ROWS:
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    blocks = _blocks_after(pair, x.blocks, r_in, r_out)
+        raise refused(pair)
+    return x if _stays_as_one(pair) else _reshaped_rows(pair, rows(x.power))
+
+
+@rule("reshape", RowNumbers | Key | RowOrder, knows_identity=True)
+def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
+    """The rows' numbers or keys, with other dims of one element."""
+    pair = _in_order_of_read(pair)
+    has_rows = [axis is not None for axis in (*pair.rows_in, *pair.rows_out)]
+    if not any(has_rows) or (all(has_rows) and _stays_as_one(pair)):
+        return x
+    raise refused(pair)
+
+
+@rule("reshape", TowerRows, knows_identity=True)
+def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
+    """Rows in another shape; blocks of rows stay blocks, if no row is cut."""
+    pair = _in_order_of_read(pair)
+    if pair.rows_out[0] is None:
+        raise refused(pair)
+    return x if _stays_as_one(pair) else _reshaped_rows(pair, x)
+
+
+@rule("reshape", Groups, knows_identity=True)
+def _from_groups(pair: EquationPair, x: Groups) -> Kind:
+    """Groups of rows as one dim again, in their original order."""
+    pair = _in_order_of_read(pair)
+    [x] = pair.ins  # its dims may be transposed
+    old = pair.shape(0)
+    new = pair.out_shape()
+    dims = x.layout.dims
+    start = dims[0]
+    end = dims[-1] + 1
+    is_whole = x.layout.by_row and x.layout.order is None
+    is_whole &= dims == tuple(range(start, end)) and pair.rows_out[0] == start
+    is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
+    if not is_whole:
+        raise refused(pair)
+    return rows(x.power)
+
+
+@rule("reshape", Stacked, knows_identity=True)
+def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
+    """The rows of all towers, ``[T, b, ...]``, as rows of the batch, ``[B, ...]``."""
+    pair = _in_order_of_read(pair)
+    is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
+    is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
+    is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
+    is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
+    if x.of is not TowerRows or not (is_joined and is_whole) or pair.sizes.padded:
+        raise refused(pair)
+    return copy(x.power)
+
+
+def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
+    """Rows in another shape: whole blocks, or groups."""
+    [r_in] = pair.rows_in
+    blocks = _blocks_after(pair, x.blocks, r_in, pair.rows_out[0])
     if blocks is not None:
-        return x._replace(blocks=blocks)
+        return x.replace(blocks=blocks)
+    assert r_in is not None
     return _as_groups(pair, x, r_in)
+
+
+def _stays_as_one(pair: EquationPair) -> bool:
+    """Whether a shape gets or loses dims of one element alone, and keeps its rows."""
+    [r_in] = pair.rows_in
+    [r_out] = pair.rows_out
+    apart = _ones_apart(pair.shape(0), r_in), _ones_apart(pair.out_shape(), r_out)
+    return _is_of_one_size(pair) and apart[0] == apart[1]
+
+
+def _in_order_of_read(pair: EquationPair) -> EquationPair:
+    """The reshape, as one of an operand that is transposed before, as by order="F"."""
+    return pair if pair.params["dimensions"] is None else _transposed_before(pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +316,9 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
     """The reshape, as one of the operand with its dims in the order that it reads."""
     place = {old: new for new, old in enumerate(pair.params["dimensions"])}
     [x] = pair.ins
-    if x.kind is Kind.SPREAD:
-        dims = tuple(place[i] for i in x.note.dims)
-        x = x._replace(note=x.note._replace(dims=dims))
+    if isinstance(x, Groups):
+        dims = tuple(place[i] for i in x.layout.dims)
+        x = x.replace(layout=x.layout._replace(dims=dims))
     moved: dict[str, Any] = {
         name: [None if axis is None else place[axis] for axis in getattr(pair, name)]
         for name in ("rows_in", "towers_in")
@@ -201,7 +330,7 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
     return _OfTransposed(**(fields | moved))
 
 
-def _split_over_towers(pair: EquationPair, x: Known) -> Known:
+def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
     """The rows of the batch, ``[B, ...]``, as rows of all towers, ``[T, b, ...]``.
 
     As ``[b, T, ...]`` towers get them in turn.
@@ -215,20 +344,8 @@ def _split_over_towers(pair: EquationPair, x: Known) -> Known:
     is_split &= (shape[:start], shape[start + 2 :]) == (old[:start], old[start + 1 :])
     is_all = shape[towers or 0] == pair.sizes.towers[0]
     if not (is_split and is_all) or pair.sizes.padded:
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    note = Kind.ROWS if start == towers else RowsInTurn()
-    return Known(Kind.STACKED, x.power, note=note)
-
-
-def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
-    """The rows of all towers, ``[T, b, ...]``, as rows of the batch, ``[B, ...]``."""
-    is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
-    is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
-    is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
-    is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
-    if x.note is not Kind.ROWS or not (is_joined and is_whole) or pair.sizes.padded:
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    return copy(x.power)
+        raise refused(pair)
+    return Stacked(x.power, of=TowerRows if start == towers else RowsInTurn())
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: int) -> tuple[Any, Any]:
@@ -254,8 +371,8 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     return blocks if not any(n % blocks for n in pairs) else None
 
 
-def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
-    """Groups of rows along the dims into which the dim of rows was split."""
+def _as_groups(pair: EquationPair, x: Kind, r_in: int) -> Kind:
+    """Layout of rows along the dims into which the dim of rows was split."""
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
@@ -263,144 +380,130 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
         raise NotOfOneKindError("the tower's rows are put in another order")
-    return Known(Kind.SPREAD, x.power, note=Groups((*range(start, end),), True))
+    return Groups(x.power, layout=GroupDims((*range(start, end),), True))
 
 
-def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
-    """Groups of rows as one dim again, in their original order."""
-    old = pair.shape(0)
-    new = pair.out_shape()
-    (dims, each, order) = x.note
-    start = dims[0]
-    end = dims[-1] + 1
-    is_whole = each and dims == tuple(range(start, end)) and r_out == start
-    is_whole &= order is None
-    is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
-    if not is_whole:
-        raise NotOfOneKindError(f"no rule for {x} in another shape")
-    return rows(x.power)
+# Joined, cut and taken apart.
 
 
-@rule("concatenate", kinds=[Kind.COLUMNS, Kind.ORDER])
-def _put_together(pair: EquationPair) -> Known:
+@rule("concatenate", every=OF_ONE_TOWER | Columns | RowOrder)
+def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
     """The joined operands; along rows, blocks of rows stay blocks.
 
     An array without elements adds nothing.
     """
     axis = pair.params["dimension"]
-    ins = pair.ins
     some = [i for i in range(len(ins)) if pair.sizes_along(i, axis) != (0, 0)]
     if len(some) == 1:
         return ins[some[0]]
-    if axis not in pair.rows_in:
-        if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS, Kind.ORDER}:
-            return _columns(pair, axis)
-        if axis == pair.rows_out[0]:
-            raise NotOfOneKindError("arrays without rows are joined to a dim of rows")
-        return joined(ins, "together with")
+    if axis in pair.rows_in:
+        return _rows_joined(pair, axis)
+    if any(isinstance(x, RowNumbers | Columns | RowOrder) for x in ins):
+        return _columns(pair, axis)
+    if axis == pair.rows_out[0]:
+        raise NotOfOneKindError("arrays without rows are joined to a dim of rows")
+    return joined(ins, "together with")
+
+
+def _rows_joined(pair: EquationPair, axis: int) -> Kind:
+    """Blocks of rows, joined along their dim."""
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("the tower's rows are joined with other values")
-    ins = [rows(x.power) if x.kind is Kind.COPY else x for x in ins]
-    if not {x.kind for x in ins} <= {Kind.ROWS, Kind.ZERO}:
-        raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
-    times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
-    found = joined([x._replace(blocks=1) for x in ins], "together with")
-    if found.kind is Kind.ZERO:
+    ins = [rows(x.power) if isinstance(x, Copy) else x for x in pair.ins]
+    if other := [x for x in ins if not isinstance(x, TowerRows | Zero)]:
+        raise NotOfOneKindError(f"the tower's rows are joined with {other[0]}")
+    of_rows = [x for x in ins if isinstance(x, TowerRows)]
+    if not of_rows:
         return ZERO
-    pairs = [*zip(times, ins, strict=True)]
-    sizes = {n / x.blocks for n, x in pairs if x.kind is Kind.ROWS}
+    times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
+    pairs = zip(times, ins, strict=True)
+    sizes = {n / x.blocks for n, x in pairs if isinstance(x, TowerRows)}
     blocks = [n / max(sizes) for n in times]
     if len(sizes) > 1 or any(n.denominator > 1 for n in blocks):
         raise NotOfOneKindError("rows are joined with rows in another order")
-    return found._replace(blocks=int(sum(blocks)))
+    both = joined([x.replace(blocks=1) for x in of_rows], "together with")
+    return both.replace(blocks=int(sum(blocks)))
 
 
-_AS_COLUMNS = {Kind.NUMBERS, Kind.ROWS, Kind.COPY, Kind.ZERO, Kind.COLUMNS}
-
-
-def _columns(pair: EquationPair, axis: int) -> Known:
+def _columns(pair: EquationPair, axis: int) -> Kind:
     """Indices that have the row numbers in some of their columns."""
-    columns: list[Kind | Known] = []
-    is_last = axis == len(pair.out_shape()) - 1
+    if axis != len(pair.out_shape()) - 1:
+        raise NotOfOneKindError("no rule for these indices of the tower's rows")
+    columns: list[type[Kind] | RowOrder] = []
     for i, x in enumerate(pair.ins):
-        if x.kind is Kind.ORDER and is_last and pair.shape(i)[axis] == 1:
-            columns.append(x)
-            continue
-        known = x.kind in _AS_COLUMNS
-        if not (known and is_last) or x.power or x.blocks > 1:
-            raise NotOfOneKindError("no rule for these indices of the tower's rows")
         size = pair.shape(i)[axis]
-        columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
-    return Known(Kind.COLUMNS, note=tuple(columns))
+        if isinstance(x, Columns):
+            columns += x.columns
+        elif isinstance(x, RowOrder) and size == 1:
+            columns.append(x)
+        elif isinstance(x, RowNumbers | TowerRows | SAME_FOR_ALL) and not x.power:
+            if blocks_of(x) > 1:
+                raise NotOfOneKindError("no rule for these indices of the tower's rows")
+            columns += [type(x)] * size
+        else:
+            raise NotOfOneKindError("no rule for these indices of the tower's rows")
+    return Columns(columns=tuple(columns))
 
 
-@rule("stack", copies_as_rows=True)
-def _stacked_up(pair: EquationPair) -> Known:
+@rule("stack", every=LINEAR | EXTREME, copies_as_rows=True)
+def _stacked_up(pair: EquationPair, *ins: Kind) -> Kind:
     """The operands, stacked along a new dim."""
-    return joined(pair.ins, "together with")
+    return joined(ins, "together with")
 
 
-@rule("unstack", copies_as_rows=True)
-def _unstacked(pair: EquationPair) -> Known:
+@rule("unstack", LINEAR | Key, copies_as_rows=True)
+def _unstacked(pair: EquationPair, x: Kind) -> Kind:
     """Elements along a dim without rows."""
-    return _some_of(pair, pair.params["axis"])
+    _refuse_some_rows(pair, pair.params["axis"], x)
+    return x
 
 
-@rule("rev", copies_as_rows=True)
-def _reversed(pair: EquationPair) -> Known:
+@rule("rev", LINEAR | Key, copies_as_rows=True)
+def _reversed(pair: EquationPair, x: Kind) -> Kind:
     """The operand, reversed; along rows it is another order of the rows."""
-    [x] = pair.ins
     along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
-        if axis != along or x.kind is not Kind.ROWS or x.blocks > 1:
-            _some_of(pair, axis)
-    if along is None or x.kind is Kind.ZERO:
-        return x
-    if along not in pair.params["dimensions"]:
+        if axis != along or not isinstance(x, TowerRows) or x.blocks > 1:
+            _refuse_some_rows(pair, axis, x)
+    if along not in pair.params["dimensions"] or not isinstance(x, TowerRows):
         return x
     order = pair.walk.new_identity()
     return permuted(x, along, (order, None))
 
 
-def _some_of(pair: EquationPair, axis: int) -> Known:
-    """Some elements along a dim, which must not be the dim of rows."""
-    [x] = pair.ins
-    if x.kind is Kind.ZERO:
-        return x
-    if axis == pair.rows_in[0]:
+def _refuse_some_rows(pair: EquationPair, axis: int, x: Kind) -> None:
+    """Raise if some elements along a dim are some of the rows."""
+    if axis == pair.rows_in[0] and not isinstance(x, Zero):
         raise NotOfOneKindError("only some rows are taken, or in another order")
-    if x.kind not in LINEAR and x.kind is not Kind.KEY:
-        raise NotOfOneKindError(f"no rule for some elements of {x}")
-    return x
 
 
-@rule("split", copies_as_rows=True)
-def _split_apart(pair: EquationPair) -> list[Known] | Known:
+@rule("split", LINEAR | Key, copies_as_rows=True)
+def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
     """The pieces of the operand; along rows they must be whole blocks."""
-    [x] = pair.ins
     axis = pair.params["axis"]
-    sizes = pair.params["sizes"]
-    if axis != pair.rows_in[0] or x.kind is Kind.ZERO:
-        if sizes != pair.second.params["sizes"] and x.kind is not Kind.ZERO:
+    sizes = [eqn.params["sizes"] for eqn in (pair.first, pair.second)]
+    if isinstance(x, Zero):
+        return x
+    if axis != pair.rows_in[0]:
+        if sizes[0] != sizes[1]:
             raise NotOfOneKindError("the sizes of pieces depend on the number of rows")
-        return _some_of(pair, axis)
-    each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
-    found = []
-    for size, other in zip(sizes, pair.second.params["sizes"], strict=True):
+        return x
+    of_block = Fraction(pair.times_rows(0, axis) or 0) / blocks_of(x)
+    pieces = []
+    for size, other in zip(*sizes, strict=True):
         times = pair.sizes.times(size, other)
-        blocks = (times or Fraction(0)) / each
-        if x.kind is not Kind.ROWS or not blocks or blocks.denominator != 1:
+        blocks = (times or Fraction(0)) / of_block
+        if not isinstance(x, TowerRows) or not blocks or blocks.denominator != 1:
             raise NotOfOneKindError("only some of the tower's rows are taken")
-        found.append(x._replace(blocks=int(blocks)))
-    return found
+        pieces.append(x.replace(blocks=int(blocks)))
+    return pieces
 
 
-@rule("slice", copies_as_rows=True)
-def _sliced(pair: EquationPair) -> Known:
+@rule("slice", LINEAR | Key | RowNumbers | _OF_EACH_ROW, copies_as_rows=True)
+def _sliced(pair: EquationPair, x: Kind) -> Kind:
     """A slice: all rows or whole blocks of rows, and any elements along other dims."""
-    [x] = pair.ins
     [axis] = pair.rows_in
-    if x.kind is Kind.ZERO:
+    if isinstance(x, Zero):
         return x
     starts, ends, steps = [
         [eqn.params[key] for eqn in (pair.first, pair.second)]
@@ -412,48 +515,37 @@ def _sliced(pair: EquationPair) -> Known:
             raise NotOfOneKindError(
                 "which elements are taken depends on the number of rows"
             )
+    if isinstance(x, RowNumbers) and len(pair.shape(0)) != 1:
+        raise NotOfOneKindError(f"no rule for some elements of {x}")
     if axis is None:
-        return _elements_of(pair, x)
-    given = [1 if step is None else step[axis] for step in steps]
+        return x
+    is_each = [step is None or step[axis] == 1 for step in steps] == [True, True]
     pairs = zip(pair.sizes_along(0, axis), starts, ends, strict=True)
     bounds = [(size, low[axis], high[axis]) for size, low, high in pairs]
-    is_all = all((low, high) == (0, size) for size, low, high in bounds)
-    if given == [1, 1] and is_all:
-        return _elements_of(pair, x)
+    if is_each and all((low, high) == (0, size) for size, low, high in bounds):
+        return x
     low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
-    is_whole = x.kind is Kind.ROWS and given == [1, 1] and None not in (low, high)
-    if not is_whole:
+    if not isinstance(x, TowerRows) or not is_each or low is None or high is None:
         raise NotOfOneKindError("only some of the tower's rows are taken")
-    return x._replace(blocks=high - low)  # type: ignore
+    return x.replace(blocks=high - low)
 
 
-def _elements_of(pair: EquationPair, x: Known) -> Known:
-    if x.kind in LINEAR or x.kind is Kind.KEY or x.kind in _OF_EACH_ROW:
-        return x
-    if x.kind is Kind.NUMBERS and len(pair.shape(0)) == 1:
-        return x
-    raise NotOfOneKindError(f"no rule for some elements of {x}")
-
-
-def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | None:
+def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | None:
     """A position along rows, counted in blocks; None if it is inside a block."""
-    each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
+    of_block = Fraction(pair.times_rows(0, axis) or 0) / blocks_of(x)
     if all(is_size(n) and n == 0 for n in at):
         return 0
     times = pair.sizes.times(*at)
-    number = None if times is None or not each else times / each
+    number = None if times is None or not of_block else times / of_block
     return int(number) if number is not None and number.denominator == 1 else None
 
 
-@rule("pad", copies_as_rows=True)
-def _padded(pair: EquationPair) -> Known:
+@rule("pad", LINEAR, SAME_FOR_ALL, copies_as_rows=True)
+def _padded(pair: EquationPair, x: Kind, filler: Kind) -> Kind:
     """The operand, padded along dims without rows."""
-    x, filler = pair.ins
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
         raise NotOfOneKindError("the tower's rows are joined with other values")
     if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
         raise NotOfOneKindError("the tower's rows are joined with other values")
-    if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
-        raise NotOfOneKindError(f"{x} is padded by {filler}")
     return joined([x, filler], "together with")

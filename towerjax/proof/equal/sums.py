@@ -6,20 +6,32 @@ import numpy as np
 
 from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
     HIGHEST,
     LINEAR,
     LOWEST,
     NO_ZEROS,
+    SAME_FOR_ALL,
+    Copy,
     Count,
     Flag,
+    Groups,
     InfinitePadding,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    RowNumbers,
+    RowOrder,
+    Stacked,
+    TowerRows,
+    Unknown,
+    Zero,
     as_copy,
+    blocks_of,
     copy,
     function_of,
     joined,
@@ -27,14 +39,17 @@ from towerjax.proof.equal.kinds import (
     permuted,
     product_of,
 )
+from towerjax.proof.equal.rules import refused, rule
 from towerjax.proof.equal.widths import holds_sums
 from towerjax.proof.equal.zeros import is_over_none, zeros_of
 
-_EXTREMES = {
-    "reduce_max": Kind.MAXIMUM,
-    "reduce_or": Kind.MAXIMUM,
-    "reduce_min": Kind.MINIMUM,
-    "reduce_and": Kind.MINIMUM,
+_REDUCTIONS = """reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod
+reduce_xor argmax argmin"""
+_EXTREMES: dict[str, Any] = {
+    "reduce_max": Maximum,
+    "reduce_or": Maximum,
+    "reduce_min": Minimum,
+    "reduce_and": Minimum,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
 # Those that are a number other than 0 if there are no elements.
@@ -43,48 +58,57 @@ _OF_NONE = ("reduce_max", "reduce_min", "reduce_and", "reduce_prod")
 _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
-@rule(
-    """reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor
-    argmax argmin""",
-    knows_identity=True,
-    kinds=[Kind.SPREAD, Kind.STACKED],
-)
-def _reduction(pair: EquationPair) -> Known:
+def _dims_of(pair: EquationPair) -> set[int]:
+    """The dims that a reduction is over."""
+    return {i % len(pair.shape(0)) for i in pair.params["axes"]}
+
+
+@rule(_REDUCTIONS, ELEMENTS, knows_identity=True)
+def _reduction(pair: EquationPair, x: Kind) -> Kind:
     """A reduction: a function of each row if no row meets another, or one over rows."""
-    [x] = pair.ins
     name = pair.name
-    axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
-    if name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b":
-        # For the bits of a number this is neither its maximum nor its minimum.
-        if pair.rows_in[0] in axes or x.kind not in EACH:
-            raise NotOfOneKindError(f"no rule for {name} of the bits of {x}")
-    if x.kind is Kind.STACKED:
-        return _over_stacked(pair, x, axes)
-    if x.kind is Kind.SPREAD:
-        return _over_groups(pair, x, axes)
+    axes = _dims_of(pair)
     is_over = pair.rows_in[0] in axes
+    if is_over and _is_of_bits(pair):
+        raise NotOfOneKindError(f"no rule for {name} of the bits of {x}")
     if is_over_none(pair) and name in _OF_NONE:
         return copy()
     x = as_copy(x)  # the place of the largest of zeros
-    if x.kind is Kind.PART and name == "reduce_sum":
-        return part(x.power)
-    if _EXTREMES.get(name) is x.kind:
-        return x.times_tower(x.power)
-    if x.kind not in EACH:
-        raise NotOfOneKindError(f"no rule for {name} of {x}")
-    if is_over and x.kind is Kind.COPY:
+    if is_over and isinstance(x, Copy):
         return _of_equal_rows(pair, x)
     if is_over:
         return _over_rows(pair, x, axes)
     if name in _SCALING:
         kept = x.fact if _is_infinite(x, name) else None
-        return x.times_tower(x.power)._replace(fact=kept)
+        return x.times_tower(x.power).replace(fact=kept)
     if name.startswith("arg"):
-        return x.times_tower(0)._replace(zeros=NO_ZEROS)
+        return x.times_tower(0).replace(zeros=NO_ZEROS)
     return function_of([x], name)
 
 
-def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
+@rule("reduce_sum", Part)
+def _sum_of_part(pair: EquationPair, x: Part) -> Kind:
+    """The sum over dims of a part is a part."""
+    return part(x.power)
+
+
+@rule("reduce_max reduce_or", Maximum)
+@rule("reduce_min reduce_and", Minimum)
+def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
+    """The largest element of a maximum is a maximum."""
+    if is_over_none(pair) and pair.name in _OF_NONE:
+        return copy()
+    if _is_of_bits(pair):
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+def _is_of_bits(pair: EquationPair) -> bool:
+    """Whether a reduction is of the bits of numbers, which has no maximum."""
+    return pair.name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b"
+
+
+def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
     """A reduction over rows of a value that is constant along them."""
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
@@ -95,41 +119,40 @@ def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
     return copy(x.power - 1)
 
 
-def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
+def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
     """A reduction over rows, which makes a part or a maximum; padding must not count.
 
     The maximum of a tower without rows is minus infinity, which no other tower has.
     """
-    if pair.name == "reduce_sum":
-        if pair.has_padding(x.zeros):
+    name = pair.name
+    is_all = len(axes) == len(pair.shape(0))
+    has_padding = pair.has_padding(x.zeros)
+    if name == "reduce_sum":
+        if has_padding:
             raise NotOfOneKindError("padding counts in a sum over rows")
-        found = part(x.power)
-        is_all = len(axes) == len(pair.shape(0))
-        if isinstance(x.fact, Flag) and is_all and holds_sums(pair.dtype(0)):
-            return found._replace(fact=Count(x.fact.flag))
-        return found
-    kind = _EXTREMES.get(pair.name)
+        is_count = isinstance(x.fact, Flag) and is_all and holds_sums(pair.dtype(0))
+        return part(x.power).replace(fact=Count(x.fact.flag) if is_count else None)
+    kind = _EXTREMES.get(name)
     if kind is None:
-        raise NotOfOneKindError(f"no rule for {pair.name} over the tower's rows")
-    is_whole = len(axes) == len(pair.shape(0)) and not pair.has_padding(x.zeros)
-    if isinstance(x.fact, Flag) and pair.name == "reduce_or" and is_whole:
-        return guards.has_any(x.fact.flag, True)
-    is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
-    if pair.sizes.padded and not (is_false or _is_infinite(x, pair.name)):
-        raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
-    return Known(kind, x.power)
+        raise NotOfOneKindError(f"no rule for {name} over the tower's rows")
+    if name == "reduce_or" and not has_padding:
+        is_flag = isinstance(x.fact, Flag) and is_all
+        return guards.has_any(x.fact.flag, True) if is_flag else kind(x.power)
+    if pair.sizes.padded and not _is_infinite(x, name):
+        raise NotOfOneKindError(f"padding counts in {name} over rows")
+    return kind(x.power)
 
 
-def _is_infinite(x: Known, name: str) -> bool:
+def _is_infinite(x: Kind, name: str) -> bool:
     """Whether padding is the infinity that changes no such extreme."""
     return isinstance(x.fact, InfinitePadding) and x.fact == _CHANGES_NONE.get(name)
 
 
-def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
+@rule("reduce_sum", Groups, knows_identity=True)
+def _over_groups(pair: EquationPair, x: Groups) -> Kind:
     """A sum over some dims of groups of rows."""
-    if pair.name != "reduce_sum":
-        raise NotOfOneKindError(f"no rule for {pair.name} of {x}")
-    dims = x.note.dims
+    axes = _dims_of(pair)
+    dims = x.layout.dims
     left = [i for i in dims if i not in axes]
     is_over = len(left) < len(dims)
     if is_over and pair.has_padding(x.zeros):
@@ -137,35 +160,29 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     if not left:
         return part(x.power)
     moved = tuple(i - sum(j < i for j in axes) for i in left)
-    note = x.note._replace(dims=moved, each=x.note.each and not is_over)
-    return x._replace(note=note, fact=None)
+    by_row = x.layout.by_row and not is_over
+    return x.replace(layout=x.layout._replace(dims=moved, by_row=by_row), fact=None)
 
 
-def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
+@rule("reduce_sum reduce_max reduce_min", Stacked, knows_identity=True)
+def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
     """A reduction over all towers, like a collective."""
-    [over] = pair.towers_in
-    name = pair.name
-    if over not in axes:
-        raise NotOfOneKindError(f"no rule for {name} of {x}")
-    is_known = (x.note, name) in (
-        (Kind.PART, "reduce_sum"),
-        (Kind.MAXIMUM, "reduce_max"),
-        (Kind.MINIMUM, "reduce_min"),
-        (Kind.COPY, "reduce_max"),
-        (Kind.COPY, "reduce_min"),
-    )
-    if is_known:
+    axes = _dims_of(pair)
+    if pair.towers_in[0] not in axes:
+        raise refused(pair)
+    is_sum = pair.name == "reduce_sum"
+    if x.of is Copy:
+        return copy(x.power + is_sum)
+    if x.of is (Part if is_sum else _EXTREMES[pair.name]):
         return copy(x.power)
-    if x.note is Kind.COPY and name == "reduce_sum":
-        return copy(x.power + 1)
-    is_whole = x.note is Kind.ROWS and pair.rows_in[0] in axes and name in _SCALING
+    is_whole = x.of is TowerRows and pair.rows_in[0] in axes
     if is_whole and not pair.sizes.padded:
         return copy(x.power)
-    raise NotOfOneKindError(f"no rule for {name} of {x}")
+    raise refused(pair)
 
 
-@rule("reduce", copies_as_rows=True)
-def _reduction_by_a_function(pair: EquationPair) -> Known:
+@rule("reduce", every=ELEMENTS, copies_as_rows=True)
+def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
     """A reduction by a user's function, over dims without rows."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
@@ -173,48 +190,50 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
             "no rule for a reduction of the tower's rows by a function of the user's"
         )
     _refuse_other_function(pair)
-    return function_of(pair.ins, "a reduction by a function")
+    return function_of(ins, "a reduction by a function")
 
 
 def _refuse_other_function(pair: EquationPair) -> None:
     """Raise unless the reducing function is the same in both programs."""
     first, second = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
-    given = [copy()] * (len(first.constvars) + len(first.invars))
-    for found in pair.inside((first, second), given):
-        if found.kind not in (Kind.COPY, Kind.ZERO) or found.power:
+    copies = [copy()] * (len(first.constvars) + len(first.invars))
+    for result in pair.inside((first, second), copies):
+        if not isinstance(result, SAME_FOR_ALL) or result.power:
             raise NotOfOneKindError(
-                f"no rule for a reduction by a function that gives {found}"
+                f"no rule for a reduction by a function that gives {result}"
             )
 
 
-@rule("cumsum cumprod cummax cummin cumlogsumexp", copies_as_rows=True)
-def _cumulative(pair: EquationPair) -> Known:
+@rule("cumsum cumprod cummax cummin cumlogsumexp", ELEMENTS, copies_as_rows=True)
+def _cumulative(pair: EquationPair, x: Kind) -> Kind:
     """A cumulative sum, product or extreme along a dim without rows."""
-    [x] = pair.ins
     if pair.params["axis"] == pair.rows_in[0]:
         raise NotOfOneKindError(f"no rule for {pair.name} along the tower's rows")
-    if pair.name == "cumsum" and x.kind in LINEAR:
-        return x
-    if pair.name in ("cummax", "cummin") and x.kind in EACH:
+    if pair.name in ("cumsum", "cummax", "cummin"):
         return x
     return function_of([x], pair.name)
 
 
-@rule("sort", knows_unknown=True, kinds=[Kind.SPREAD], copies_as_rows=True)
-def _sorted(pair: EquationPair) -> list[Known]:
+@rule("cumsum", Part)
+def _cumulative_part(pair: EquationPair, x: Part) -> Kind:
+    """The cumulative sum of a part is a part."""
+    return x
+
+
+@rule("sort", every=ELEMENTS | Groups | RowNumbers | Unknown, copies_as_rows=True)
+def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """A sort along a dim without rows, which only moves elements of a row."""
     if pair.params["dimension"] in pair.rows_in:
         return _in_another_order(pair)
-    if unknown := [x for x in pair.ins if x.kind is Kind.UNKNOWN]:
-        return [unknown[0]] * len(pair.ins)
-    if not pair.kinds <= EACH:
-        odd = next(x for x in pair.ins if x.kind not in EACH)
-        raise NotOfOneKindError(f"no rule for a sort of {odd}")
-    order = joined([_places_in(as_copy(x)) for x in pair.ins])
-    return [order.times_tower(x.power) for x in pair.ins]
+    if unknown := [x for x in ins if isinstance(x, Unknown)]:
+        return [unknown[0]] * len(ins)
+    if not pair.are(ELEMENTS):
+        raise refused(pair)
+    order = joined([_places_in(as_copy(x)) for x in ins])
+    return [order.times_tower(x.power) for x in ins]
 
 
-def _in_another_order(pair: EquationPair) -> list[Known]:
+def _in_another_order(pair: EquationPair) -> list[Kind]:
     """A sort of rows: one order for all operands, with each row exactly once."""
     if len(pair.shape(0)) != 1:  # each column has its own order
         raise NotOfOneKindError("the tower's rows are sorted")
@@ -222,49 +241,47 @@ def _in_another_order(pair: EquationPair) -> list[Known]:
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
 
-def _ordered(pair: EquationPair, operand: int, x: Known, order: Any) -> Known:
+def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
     """The kind of one of the arrays that are sorted together."""
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Zero | Unknown):
         return x
-    if x.kind is Kind.ROWS and x.blocks == 1:
+    if isinstance(x, TowerRows) and x.blocks == 1:
         return permuted(x, 0, (order, None))
-    if x.kind is Kind.SPREAD and x.note.each and x.note.dims == (0,):
-        return permuted(x, 0, (order, x.note.order))
-    if x.kind is Kind.NUMBERS and pair.times_rows(operand, 0) == 1:
-        return Known(Kind.ORDER, note=(order, None))
+    if isinstance(x, Groups) and x.layout.by_row and x.layout.dims == (0,):
+        return permuted(x, 0, (order, x.layout.order))
+    if isinstance(x, RowNumbers) and pair.times_rows(operand, 0) == 1:
+        return RowOrder(order=(order, None))
     return pair.unknown(f"no rule for a sort of {x}")
 
 
-def _places_in(value: Known) -> Known:
+def _places_in(value: Kind) -> Kind:
     """The kind of the positions of elements, which no power changes."""
     return value.times_tower(0)
 
 
-@rule("top_k", copies_as_rows=True)
-def _best(pair: EquationPair) -> list[Known]:
+@rule("top_k", ELEMENTS, copies_as_rows=True)
+def _best(pair: EquationPair, x: Kind) -> list[Kind]:
     """The largest elements along a dim without rows, by the rule of a sort."""
-    [x] = pair.ins
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
-    if along == pair.rows_in[0] or x.kind not in EACH:
-        raise NotOfOneKindError(f"no rule for the largest of {x}")
+    if along == pair.rows_in[0]:
+        raise NotOfOneKindError("no rule for the largest of the tower's rows")
     x = as_copy(x)
     return [x.times_tower(x.power), _places_in(x)]
 
 
-@rule("dot_general")
-def _matrix_product(pair: EquationPair) -> Known:
+@rule("dot_general", ELEMENTS, ELEMENTS)
+def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """A product; rows times rows, summed over the rows, are a part."""
-    x, y = pair.ins
     (x_sums, _), _ = pair.params["dimension_numbers"]
     # If a tower's rows met other rows, the result would have two dims of rows.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
-    if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
-        raise NotOfOneKindError(f"no rule for {x} times {y}")
+    if not pair.are(Copy | TowerRows):
+        raise refused(pair)
     if pair.out_dtype(0).kind == "b":
         raise NotOfOneKindError("a product of bools tests whether any row has a flag")
     both = product_of(x, y)
-    if both.kind is Kind.ROWS:
+    if isinstance(both, TowerRows):
         if pair.has_padding(zeros_of(pair, 0)):
             raise NotOfOneKindError("padding counts in a sum over rows")
         return part(both.power)
@@ -273,25 +290,38 @@ def _matrix_product(pair: EquationPair) -> Known:
     return copy(both.power - 1)
 
 
-@rule("conv_general_dilated", copies_as_rows=True)
-def _convolution(pair: EquationPair) -> Known:
+@rule("dot_general", Part, SAME_FOR_ALL, commutes=True)
+def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
+    """A product of a part with what all towers have is linear in the part."""
+    return product_of(x, y)
+
+
+@rule("conv_general_dilated", ELEMENTS, ELEMENTS, copies_as_rows=True)
+def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """A convolution whose rows are images, or are summed into a kernel's gradient."""
-    (x, y) = pair.ins
     params = pair.params
     dims = params["dimension_numbers"]
-    (x_rows, y_rows) = pair.rows_in
-    is_alone = params["batch_group_count"] == 1
+    x_rows, y_rows = pair.rows_in
     if x_rows is None and y_rows is None:
         return product_of(x, y)
-    if y_rows is None and x_rows == dims.lhs_spec[0] and is_alone:
-        if pair.rows_out[0] == dims.out_spec[0]:
-            return product_of(x, y)
+    is_of_images = y_rows is None and x_rows == dims.lhs_spec[0]
+    is_of_images &= params["batch_group_count"] == 1
+    if is_of_images and pair.rows_out[0] == dims.out_spec[0]:
+        return product_of(x, y)
     # Here groups of the batch are channels, and each has all rows.
     are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
     if are_summed and params["feature_group_count"] == 1:
-        if pair.kinds == {Kind.ROWS} and not pair.has_padding(zeros_of(pair, 0)):
+        if pair.are(TowerRows) and not pair.has_padding(zeros_of(pair, 0)):
             return part(product_of(x, y).power)
     raise NotOfOneKindError("no rule for a convolution along the tower's rows")
+
+
+@rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
+def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
+    """A convolution of a part with what all towers have is linear in the part."""
+    if pair.rows_in[1] is not None:
+        raise NotOfOneKindError("no rule for a convolution along the tower's rows")
+    return product_of(x, y)
 
 
 _WINDOW = {
@@ -306,68 +336,73 @@ _WINDOW = {
 @rule(
     """reduce_window reduce_window_sum reduce_window_max reduce_window_min
     select_and_scatter_add select_and_gather_add""",
+    every=LINEAR,
     copies_as_rows=True,
 )
-def _window(pair: EquationPair) -> Known:
+def _window(pair: EquationPair, *ins: Kind) -> Kind:
     """A reduction of windows along dims without rows, a function of a row."""
+    _refuse_windows_of_rows(pair)
+    x = ins[0]
+    if pair.name == "reduce_window_sum":
+        return x
+    if pair.name in ("reduce_window_max", "reduce_window_min"):
+        if isinstance(x, ELEMENTS):
+            return x
+    if pair.name == "select_and_scatter_add" and pair.are(ELEMENTS):
+        return product_of(x, _places_in(as_copy(ins[1])))
+    if pair.name == "reduce_window":
+        _refuse_other_function(pair)
+    return function_of(ins, pair.name)
+
+
+def _refuse_windows_of_rows(pair: EquationPair) -> None:
+    """Raise if windows have several rows."""
     for axis in {*pair.rows_in, *pair.rows_out} - {None}:
         for key, alone in _WINDOW.items():
-            given = pair.params.get(key)
-            if given is not None and given[axis] not in (alone, [*np.ravel(alone)]):
+            sizes = pair.params.get(key)
+            if sizes is not None and sizes[axis] not in (alone, [*np.ravel(alone)]):
                 raise NotOfOneKindError("no rule for a window along the tower's rows")
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
         raise NotOfOneKindError("no rule for a window over the tower's rows")
-    x = pair.ins[0]
-    if pair.name == "reduce_window_sum" and x.kind in LINEAR:
-        return x
-    if pair.name in ("reduce_window_max", "reduce_window_min") and x.kind in EACH:
-        return x
-    if pair.name == "select_and_scatter_add" and pair.kinds <= EACH:
-        return product_of(x, _places_in(as_copy(pair.ins[1])))
-    if pair.name == "reduce_window":
-        _refuse_other_function(pair)
-    return function_of(pair.ins, pair.name)
 
 
-@rule("fft", copies_as_rows=True)
-def _transformed(pair: EquationPair) -> Known:
+@rule("fft", LINEAR, copies_as_rows=True)
+def _transformed(pair: EquationPair, x: Kind) -> Kind:
     """A Fourier transform, which is linear along the last dims."""
-    [x] = pair.ins
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
-    if x.kind not in LINEAR or pair.rows_in[0] in last:
-        raise NotOfOneKindError(f"no rule for an fft of {x}")
-    if pair.rows_in[0] != pair.rows_out[0]:
+    if pair.rows_in[0] in last or pair.rows_in[0] != pair.rows_out[0]:
         raise NotOfOneKindError("no rule for an fft along the tower's rows")
     return x
 
 
 @rule(
     "cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve",
+    every=ELEMENTS,
     copies_as_rows=True,
 )
-def _of_matrices(pair: EquationPair) -> list[Known]:
+def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
             raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
-    found = function_of(pair.ins, pair.name)
-    if found.blocks > 1 or any(axis not in (None, 0) for axis in pair.rows_out):
+    result = function_of(ins, pair.name)
+    is_first = all(axis in (None, 0) for axis in pair.rows_out)
+    if blocks_of(result) > 1 or not is_first:
         raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
-    return [found] * len(pair.rows_out)
+    return [result] * len(pair.rows_out)
 
 
-@rule("triangular_solve", copies_as_rows=True)
-def _solution(pair: EquationPair) -> Known:
+@rule("triangular_solve", ELEMENTS, LINEAR, copies_as_rows=True)
+def _solution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     """The solution of a triangular system, which is linear in its right-hand side."""
-    (x, y) = pair.ins
     rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1
-    is_linear = x.kind is Kind.COPY and not x.power and pair.rows_in[0] is None
-    if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
+    is_linear = isinstance(x, Copy) and not x.power and pair.rows_in[0] is None
+    if is_linear and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
         raise NotOfOneKindError("no rule for a linear solve along the tower's rows")
-    return function_of(pair.ins, "a solution")
+    return function_of([x, y], "a solution")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -19,42 +19,52 @@ from towerjax.jaxprs.equation import (
 from towerjax.proof.equal import orders, widths, zeros
 from towerjax.proof.equal.constants import kind_of_constant
 from towerjax.proof.equal.equation_pair import (
-    RULES,
-    SPECIAL,
     EquationPair,
     ProgramsDifferError,
-    Registered,
     Scope,
     Sizes,
     failed,
 )
 from towerjax.proof.equal.kinds import (
-    NO_ZEROS,
+    EXTREME,
     PADDING,
+    SAME_FOR_ALL,
     ZERO,
-    Count,
-    Flag,
+    AtLeast,
+    Buffer,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    GroupDims,
     Groups,
-    HasRow,
     Identity,
     Kind,
-    Known,
+    Mean,
+    NextRow,
     NotOfOneKindError,
     OneValue,
+    Part,
     Power,
+    Row,
+    RowNumbers,
+    RowOrder,
+    SoFar,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Zero,
     function_of,
-    rows,
+    rows_as,
 )
+from towerjax.proof.equal.rules import BY_ELEMENT, RULES, refused, rule_for
 from towerjax.proof.equal.within import is_within, met_within
 
-# Whether a value of the kind has a dim of rows; other kinds may have one.
-_HAS_ROWS = {
-    **dict.fromkeys([Kind.ROWS, Kind.NUMBERS, Kind.COLUMNS, Kind.BUFFER], True),
-    Kind.ORDER: True,
-    **dict.fromkeys([Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN], False),
-    **dict.fromkeys([Kind.TOWER, Kind.FIRST_ROW, Kind.ROW, Kind.SO_FAR], False),
-    **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.AT_LEAST], False),
-}
+# Kinds that have a dim of rows, and kinds that have none; others may have one.
+_WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
+_WITHOUT_ROWS: TypeAlias = Part | EXTREME | Mean | TowerId | FirstRow | Row | SoFar
+_WITHOUT_ROWS |= Counter | NextRow | AtLeast
 
 # Parameters that are not compared: sizes, which follow from shapes or which rules
 # check; precision; and programs, which are walked.
@@ -76,7 +86,7 @@ _MOST_FLAGS = 8  # the most flags without which one value is known to vanish
 class _Walked(NamedTuple):
     """The results of two programs, and the range of identities that are new in them."""
 
-    out: list[Known]
+    out: list[Kind]
     start: int
     end: int
     programs: tuple[Any, Any]
@@ -104,7 +114,7 @@ class Walk:
         self.sizes = sizes
         self.axes = frozenset((x,) if isinstance(x, str) else x for x in axes)
         self.has_keys = has_keys
-        self.kinds: dict[int, dict[Any, Known]] = {}
+        self.kinds: dict[int, dict[Any, Kind]] = {}
         self.alone = alone
         self._known: dict[Any, _Walked] = {}
         self._count = 0
@@ -119,8 +129,8 @@ class Walk:
         return Identity(self._count)
 
     def closed(
-        self, first: Any, second: Any, ins: Sequence[Known], scope: Scope = _TOP
-    ) -> list[Known]:
+        self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope = _TOP
+    ) -> list[Kind]:
         """The kinds of two programs' results, given those of their arguments.
 
         The programs are walked once for the same kinds. Each call gives results that
@@ -145,8 +155,8 @@ class Walk:
         return [_renumbered(x, found, shift) for x in found.out]
 
     def _run(
-        self, first: Any, second: Any, ins: Sequence[Known], scope: Scope
-    ) -> list[Known]:
+        self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope
+    ) -> list[Kind]:
         a = open_jaxpr(first)
         b = open_jaxpr(second)
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
@@ -159,7 +169,7 @@ class Walk:
         env = {x: value for (x, _), value in zip(given, ins, strict=True)}
         twin = dict(given)  # the variable of the second program for each of the first
 
-        def read(x: Any, y: Any) -> Known:
+        def read(x: Any, y: Any) -> Kind:
             if isinstance(x, Literal) and isinstance(y, Literal):
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
@@ -177,20 +187,19 @@ class Walk:
         self.kinds[id(a)] = env
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
-    def constant(self, first: Any, second: Any) -> Known:
+    def constant(self, first: Any, second: Any) -> Kind:
         """The kind of a literal, or of an array that a program closes over."""
         return kind_of_constant(self.sizes, first, second)
 
     def equation(
-        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Known], scope: Scope
-    ) -> list[Known]:
+        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Kind], scope: Scope
+    ) -> list[Kind]:
         """The kinds of the results of an equation."""
         pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
         count = len(one.outvars)
         try:
             pair = self._with_axes(pair)
             found = self._by_rule(pair)
-            found = found if isinstance(found, list) else [found] * count
             return [self._checked(pair, i, value) for i, value in enumerate(found)]
         except (NotOfOneKindError, ProgramsDifferError) as error:
             return [pair.unknown(str(error))] * count
@@ -229,97 +238,82 @@ class Walk:
                     f"{key} of {name} depends on the number of towers"
                 )
 
-    def _by_rule(self, pair: EquationPair) -> Known | list[Known]:
-        registered = RULES.get(pair.name, _NO_RULE)
-        unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
-        if unknown and not registered.knows_unknown:
-            return unknown[0]
+    def _by_rule(self, pair: EquationPair) -> list[Kind]:
+        """The kinds of an equation's results, by the rule for it."""
+        unknown = [x for x in pair.ins if isinstance(x, Unknown)]
+        if unknown and rule_for(pair) is None:
+            return [unknown[0]] * len(pair.rows_out)
         if is_within(pair):
             return met_within(pair)
         if zeros.is_zero(pair):
             return [ZERO] * len(pair.rows_out)
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
-            knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
-            if axis is not None and not knows:
+            if axis is not None and not isinstance(value, Stacked | Zero | Unknown):
                 raise NotOfOneKindError("no rule for an array with one entry per tower")
-        if registered.by_element and _is_of_groups(pair):
-            return _by_groups(pair, registered)
-        if order := orders.order_of(pair, is_by_element=registered.by_element):
-            found = self._asked(orders.as_in_order(pair), registered)
-            return orders.in_order(pair, found, order)
-        for value in pair.ins:
-            if value.kind in SPECIAL - registered.kinds:
-                if unknown:
-                    return unknown[0]
-                raise NotOfOneKindError(f"no rule for {pair.name} of {value}")
-        return self._asked(pair, registered)
+        if pair.name in BY_ELEMENT and _is_of_groups(pair):
+            return _by_groups(pair)
+        if layout := orders.order_of(pair):
+            found = _by_its_rule(orders.as_in_order(pair))
+            return orders.in_order(pair, found, layout)
+        return _by_its_rule(pair)
 
-    def _asked(self, pair: EquationPair, registered: Registered) -> list[Known]:
-        """The answers of a rule, which is given what it says that it is."""
-        if registered.copies_as_rows:
-            ins = [
-                _as_rows(x) if axis is not None else x
-                for x, axis in zip(pair.ins, pair.rows_in, strict=True)
-            ]
-            pair = pair.with_kinds(ins)
-        found = registered.rule(pair)
-        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
-        if registered.knows_identity:
-            return found
-        return [_without_identity(x) for x in found]
-
-    def _checked(self, pair: EquationPair, result: int, value: Known) -> Known:
+    def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
         """The kind of a result, checked against its shape, with its zeros."""
-        if value.kind is Kind.UNKNOWN:
+        if isinstance(value, Unknown):
             return value
         has_rows = pair.rows_out[result] is not None
-        if _HAS_ROWS.get(value.kind, has_rows) is not has_rows:
+        if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
             return pair.unknown(f"{pair.name} makes {value}, but not in its shape")
         if why := widths.why_not_held(pair, result, value):
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
-        if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
+        if has_towers and not isinstance(value, Stacked | Zero):
             return pair.unknown(f"{pair.name} makes an array with one entry per tower")
-        value = value._replace(in_padding=zeros.in_padding(pair, result, value))
-        if value.kind in zeros.KNOWN_ZEROS:
+        value = value.replace(in_padding=zeros.in_padding(pair, result, value))
+        if isinstance(value, zeros.KNOWN_ZEROS):
             found = value.zeros | zeros.zeros_of(pair, result)
             if len(found) > _MOST_FLAGS:
                 found &= {PADDING}
-            value = value._replace(zeros=found)
-        if value.kind is Kind.PART and value.fact is None:
-            value = value._replace(fact=OneValue(self.new_identity()))
+            value = value.replace(zeros=found)
+        if isinstance(value, Part) and value.fact is None:
+            value = value.replace(fact=OneValue(self.new_identity()))
         if value.power and not isinstance(value.power, Power):
             line = _line_of_power(pair, value.power)
-            value = value._replace(power=Power(value.power, line))
+            value = value.replace(power=Power(value.power, line))
         return value
+
+
+def _by_its_rule(pair: EquationPair) -> list[Kind]:
+    """The kinds of an equation's results, by the rule that accepts its operands."""
+    asked = rule_for(pair)
+    if asked is not None:
+        registered, pair = asked
+        return registered.ask(pair)
+    if pair.name in RULES:
+        raise refused(pair)
+    return [_of_plain_copies(pair)] * len(pair.rows_out)
 
 
 def _is_of_groups(pair: EquationPair) -> bool:
     """Whether the operands are the same groups of rows, or one number for all."""
-    notes = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
-    others = [i for i, x in enumerate(pair.ins) if x.kind is not Kind.SPREAD]
+    layouts = {x.layout for x in pair.ins if isinstance(x, Groups)}
+    others = [i for i, x in enumerate(pair.ins) if not isinstance(x, Groups)]
     are_numbers = all(
-        pair.ins[i].kind in (Kind.COPY, Kind.ZERO)
+        isinstance(pair.ins[i], SAME_FOR_ALL)
         and (pair.shape(i) == () or pair.constant(i) is not None)
         for i in others
     )
-    return len(notes) == 1 and all(x.each for x in notes) and are_numbers
+    return len(layouts) == 1 and all(x.by_row for x in layouts) and are_numbers
 
 
-def _by_groups(pair: EquationPair, registered: Registered) -> Known:
+def _by_groups(pair: EquationPair) -> list[Kind]:
     """The kind that an elementwise rule gives for groups of rows."""
-    ins = [
-        rows(x.power)._replace(zeros=x.zeros, in_padding=x.in_padding)
-        if x.kind is Kind.SPREAD
-        else x
-        for x in pair.ins
+    ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
+    layout = next(x.layout for x in pair.ins if isinstance(x, Groups))
+    return [
+        Groups(x.power, layout=layout) if isinstance(x, TowerRows) else x
+        for x in _by_its_rule(pair.with_kinds(ins))
     ]
-    found = registered.rule(pair.with_kinds(ins))
-    assert isinstance(found, Known)
-    if found.kind is not Kind.ROWS:
-        return found
-    note = next(x.note for x in pair.ins if x.kind is Kind.SPREAD)
-    return Known(Kind.SPREAD, found.power, note=note)
 
 
 def _line_of_power(pair: EquationPair, power: Any) -> str:
@@ -328,23 +322,25 @@ def _line_of_power(pair: EquationPair, power: Any) -> str:
     return lines.get(power) or user_line(pair.site)
 
 
-def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
+def _renumbered(value: Kind, found: _Walked, shift: int) -> Kind:
     """The value with new identities in place of those that were new in a walk."""
 
     def new(x: Any) -> Any:
-        if isinstance(x, Groups):
+        if isinstance(x, Identity):
+            return Identity(x + shift) if found.start < x <= found.end else x
+        if isinstance(x, GroupDims):
             return x._replace(order=new(x.order))
-        if isinstance(x, OneValue):
-            return OneValue(new(x.number))
-        if isinstance(x, Flag | Count | HasRow):
-            return dataclasses.replace(x, flag=new(x.flag))
         if isinstance(x, tuple):
             return tuple(map(new, x))
-        is_identity = type(x) is Identity and found.start < x <= found.end
-        return Identity(x + shift) if is_identity else x
+        if isinstance(x, frozenset):
+            return frozenset(map(new, x))
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        fields = {y.name: getattr(x, y.name) for y in dataclasses.fields(x)}
+        changed = {name: new(y) for name, y in fields.items()}
+        return x if changed == fields else dataclasses.replace(x, **changed)
 
-    zeros = frozenset(map(new, value.zeros))
-    return value._replace(fact=new(value.fact), note=new(value.note), zeros=zeros)
+    return new(value)
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
@@ -362,17 +358,6 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
     return pairs
 
 
-def _as_rows(value: Known) -> Known:
-    """The value as rows, if it is a copy that is constant along its rows."""
-    return rows(value.power) if value.kind is Kind.COPY else value
-
-
-def _without_identity(value: Known) -> Known:
-    """The value with its kind and power alone."""
-    note = None if value.kind is Kind.COPY else value.note
-    return value._replace(zeros=NO_ZEROS, fact=None, note=note)
-
-
 def is_same(x: Any, y: Any) -> bool:
     """Whether two parameters of equations are the same."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
@@ -380,28 +365,24 @@ def is_same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y)
 
 
-def _of_plain_copies(pair: EquationPair) -> Known:
+def _of_plain_copies(pair: EquationPair) -> Kind:
     """A copy, for a pure function of copies that has no rule of its own."""
     primitive = pair.first.primitive
     axes = [*pair.rows_in, *pair.rows_out]
     is_apart = all(x is None for x in axes) and not named_axes(pair.first)
     is_function = primitive in PLAIN and not sub_jaxprs(pair.first)
     is_function &= not is_foreign(pair.first, None)
-    if not (is_apart and is_function) or Kind.ROWS in pair.kinds:
-        told = ", ".join(dict.fromkeys(map(str, pair.ins)))
-        raise NotOfOneKindError(f"no rule for {pair.name} of {told}")
-    return function_of(pair.ins, pair.name)._replace(zeros=NO_ZEROS)
-
-
-_NO_RULE = Registered(_of_plain_copies, copies_as_rows=True)
+    if not (is_apart and is_function and pair.are(Copy | Row | Zero)):
+        raise refused(pair)
+    return function_of(pair.ins, pair.name).without_identity()
 
 
 def kinds_of_results(
     programs: tuple[Any, Any],
-    ins: Sequence[Known],
+    ins: Sequence[Kind],
     sizes: Sizes,
     axes: Sequence[str],
-) -> list[Known]:
+) -> list[Kind]:
     """The kinds of the results of two programs, from the kinds of their inputs.
 
     Args:
@@ -417,5 +398,5 @@ def kinds_of_results(
     try:
         return Walk(sizes, axes).closed(first, second, ins)
     except ProgramsDifferError as error:
-        unknown = Known(Kind.UNKNOWN, why=str(error))
+        unknown = Unknown(why=str(error))
         return [unknown] * len(open_jaxpr(first).outvars)

@@ -6,25 +6,27 @@ such a sum may be added and multiplied, but neither become another dtype nor be 
 by its size. The number of a row or tower must be held as it is.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
 from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal.equation_pair import EquationPair
-from towerjax.proof.equal.kinds import ROWS_OF_TOWER, Kind, Known
+from towerjax.proof.equal.kinds import (
+    Columns,
+    Groups,
+    Kind,
+    Part,
+    RowOrder,
+    Size,
+    SoFar,
+    Stacked,
+    Valid,
+    is_rows_of_tower,
+)
+from towerjax.proof.equal.rules import NUMBER
 
-_NUMBERS_OF_TOWER = {
-    Kind.NUMBERS,
-    Kind.ORDER,
-    Kind.COLUMNS,
-    Kind.COUNTER,
-    Kind.NEXT,
-    Kind.TOWER,
-    Kind.FIRST_ROW,
-    Kind.VALID,
-    Kind.SIZE,
-}
+_NUMBERS_OF_TOWER: TypeAlias = NUMBER | RowOrder | Columns | Valid | Size
 _BY_SIZE = frozenset(
     """max min clamp abs sign sort top_k reduce_max reduce_min cummax cummin pmax pmin
     reduce_window_max reduce_window_min scatter-max scatter-min""".split()
@@ -38,10 +40,10 @@ def holds_sums(dtype: Any) -> bool:
     return dtype != jnp.bool_
 
 
-def why_not_held(pair: EquationPair, result: int, value: Known) -> str:
+def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
     """The reason why a result is not what a rule says of it; "" if it is."""
     dtype = pair.out_dtype(result)
-    is_number = value.kind in _NUMBERS_OF_TOWER or value.note == ROWS_OF_TOWER
+    is_number = isinstance(value, _NUMBERS_OF_TOWER) or is_rows_of_tower(value)
     if is_number and dtype.itemsize < 4:
         return f"{value} becomes {dtype.name}, which cannot hold it"
     if sub_jaxprs(pair.first):
@@ -55,10 +57,10 @@ def why_not_held(pair: EquationPair, result: int, value: Known) -> str:
     return ""
 
 
-def _is_sum(x: Known) -> bool:
+def _is_sum(x: Kind) -> bool:
     """Whether towers add a value up, or may do so."""
-    if x.kind is Kind.SPREAD:
-        return not x.note.each
-    if x.kind is Kind.STACKED:
-        return x.note is Kind.PART
-    return x.kind in (Kind.PART, Kind.SO_FAR)
+    if isinstance(x, Groups):
+        return not x.layout.by_row
+    if isinstance(x, Stacked):
+        return x.of is Part
+    return isinstance(x, Part | SoFar)

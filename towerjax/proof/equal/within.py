@@ -17,11 +17,14 @@ from towerjax.jaxprs.equation import (
 )
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
-    EACH,
+    ELEMENTS,
     LINEAR,
+    Copy,
     Kind,
-    Known,
     NotOfOneKindError,
+    Unknown,
+    Zero,
+    blocks_of,
     copy,
 )
 
@@ -31,7 +34,7 @@ _LINEAR_MEETINGS = """
 """.split()
 
 
-def mapped_within(pair: EquationPair) -> list[Known]:
+def mapped_within(pair: EquationPair) -> list[Kind]:
     """The kinds of the results of a `shard_map` over a tower's devices."""
     axes = manual_axes(pair.first)
     towers = {name for names in pair.walk.axes for name in names}
@@ -74,23 +77,21 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     return split
 
 
-def _given_part(pair: EquationPair, x: Known) -> Known:
+def _given_part(pair: EquationPair, x: Kind) -> Kind:
     """The kind of an operand on one device of a tower."""
-    if x.kind in LINEAR | {Kind.UNKNOWN} and x.blocks == 1:
-        return x if x.kind is Kind.COPY else x.bare()
+    if isinstance(x, LINEAR | Unknown) and blocks_of(x) == 1:
+        return x if isinstance(x, Copy) else x.bare()
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
-def _of_parts(
-    pair: EquationPair, result: int, x: Known, split: frozenset[str]
-) -> Known:
+def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -> Kind:
     """The kind of a tower's value, from the kind of its shard on each device."""
     axis = pair.rows_out[result]
     along = _axes_along(pair.params["out_specs"][result], axis)
-    is_whole = x.kind in (Kind.COPY, Kind.ZERO) or not split
+    is_whole = isinstance(x, Copy | Zero) or not split
     if axis is not None:
-        is_whole = along == split and x.blocks == 1
-    if x.kind is not Kind.UNKNOWN and not (x.kind in LINEAR and is_whole):
+        is_whole = along == split and blocks_of(x) == 1
+    if not isinstance(x, Unknown) and not (isinstance(x, LINEAR) and is_whole):
         return pair.unknown(f"a shard_map within a tower returns {x}")
     return x.bare()
 
@@ -101,15 +102,15 @@ def is_within(pair: EquationPair) -> bool:
     return bool(axes) and axes <= pair.scope.within
 
 
-def met_within(pair: EquationPair) -> list[Known]:
+def met_within(pair: EquationPair) -> list[Kind]:
     """The kinds of the results of a collective over a tower's own devices."""
     if pair.name == "axis_index":
         return [copy()]
-    kinds = LINEAR if pair.name in _LINEAR_MEETINGS else EACH
+    kinds = LINEAR if pair.name in _LINEAR_MEETINGS else ELEMENTS
     names = ["all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"]
     along = {pair.params[name] for name in names if name in pair.params}
     rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
     for x, (before, after) in zip(pair.ins, rows, strict=True):
-        if x.kind not in kinds or {before, after} & along:
+        if not isinstance(x, kinds) or {before, after} & along:
             raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a tower")
     return [x.bare() for x in pair.ins]

@@ -14,7 +14,7 @@ result needs are not looked at.
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -23,11 +23,22 @@ from towerjax.jaxprs.equation import Site, open_jaxpr, user_line
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Scope, Sizes
 from towerjax.proof.equal.kinds import (
     ZERO,
+    Copy,
+    FirstRow,
     InPadding,
     Kind,
-    Known,
+    Maximum,
+    Minimum,
     NotOfOneKindError,
+    Part,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Zero,
     added,
+    added_over_towers,
+    blocks_of,
     copy,
     joined,
     of_one_tower,
@@ -39,9 +50,9 @@ from towerjax.types.trees import is_key, key_data
 _CALLS = "jit pjit closed_call core_call".split()
 _CHAINS = "add add_any max min".split()
 _MOST_MATCHES = 6  # of one value
-_EXTREME = {"max": Kind.MAXIMUM, "min": Kind.MINIMUM}
+_EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each tower"
-_ONE_EACH = (Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM)
+_ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
 
 
 class _Constant:
@@ -170,7 +181,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 class _Match(NamedTuple):
     """A value of one micro-batch's program, and its values in the other program."""
 
-    known: Known
+    known: Kind
     values: tuple[Any, ...]  # one for each micro-batch; all the same if it is shared
 
     @property
@@ -192,9 +203,9 @@ class Matched:
         self._walk = walk
         walk.sizes = Sizes(walk.sizes.towers, self._rows(walk.sizes.towers))
         self._matches: dict[int, list[_Match]] = defaultdict(list)
-        self._failed: Known | None = None  # the first unknown value, with its reason
+        self._failed: Kind | None = None  # the first unknown value, with its reason
 
-    def results(self, ins: Sequence[Known]) -> list[Known]:
+    def results(self, ins: Sequence[Kind]) -> list[Kind]:
         """The kinds of the results, from those of the arguments."""
         for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
             self._add(one, _Match(known, (other,) * self._number), ())
@@ -233,7 +244,7 @@ class Matched:
                 needed |= {x for x in node.ins if not isinstance(x, _Constant)}
         return found[::-1]
 
-    def _result(self, one: Any, other: Any) -> Known:
+    def _result(self, one: Any, other: Any) -> Kind:
         if isinstance(one, _Constant) and isinstance(other, _Constant):
             return self._walk.constant(one.value, other.value)
         matches = [] if isinstance(one, _Constant) else self._matches[one]
@@ -261,7 +272,7 @@ class Matched:
         found = self._matches[node.outs[0]]
         if not found:
             self._failed = _unknown(_OTHERS, node)
-        elif all(x.known.kind is Kind.UNKNOWN for x in found):
+        elif all(isinstance(x.known, Unknown) for x in found):
             self._failed = found[0].known
 
     def _same_for_each(
@@ -309,7 +320,7 @@ class Matched:
         answers = []
         for other in dict.fromkeys(nodes):
             answers.append(self._walk.equation(node.eqn, other.eqn, ins, scope))
-        alike = [[(x.kind, x.power, x.blocks) for x in each] for each in answers]
+        alike = [[(type(x), x.power, blocks_of(x)) for x in each] for each in answers]
         if any(x != alike[0] for x in alike):
             return
         for i, known in enumerate(answers[0]):
@@ -319,7 +330,7 @@ class Matched:
 
     def _kinds_of(
         self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
-    ) -> list[Known] | None:
+    ) -> list[Kind] | None:
         """The kinds of the operands; None if constants are not the same, or counted."""
         ins = []
         for i, x in enumerate(operands):
@@ -335,14 +346,14 @@ class Matched:
             if _whole(x) != 0 or None in numbers:
                 return None
             if numbers == [*range(self._number)]:
-                ins.append(Known(Kind.TOWER))
+                ins.append(TowerId())
             elif numbers == [i * step for i in range(self._number)]:
-                ins.append(Known(Kind.FIRST_ROW))
+                ins.append(FirstRow())
             else:
                 return None
         return ins
 
-    def _set_kind(self, node: _Node, result: int, known: Known) -> None:
+    def _set_kind(self, node: _Node, result: int, known: Kind) -> None:
         """Keep the kind of a variable, for those who look for causes."""
         kinds = self._walk.kinds.setdefault(id(node.program), {})
         kinds[node.eqn.outvars[result]] = known
@@ -377,11 +388,11 @@ class Matched:
 
     def _add_stack(self, node: _Node, match: Any) -> None:
         """Add a match with the array in which all values are stacked up."""
-        if isinstance(match, _Constant) or match.known.kind not in _ONE_EACH:
+        if isinstance(match, _Constant) or not isinstance(match.known, _ONE_EACH):
             return
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
             if other.eqn.params["axis"] == node.eqn.params["axis"]:
-                known = Known(Kind.STACKED, match.known.power, note=match.known.kind)
+                known = Stacked(match.known.power, of=type(match.known))
                 found = _Match(known, other.outs * self._number)
                 self._set_kind(node, 0, known)
                 self._add(node.outs[0], found, node.out_shape())
@@ -413,12 +424,12 @@ class Matched:
         """Add a match of a value, and those that follow from it."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
-        if same and same[0].known.kind is Kind.UNKNOWN:
+        if same and isinstance(same[0].known, Unknown):
             matches.remove(same[0])
         elif same or len(matches) >= _MOST_MATCHES:
             return
         matches.append(match)
-        if match.known.kind is Kind.UNKNOWN:
+        if isinstance(match.known, Unknown):
             return
         self._follow(value, match, shape)
 
@@ -460,20 +471,16 @@ class Matched:
             aval: Any = node.eqn.invars[0].aval
             sizes = shape[dim], aval.shape[dim]
             x = match.known
-            is_rows = x.kind is Kind.ROWS and x.blocks == 1
+            is_rows = isinstance(x, TowerRows) and x.blocks == 1
             if is_rows and sizes == rows_of_both:
                 yield _Match(copy(x.power), node.outs * self._number)
-            elif sizes == (1, 1) and x.kind in _ONE_EACH:
-                known = Known(Kind.STACKED, x.power, note=x.kind)
+            elif sizes == (1, 1) and isinstance(x, _ONE_EACH):
+                known = Stacked(x.power, of=type(x))
                 yield _Match(known, node.outs * self._number)
 
     def _slices(self, match: _Match) -> Iterator[_Match]:
         """Matches with the n slices that a program takes of the batch."""
-        if not match.is_shared or match.known.kind not in (
-            Kind.COPY,
-            Kind.ZERO,
-            Kind.STACKED,
-        ):
+        if not match.is_shared or not isinstance(match.known, Copy | Zero | Stacked):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
         for node in self._all.users[match.values[0]]:
@@ -488,38 +495,38 @@ class Matched:
             if known is not None:
                 yield _Match(known, tuple(by_start[x] for x in starts))
 
-    def _of_a_slice(self, x: Known, dim: int, size: int) -> Known | None:
+    def _of_a_slice(self, x: Kind, dim: int, size: int) -> Kind | None:
         """The kind of a micro-batch's slice of a whole."""
-        if x.kind is Kind.ZERO:
+        if isinstance(x, Zero):
             return ZERO
-        if x.kind is Kind.STACKED:
+        if isinstance(x, Stacked):
             return of_one_tower(x, 1) if dim == 0 and size == 1 else None
         is_of_rows = size == self._walk.sizes.rows[1]
-        own = rows(x.power)._replace(in_padding=InPadding.AS_EXAMPLE)
+        own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
         return own if is_of_rows else None
 
 
-def _unknown(why: str, node: _Node | None = None) -> Known:
+def _unknown(why: str, node: _Node | None = None) -> Kind:
     """An unknown kind, with a reason and the line of an equation."""
     line = user_line((node.eqn, node.outer)) if node else ""
-    return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
+    return Unknown(why=f"{why}, at {line}" if line else why)
 
 
-def _total(name: str, x: Known) -> Known:
+def _total(name: str, x: Kind) -> Kind:
     """The kind of the sum, or of the largest or smallest, of all towers' values."""
-    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+    if isinstance(x, Zero | Unknown):
         return x
-    if name.startswith("add") and x.kind in (Kind.PART, Kind.COPY):
-        return copy(x.power + (x.kind is Kind.COPY))
-    if x.kind in (Kind.COPY, _EXTREME.get(name)):
+    if name.startswith("add") and isinstance(x, Part | Copy):
+        return added_over_towers(x)
+    if isinstance(x, Copy) or type(x) is _EXTREME.get(name):
         return copy(x.power)
     raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
 
 
-def _chained(name: str, start: Known, total: Known) -> Known:
+def _chained(name: str, start: Kind, total: Kind) -> Kind:
     """The kind of the end of a chain, from those of its start and of all the others."""
     for x in (total, start):
-        if x.kind is Kind.UNKNOWN:
+        if isinstance(x, Unknown):
             return x
     both = [start, total]
     return added(both) if name.startswith("add") else joined(both, "compared with")
@@ -565,8 +572,8 @@ def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 
 
 def kinds_by_matches(
-    walk: Walk, programs: tuple[Any, Any], ins: Sequence[Known]
-) -> list[Known]:
+    walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
+) -> list[Kind]:
     """The kinds of two programs' results, if the second is written out.
 
     Raises:

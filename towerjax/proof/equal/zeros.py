@@ -18,9 +18,27 @@ import numpy as np
 
 from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal.equation_pair import EquationPair
-from towerjax.proof.equal.kinds import NO_ZEROS, InPadding, Kind, Known
+from towerjax.proof.equal.kinds import (
+    NO_ZEROS,
+    AtLeast,
+    Buffer,
+    Copy,
+    Groups,
+    InPadding,
+    IsFull,
+    Kind,
+    Maximum,
+    Mean,
+    Minimum,
+    Part,
+    Row,
+    Size,
+    TowerRows,
+    Valid,
+    Zero,
+)
 
-KNOWN_ZEROS = frozenset([Kind.ROWS, Kind.ROW, Kind.PART, Kind.BUFFER, Kind.SPREAD])
+KNOWN_ZEROS: TypeAlias = TowerRows | Row | Part | Buffer | Groups
 """Kinds for which it is known where they are 0."""
 
 _Where: TypeAlias = frozenset[Any] | None
@@ -34,14 +52,14 @@ def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
 
 def is_zero(pair: EquationPair) -> bool:
     """Whether all results of an equation are 0 everywhere."""
-    if not any(x.kind is Kind.ZERO for x in pair.ins):
+    if not any(isinstance(x, Zero) for x in pair.ins):
         return False
     return all(_where(pair, i) is None for i in range(len(pair.rows_out)))
 
 
 def _where(pair: EquationPair, result: int) -> "_Where":
     """The places where a result of an equation is 0."""
-    at = [None if x.kind is Kind.ZERO else x.zeros for x in pair.ins]
+    at = [None if isinstance(x, Zero) else x.zeros for x in pair.ins]
     return _TABLE.get(pair.name, _nowhere)(at, pair, result)
 
 
@@ -97,11 +115,11 @@ def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     return at[0] if _divides(pair.ins[1]) else NO_ZEROS
 
 
-def _divides(x: Known) -> bool:
+def _divides(x: Kind) -> bool:
     """Whether a divisor is not 0, given that one tower's quotients are finite."""
-    if x.kind in (Kind.COPY, Kind.AT_LEAST):
+    if isinstance(x, Copy | AtLeast):
         return True
-    return x.kind in (Kind.ROWS, Kind.ROW) and x.in_padding is InPadding.AS_EXAMPLE
+    return isinstance(x, TowerRows | Row) and x.in_padding is InPadding.AS_EXAMPLE
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
@@ -218,33 +236,33 @@ _KEEPS_FINITE = frozenset(
     pcast dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min
     scatter-max""".split()
 )
-_WITHOUT_ROWS = (Kind.COPY, Kind.PART)
+_WITHOUT_ROWS: TypeAlias = Copy | Part
 # They may be of no rows.
-_OF_ANY_ROWS = (Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN)
+_OF_ANY_ROWS: TypeAlias = Maximum | Minimum | Mean
 
 
-def _is_finite(x: Known) -> bool:
+def _is_finite(x: Kind) -> bool:
     """Whether a value is finite, given that what one tower computes is."""
-    is_count = x.kind in (Kind.ZERO, Kind.SIZE, Kind.VALID)
+    is_count = isinstance(x, Zero | Size | Valid)
     return is_count or x.in_padding > InPadding.ANY
 
 
-def in_padding(pair: EquationPair, result: int, value: Known) -> InPadding:
+def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
     """What is known of a result in padding, from what is known of the operands."""
     dtype = pair.out_dtype(result)
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     least = InPadding.ANY if is_inexact else InPadding.FINITE
-    if value.kind in _OF_ANY_ROWS:
-        is_guarded = value.kind is Kind.MEAN and value.fact is not None
+    if isinstance(value, _OF_ANY_ROWS):
+        is_guarded = isinstance(value, Mean) and value.fact is not None
         return InPadding.FINITE if is_guarded else least
-    if value.kind in _WITHOUT_ROWS:
+    if isinstance(value, _WITHOUT_ROWS):
         # Its sum is one tower's, and a constant may be infinite.
-        ends = [_is_finite(x) for x in pair.ins if x.kind in _WITHOUT_ROWS]
+        ends = [_is_finite(x) for x in pair.ins if isinstance(x, _WITHOUT_ROWS)]
         return InPadding.AS_EXAMPLE if all(ends) else least
     if pair.name == "select_n" and any(value is x for x in pair.ins):
         return value.in_padding  # the same case is chosen everywhere
     levels = [_level(x) for x in pair.ins]
-    others = [x for x in pair.ins if x.kind not in _WITHOUT_ROWS]
+    others = [x for x in pair.ins if not isinstance(x, _WITHOUT_ROWS)]
     if all(_level(x) is InPadding.AS_EXAMPLE for x in others):
         return InPadding.AS_EXAMPLE
     if pair.name not in _KEEPS_FINITE and sub_jaxprs(pair.first):
@@ -252,15 +270,15 @@ def in_padding(pair: EquationPair, result: int, value: Known) -> InPadding:
     keeps = pair.name in _KEEPS_FINITE
     keeps |= pair.name == "integer_pow" and pair.params["y"] >= 0
     keeps |= pair.name == "gather" and fills_with_number(pair)
-    keeps |= pair.name == "div" and pair.ins[1].kind in (Kind.COPY, Kind.AT_LEAST)
+    keeps |= pair.name == "div" and isinstance(pair.ins[1], Copy | AtLeast)
     keeps &= all(x > InPadding.ANY for x in levels)
     return InPadding.FINITE if keeps else least
 
 
-def _level(x: Known) -> InPadding:
+def _level(x: Kind) -> InPadding:
     """What is known of an operand in padding."""
-    if x.kind is Kind.ZERO:
+    if isinstance(x, Zero):
         return InPadding.AS_EXAMPLE
-    if x.kind in (Kind.VALID, Kind.IS_FULL, Kind.AT_LEAST):
+    if isinstance(x, Valid | IsFull | AtLeast):
         return InPadding.FINITE
     return x.in_padding

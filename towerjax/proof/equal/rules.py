@@ -1,0 +1,191 @@
+"""Rules: the kinds of an equation's results, by its primitive and its operands' kinds.
+
+A rule is registered for a primitive and for the kinds of operands that it accepts. No
+two rules of a primitive accept the same kinds, so that each can be read, and judged by
+its lemmas, alone. An equation that no rule accepts is not proved.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from towerjax.jaxprs.equation import ELEMENTWISE
+from towerjax.proof.equal.equation_pair import EquationPair
+from towerjax.proof.equal.kinds import (
+    EXTREME,
+    LINEAR,
+    AtLeast,
+    Buffer,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    Groups,
+    IsFull,
+    Key,
+    Kind,
+    Mean,
+    NextRow,
+    NotOfOneKindError,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    Stacked,
+    TowerId,
+    Valid,
+    rows,
+)
+
+Rule: TypeAlias = Callable[..., Any]
+"""A function of an `EquationPair` and of each operand's kind.
+
+It returns one kind for each result, or one for all of them.
+"""
+
+NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter | NextRow
+"""Numbers of a tower, or of a row, that are other numbers on another tower."""
+
+OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
+"""Numbers and keys of a tower's own."""
+
+OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
+"""Kinds of one tower's array, or of one row of it."""
+
+SPECIAL: TypeAlias = Groups | Stacked | Columns | SoFar | Buffer | RowOrder
+"""Other kinds, which no rule may take for one tower's array by mistake."""
+
+
+BY_ELEMENT = ELEMENTWISE | {"bitcast_convert_type"}
+"""Primitives whose rules are for single elements, and so for groups of rows, too."""
+
+
+class Registered(NamedTuple):
+    """A rule, and the operands that it accepts."""
+
+    rule: Rule
+    operands: tuple[Any, ...]  # the kinds of the first operands
+    every: Any = None  # those of each operand after these; None if there is none
+    # Whether it is given ROWS for a COPY that has a dim of rows.
+    copies_as_rows: bool = False
+    # Whether it says which value a result is, and where this is 0; otherwise what was
+    # known of that is dropped.
+    knows_identity: bool = False
+    is_swapped: bool = False  # whether it is given the second operand first
+
+    def is_again(self, other: "Registered") -> bool:
+        """Return whether another rule is this one, loaded again."""
+        names = [(x.rule.__module__, x.rule.__qualname__) for x in (self, other)]
+        operands = {(x.every, frozenset(x.operands)) for x in (self, other)}
+        return names[0] == names[1] and len(operands) == 1
+
+    def fits(self, pair: EquationPair) -> bool:
+        """Return whether the rule accepts an equation's operands."""
+        count = len(self.operands)
+        more = pair.ins[count:]
+        if len(pair.ins) < count or (more and self.every is None):
+            return False
+        pairs = zip(pair.ins, self.operands, strict=False)
+        fits = all(isinstance(x, kinds) for x, kinds in pairs)
+        return fits and all(isinstance(x, self.every) for x in more)
+
+    def ask(self, pair: EquationPair) -> list[Kind]:
+        """Return the kinds of an equation's results."""
+        if self.is_swapped:
+            pair = pair.swapped()
+        found = self.rule(pair, *pair.ins)
+        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
+        if self.knows_identity:
+            return found
+        return [x.without_identity() for x in found]
+
+
+RULES: dict[str, tuple[Registered, ...]] = {}
+"""The rules by the names of their primitives; other primitives are unknown."""
+
+
+def rule(
+    names: str,
+    *operands: Any,
+    every: Any = None,
+    copies_as_rows: bool = False,
+    knows_identity: bool = False,
+    commutes: bool = False,
+) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers a rule.
+
+    Args:
+      names: The names of its primitives.
+      *operands: The kinds of the first operands.
+      every: The kinds of each operand after these, of which there may be any number.
+      copies_as_rows: Whether it is given rows for a copy that has a dim of rows.
+      knows_identity: Whether it says which value a result is.
+      commutes: Whether it accepts its two operands in either order, too.
+    """
+
+    def register(function: Rule) -> Rule:
+        found = Registered(function, operands, every, copies_as_rows, knows_identity)
+        both = [found]
+        if commutes:
+            both.append(found._replace(operands=operands[::-1], is_swapped=True))
+        for name in names.split():
+            # A module that is loaded again registers its rules again.
+            others = [x for x in RULES.get(name, ()) if not x.is_again(found)]
+            RULES[name] = (*others, *both)
+        return function
+
+    return register
+
+
+def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
+    """Return the rule that accepts an equation, and the equation as it gets it."""
+    for registered in RULES.get(pair.name, ()):
+        asked = _with_copies_as_rows(pair) if registered.copies_as_rows else pair
+        if registered.fits(asked):
+            return registered, asked
+    return None
+
+
+def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
+    """The equation, with rows for each copy that is constant along its rows."""
+    ins = [
+        rows(x.power) if isinstance(x, Copy) and axis is not None else x
+        for x, axis in zip(pair.ins, pair.rows_in, strict=True)
+    ]
+    return pair.with_kinds(ins)
+
+
+# How an equation is told whose operands no rule accepts.
+_OF_TWO = {
+    "add": "{} added to {}",
+    "add_any": "{} added to {}",
+    "sub": "{} added to {}",
+    "mul": "{} times {}",
+    "dot_general": "{} times {}",
+    "div": "{} divided by {}",
+    "max": "the max of {} and {}",
+    "min": "the min of {} and {}",
+    "gather": "elements of {} at {}",
+    "random_fold_in": "a key of {} and {}",
+    "towerjax_take": "a lookup in {} by {}",
+    **dict.fromkeys(["eq", "ne", "lt", "le", "gt", "ge"], "{} compared with {}"),
+}
+
+
+_OF_ONE = {
+    "neg": "the negative of {}",
+    "reshape": "{} in another shape",
+    "broadcast_in_dim": "{} that is repeated along the rows or another dim",
+    "slice": "some elements of {}",
+    "tile": "{} that is repeated",
+    "top_k": "the largest of {}",
+}
+
+
+def refused(pair: EquationPair) -> NotOfOneKindError:
+    """Return the error for an equation whose operands no rule accepts."""
+    ins = pair.ins[::-1] if pair.is_swapped else pair.ins
+    told = f"{pair.name} of " + ", ".join(dict.fromkeys(map(str, ins)))
+    forms = {1: _OF_ONE, 2: _OF_TWO}.get(len(ins), {})
+    if pair.name in forms:
+        told = forms[pair.name].format(*ins)
+    return NotOfOneKindError(f"no rule for {told}")
