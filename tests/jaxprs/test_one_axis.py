@@ -14,8 +14,8 @@ from jax.extend.core import Literal
 from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.jaxprs.equation import user_line
 from towerjax.jaxprs.interpreter import eqn_context, evaluate_eqn
+from towerjax.jaxprs.sites import user_line
 from towerjax.jaxprs.tags import LOCAL_AXIS
 from towerjax.lowering.dependents import dependents
 from towerjax.lowering.tower_axis import over_local_towers

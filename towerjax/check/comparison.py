@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.jaxprs.equation import all_eqns
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.types import PyTree
 from towerjax.types.refusals import Portable, listed

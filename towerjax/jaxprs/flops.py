@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import (
-    IDENTITIES,
-    PLAIN,
-    REDUCTIONS,
-    Site,
+from towerjax.jaxprs.params import (
     is_hidden,
     manual_axes,
     open_jaxpr,
     sub_jaxprs,
     trace_hidden,
-    user_line,
 )
+from towerjax.jaxprs.primitives import IDENTITIES, PLAIN, REDUCTIONS
+from towerjax.jaxprs.sites import Site, user_line
 
 
 @dataclasses.dataclass(frozen=True)

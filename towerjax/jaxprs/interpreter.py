@@ -8,7 +8,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from towerjax.jaxprs.equation import PLAIN, user_line
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import user_line
 
 
 class Interpreter:

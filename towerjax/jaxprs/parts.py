@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
-from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 
 

@@ -6,20 +6,15 @@ small numbers stops growing, and one of large numbers overflows; sooner on one d
 than on several.
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from towerjax.jaxprs.equation import (
-    all_eqns,
-    loop_sizes,
-    named_axes,
-    refs,
-    sub_jaxprs,
-)
+from towerjax.jaxprs.flow import inner_programs, refs
+from towerjax.jaxprs.params import named_axes
+from towerjax.jaxprs.sites import eqns_inside
 from towerjax.jaxprs.tags import LOCAL_AXIS
 from towerjax.types.trees import widen_dtype
 
@@ -36,9 +31,8 @@ def dependents(
     """
     differ: set[Any] = set(given)
     for eqn in body.eqns:
-        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
         is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
-        if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
+        if is_own or any([axis in named_axes(x) for x in (eqn, *eqns_inside(eqn))]):
             differ.update([] if eqn.primitive in ends else [*eqn.outvars, *refs(eqn)])
     return differ
 
@@ -66,23 +60,19 @@ def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
     for eqn in body.eqns:
         if _is_rounding(eqn) and not is_own(eqn.invars[0]):
             return True
-        for inner in sub_jaxprs(eqn):
-            if _rounds(inner, _own_inside(eqn, inner, is_own), axis):
+        if eqn.primitive.name == "while":
+            continue  # it has no backward derivative
+        reads_own = any(map(is_own, eqn.invars))
+        for inner in inner_programs(eqn):
+            values = zip(inner.operands, inner.carried, strict=True)
+            are_own = [
+                reads_own if operand is None else is_own(operand) or is_own(after)
+                for operand, after in values
+            ]
+            inputs = zip(inner.jaxpr.invars, are_own, strict=True)
+            if _rounds(inner.jaxpr, {x for x, differs in inputs if differs}, axis):
                 return True
     return False
-
-
-def _own_inside(eqn: JaxprEqn, inner: Jaxpr, is_own: Any) -> set[Any]:
-    """Return the per-tower inputs of an inner program."""
-    if eqn.primitive.name == "while":  # it has no backward derivative
-        return {*inner.invars}
-    outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
-    own = {x for x, y in zip(inner.invars, outer, strict=False) if is_own(y)}
-    if eqn.primitive.name == "scan":  # a step's carry is an input of the next step
-        first, number = loop_sizes(eqn)
-        carried = zip(inner.invars[first : first + number], eqn.outvars, strict=False)
-        own |= {x for x, y in carried if is_own(y)}
-    return own
 
 
 def _is_rounding(eqn: JaxprEqn) -> bool:

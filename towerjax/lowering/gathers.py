@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from towerjax.collectives.reduce import hide_complex
-from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.types import PyTree

@@ -12,8 +12,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.jaxprs.equation import ELEMENTWISE, IDENTITIES
 from towerjax.jaxprs.interpreter import evaluate_eqn
+from towerjax.jaxprs.primitives import ELEMENTWISE, IDENTITIES
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.gathers import gather, gather_cast, scatter
 from towerjax.mesh.placement import Placement, split_spec

@@ -23,8 +23,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import loop_sizes, open_jaxpr, scopes_of
 from towerjax.jaxprs.interpreter import Interpreter, eqn_context, evaluate_eqn
+from towerjax.jaxprs.params import loop_sizes, open_jaxpr
+from towerjax.jaxprs.sites import scopes_of
 from towerjax.lowering.gathers import gathering_again
 from towerjax.lowering.sharded_values import (
     Shard,

@@ -6,7 +6,6 @@ axis is replaced by one over the device axis and the local towers.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,17 +19,10 @@ from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.reduce import add_rows, gather_over_towers
-from towerjax.jaxprs.equation import (
-    PLAIN,
-    all_eqns,
-    is_hidden,
-    named_axes,
-    open_jaxpr,
-    sub_jaxprs,
-    trace_hidden,
-    user_line,
-)
 from towerjax.jaxprs.interpreter import Interpreter, as_call, with_programs
+from towerjax.jaxprs.params import is_hidden, named_axes, open_jaxpr, trace_hidden
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import eqns_inside, user_line
 from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS
 from towerjax.lowering.in_turn import map_in_turn, scan_and_add
 from towerjax.mesh.placement import TowerAxes
@@ -204,10 +196,8 @@ class _Lowering:
     def _meets_inside(self, eqn: JaxprEqn) -> bool:
         """Whether towers run together, and communicate in an equation's function."""
         is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
-        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-        return is_together and any(
-            self.axes.tower_axis in named_axes(each) for each in inside
-        )
+        axis = self.axes.tower_axis
+        return is_together and any(axis in named_axes(x) for x in eqns_inside(eqn))
 
     def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
         """The result of `_lower_rule` for a forward in which towers communicate."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.jaxprs.equation import forwarded_inputs
+from towerjax.jaxprs.flow import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.passes.derivative import LossSums

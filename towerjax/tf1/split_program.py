@@ -16,9 +16,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 import towerjax as tj
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.jaxprs.interpreter import Interpreter
+from towerjax.jaxprs.params import named_axes
 from towerjax.jaxprs.parts import Parts
+from towerjax.jaxprs.sites import all_sites, scopes_of, user_line
 from towerjax.lowering.dependents import dependents
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means

@@ -18,7 +18,8 @@ from towerjax.check.equality.of_step import (
     advice_on_bare_loss,
     equalities_of,
 )
-from towerjax.jaxprs.equation import PLAIN, Site, all_sites, user_line
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME

@@ -23,7 +23,7 @@ from towerjax.check.comparison import (
     join_reports,
     judge,
 )
-from towerjax.jaxprs.equation import all_eqns
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
 from towerjax.proof.findings import ReplicationError

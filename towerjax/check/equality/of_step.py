@@ -22,7 +22,8 @@ from towerjax.check.equality.traced_passes import (
 )
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
-from towerjax.jaxprs.equation import all_eqns, all_sites, named_axes, user_line
+from towerjax.jaxprs.params import named_axes
+from towerjax.jaxprs.sites import all_eqns, all_sites, user_line
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,

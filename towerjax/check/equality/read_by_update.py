@@ -7,7 +7,8 @@ have several, so that a state which is computed from them depends on the split.
 import jax
 from jax.extend.core import Literal
 
-from towerjax.jaxprs.equation import needed_eqns, user_line
+from towerjax.jaxprs.flow import needed_eqns
+from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree

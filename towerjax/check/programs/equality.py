@@ -22,7 +22,7 @@ from towerjax.check.programs.traced import (
     traced_arrays,
 )
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
-from towerjax.jaxprs.equation import is_ref
+from towerjax.jaxprs.flow import is_ref
 from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.check.programs.traced import NUMBER_TYPES
-from towerjax.jaxprs.equation import is_library
+from towerjax.jaxprs.sites import is_library
 from towerjax.types.trees import is_deleted
 
 _WHOLE = type | types.ModuleType | str | bytes  # their contents are not searched

@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from towerjax.jaxprs.equation import is_library
+from towerjax.jaxprs.sites import is_library
 from towerjax.mesh.devices import want_cpu_devices
 from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary

@@ -20,14 +20,8 @@ from towerjax.check.programs.traced import (
     trace_program,
 )
 from towerjax.check.programs.words import OF_DEVICES, OF_MICRO_BATCHES, Words
-from towerjax.jaxprs.equation import (
-    Site,
-    all_sites,
-    manual_axes,
-    named_axes,
-    outwards,
-    user_line,
-)
+from towerjax.jaxprs.params import manual_axes, named_axes
+from towerjax.jaxprs.sites import Site, all_sites, outwards, user_line
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError

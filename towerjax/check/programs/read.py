@@ -11,7 +11,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from towerjax.check.comparison import rounding_of
 from towerjax.check.programs.runs import UserProgram, meshes_of_trace
 from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
-from towerjax.jaxprs.equation import all_sites, arrays_in, named_axes, user_line
+from towerjax.jaxprs.params import named_axes
+from towerjax.jaxprs.sites import all_sites, arrays_in, user_line
 from towerjax.mesh.devices import Device
 from towerjax.types.trees import key_data
 

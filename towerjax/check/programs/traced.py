@@ -8,7 +8,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from towerjax.jaxprs.equation import all_eqns, param_leaves
+from towerjax.jaxprs.params import param_leaves
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.devices import Device
 from towerjax.types import PyTree
 from towerjax.types.refusals import kind_of

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from towerjax.jaxprs.equation import outwards, user_line
+from towerjax.jaxprs.sites import outwards, user_line
 from towerjax.proof.equal.causes import Cause
 
 _BY_JAX = (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from towerjax.jaxprs.equation import format_line, is_library
+from towerjax.jaxprs.sites import format_line, is_library
 from towerjax.step.run.compile import compile_step
 from towerjax.types.tables import in_bytes
 

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from towerjax.jaxprs.equation import all_eqns, given_name, open_jaxpr, user_line
+from towerjax.jaxprs.params import given_name, open_jaxpr
+from towerjax.jaxprs.sites import all_eqns, user_line
 from towerjax.proof.equal import (  # noqa: F401
     choices,
     elementwise,

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.collectives.lookups import LOOKUP, join_lookups
-from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
+from towerjax.jaxprs.flow import inner_programs
 from towerjax.jaxprs.interpreter import Interpreter
+from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.sites import all_jaxprs, user_line
 from towerjax.step.passes.derivative import (
     Gradient,
     Ids,
@@ -242,12 +244,11 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
                     " whose gradient has all rows."
                 )
             continue
-        for inner in sub_jaxprs(eqn):
-            given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
-            pairs = zip(inner.invars, given, strict=False)
-            is_known = eqn.primitive.name != "while"  # its operands have another order
-            known = {own for own, outer in pairs if is_known and _is_free(outer, free)}
-            _refuse_inside(inner, known | {*inner.constvars}, is_top=False)
+        for inner in inner_programs(eqn):
+            values = zip(inner.jaxpr.invars, inner.operands, strict=True)
+            known = {x for x, operand in values if _is_free(operand, free)}
+            known.update(inner.jaxpr.constvars)
+            _refuse_inside(inner.jaxpr, known, is_top=False)
 
 
 def _is_free(var: Any, free: set[Any]) -> bool:

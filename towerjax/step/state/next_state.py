@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from towerjax.collectives.packing import all_finite
-from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
