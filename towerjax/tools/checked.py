@@ -29,6 +29,7 @@ from towerjax.check.programs.same import (
     takes_nothing,
 )
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
+from towerjax.proof.equal.says import Says
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
@@ -119,13 +120,13 @@ def _prove(
     looked.faults += [
         Fault("equality", x.leaf, f"{x.leaf}: {x.why}")
         for x in proof.equal
-        if x.says == "refuted"
+        if x.says is Says.REFUTED
     ]
-    return bool(proof.equal) and all(x.says != "unknown" for x in proof.equal)
+    return bool(proof.equal) and all(x.says is not Says.UNKNOWN for x in proof.equal)
 
 
 def _tell_of_no_run(looked: Looked) -> None:
-    answer = "refuted" if looked.faults else "proved"
+    answer = Says.REFUTED if looked.faults else Says.PROVED
     looked.told.append(_NOT_RUN.format(answer))
 
 

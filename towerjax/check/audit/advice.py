@@ -21,6 +21,7 @@ from towerjax.check.equality.of_step import (
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
@@ -207,7 +208,7 @@ def _refuted_in(audit: Audit) -> list[Equality]:
     step = audit.step
     given = step.plan, step.strategy, step.state, step.batch
     found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
-    return [x for x in found if x.says == "refuted"]
+    return [x for x in found if x.says is Says.REFUTED]
 
 
 def _of_several_devices(case: Case) -> Explained | None:

@@ -34,6 +34,7 @@ from towerjax.proof.equal.one_tower import (
     worst_of,
 )
 from towerjax.proof.equal.same_path import way_of
+from towerjax.proof.equal.says import Says
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.types import Reduction
@@ -70,7 +71,7 @@ def equalities_of(step: StepToProve) -> list[Equality]:
 
 def _of_whole_step(why: str) -> list[Equality]:
     """One unknown result for all leaves of a step."""
-    return [Equality(WHOLE_STEP, "unknown", why)]
+    return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
@@ -108,7 +109,7 @@ def _of_programs(
     """
     traced = traced_passes(step, passes)
     answers = _of_passes(traced, step)
-    unknown = any(x.says == "unknown" for x in answers)
+    unknown = any(x.says is Says.UNKNOWN for x in answers)
     if not unknown or step.rows != step.strategy.placement.row_shards:
         return traced, answers
     examples = None if step.examples is None else 2 * step.examples
@@ -120,10 +121,10 @@ def _of_programs(
         return traced, answers
     if not all(map(_take_one_way, traced, again)):
         return traced, answers
-    proved = {x.leaf for x in _of_passes(again, doubled) if x.says == "proved"}
+    proved = {x.leaf for x in _of_passes(again, doubled) if x.says is Says.PROVED}
     return traced, [
-        dataclasses.replace(x, says="proved", why="")
-        if x.says == "unknown" and x.leaf in proved
+        dataclasses.replace(x, says=Says.PROVED, why="")
+        if x.says is Says.UNKNOWN and x.leaf in proved
         else x
         for x in answers
     ]
@@ -158,7 +159,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
     for number, each in enumerate(traced, 1):
         if why := _why_not_walked(each):
             equalities = [
-                Equality(x.name, "unknown", why)
+                Equality(x.name, Says.UNKNOWN, why)
                 for x in each.outputs
                 if x.merge is not Merge.PER_TOWER
             ]
@@ -169,10 +170,10 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
             equalities = [_with_reduction(x, each) for x in equalities]
         prefix = f"pass {number}: " if len(traced) > 1 else ""
         found += [x.named_in(prefix) for x in equalities]
-        if number < len(traced) and any(x.says != "proved" for x in equalities):
+        if number < len(traced) and any(x.says is not Says.PROVED for x in equalities):
             rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
             why = f"the results of pass {number} are not proved"
-            return found + [Equality(name, "unknown", why) for name in rest]
+            return found + [Equality(name, Says.UNKNOWN, why) for name in rest]
     return found
 
 
@@ -201,7 +202,7 @@ def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
     """The refutation of a bare loss, with advice on its ``loss_reduction``."""
     how = each.loss_reduction
     is_loss = equality.leaf.startswith(("loss", GRADIENT))
-    if how is None or not is_loss or equality.says != "refuted":
+    if how is None or not is_loss or equality.says is not Says.REFUTED:
         return equality
     return dataclasses.replace(equality, advice=advice_on_bare_loss(how))
 
@@ -237,11 +238,11 @@ def _with_sums(
         return [*found]
     merges = [Merge.SUM if x.name in parts else Merge.PER_TOWER for x in leaves]
     alone = [MergedLeaf(x.name, how) for x, how in zip(leaves, merges, strict=True)]
-    same = {x.leaf for x in _asked(each, alone, step) if x.says == "proved"}
+    same = {x.leaf for x in _asked(each, alone, step) if x.says is Says.PROVED}
     odd = {pair[0] for pair in pairs if not same.issuperset(pair)}
     return [
-        Equality(x.leaf, "unknown", _READ_IN_PARTS)
-        if x.leaf in odd and x.says == "proved"
+        Equality(x.leaf, Says.UNKNOWN, _READ_IN_PARTS)
+        if x.leaf in odd and x.says is Says.PROVED
         else x
         for x in found
     ]

@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree
 
@@ -46,7 +47,7 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
             at = f", at {line}" if line else ""
             name = per_tower[v]
             why = f"it reads {name}, which each tower has a value of its own of{at}"
-            return [Equality(UPDATE, "unknown", why)]
+            return [Equality(UPDATE, Says.UNKNOWN, why)]
     return []
 
 

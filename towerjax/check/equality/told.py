@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from towerjax.check.comparison import GRADIENT, Refuted, SplitError
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
@@ -33,7 +34,7 @@ class StepEquality:
         """The reason for each leaf that is not proved equal to one tower, by name."""
         if not self.leaves:
             return {WHOLE_STEP: "its towers merge nothing, so each keeps its result"}
-        return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
+        return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
         """The same results and more of them."""
@@ -49,14 +50,16 @@ class StepEquality:
             return self
         why = f"a shard_map over a tower's own devices, {line}"
         leaves = [
-            dataclasses.replace(x, says="unknown", why=why) if x.says == "proved" else x
+            dataclasses.replace(x, says=Says.UNKNOWN, why=why)
+            if x.says is Says.PROVED
+            else x
             for x in self.leaves
         ]
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def refuse(self) -> None:
         """Raise if a leaf is proved to depend on the split."""
-        refuted = [x for x in self.leaves if x.says == "refuted"]
+        refuted = [x for x in self.leaves if x.says is Says.REFUTED]
         if refuted:
             found = [Refuted(x.leaf, x.why) for x in refuted]
             advice = dict.fromkeys(x.advice for x in refuted if x.advice)
@@ -69,7 +72,7 @@ class StepEquality:
         the gradient is not proved either. An audit compares the values that a metric
         state computes, and the proof its fields.
         """
-        unproved = [x.state or x.leaf for x in self.leaves if x.says != "proved"]
+        unproved = [x.state or x.leaf for x in self.leaves if x.says is not Says.PROVED]
         if any(x.startswith("loss") for x in unproved):
             unproved.append(GRADIENT)
         return WHOLE_STEP in unproved or any(

@@ -27,6 +27,7 @@ from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
 from towerjax.proof.equal.one_tower import Equality, worst_of
+from towerjax.proof.equal.says import Says
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.written_out import kinds_by_matches
 from towerjax.types.refusals import listed
@@ -83,7 +84,7 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
         _refuse_unlike(first, second)
         each = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        each = [("unknown", words.reason(str(error)))] * len(leaves)
+        each = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
     return [
         Equality(name, *said)
         for (name, x), said in zip(leaves, each, strict=True)
@@ -137,7 +138,7 @@ def _is_python_number(x: Any) -> bool:
 
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
-) -> list[tuple[str, str]]:
+) -> list[tuple[Says, str]]:
     """The proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
@@ -155,9 +156,9 @@ def _said_of_results(
     found = []
     for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
         says, why = _said_of_result(walk.sizes, value, *both)
-        if says == "refuted":
+        if says is Says.REFUTED:
             why = words.of_power(value.power, causes.of_power(number))
-        elif says == "unknown":
+        elif says is Says.UNKNOWN:
             why = words.of_unknown(why, causes.of_unknown(number))
         found.append((says, why))
     return found
@@ -204,22 +205,22 @@ def _any_value(found: Known) -> Known:
 
 def _said_of_result(
     sizes: Sizes, value: Known, first: Any, second: Any
-) -> tuple[str, str]:
+) -> tuple[Says, str]:
     """The proof's result for one returned value, and why."""
     if value.kind is Kind.UNKNOWN:
-        return "unknown", value.why
+        return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)
     is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers
     if value.kind is Kind.STACKED:
         wanted = {None: Kind.COPY, 1: Kind.ROWS}.get(own_rows)
         fits = is_stacked and value.note is wanted
         if not fits:
-            return "unknown", f"each tower returns {value.note.value} of its own"
+            return Says.UNKNOWN, f"each tower returns {value.note.value} of its own"
     elif value.kind is Kind.ZERO:
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
         fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
     if not fits:
-        return "unknown", "its shape depends on the number of towers"
+        return Says.UNKNOWN, "its shape depends on the number of towers"
     is_power = value.kind is not Kind.ZERO and bool(value.power)
-    return ("refuted", "") if is_power else ("proved", "")
+    return (Says.REFUTED, "") if is_power else (Says.PROVED, "")

@@ -24,6 +24,7 @@ from towerjax.jaxprs.params import manual_axes, named_axes
 from towerjax.jaxprs.sites import Site, all_sites, outwards, user_line
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.types.boundary import api_boundary
@@ -82,7 +83,7 @@ class ProgramReport:
     @property
     def unproved(self) -> dict[str, str]:
         """The reason for each result that is not proved the same as with one."""
-        return {x.leaf: x.why for x in self.equal if x.says != "proved"}
+        return {x.leaf: x.why for x in self.equal if x.says is not Says.PROVED}
 
     def __str__(self) -> str:
         kept = f"copies of a state that stay the same: {self.copies}"
@@ -95,12 +96,12 @@ class ProgramReport:
     def _equal(self) -> Iterator[str]:
         """Lines on how many results are the same as with one, and which are not."""
         if self.equal:
-            number = sum(x.says == "proved" for x in self.equal)
+            number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone
             yield f"the same as {alone}: {number} of {len(self.equal)} results"
         by_answer = dict[tuple[str, str], list[str]]()
         for x in self.equal:
-            if x.says != "proved":
+            if x.says is not Says.PROVED:
                 by_answer.setdefault((x.says, x.why), []).append(x.leaf)
         for (says, why), (first, *more) in by_answer.items():
             leaves = f"{first} and {len(more)} more" if more else first
@@ -213,7 +214,7 @@ def proved_on(
 
 def refuted_in(report: ProgramReport) -> str:
     """The error text for refuted results; "" if there are none."""
-    told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
+    told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says is Says.REFUTED]
     return "\n".join([report.words.depends, *told]) if told else ""
 
 

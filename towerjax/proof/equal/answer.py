@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from towerjax.proof.equal.kinds import EACH, PADDING, Kind, Known, Power, as_part
+from towerjax.proof.equal.says import Says
 
 
 class Merge(enum.Enum):
@@ -39,13 +40,13 @@ class ProvedResult(NamedTuple):
 class Answer(NamedTuple):
     """The answer for one leaf."""
 
-    says: str  # "proved", "refuted" or "unknown"
+    says: Says
     why: str = ""  # the reason, if it is not proved
     advice: str = ""  # what to write, if it is refuted
 
 
 _KIND_OF = {Merge.MAXIMUM: Kind.MAXIMUM, Merge.MINIMUM: Kind.MINIMUM}
-_PROVED = Answer("proved")
+_PROVED = Answer(Says.PROVED)
 _MEAN_OF_ROWS = (
     "Return tj.Weighted(sum, weight) with the weights of the same rows, or"
     " tj.Weighted.mean(values, tower.weight)."
@@ -66,9 +67,9 @@ def answer_for(
     """The answer for a leaf."""
     unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
     if unknown:
-        return Answer("unknown", unknown[0].why)
+        return Answer(Says.UNKNOWN, unknown[0].why)
     if merge is Merge.OTHER:
-        return Answer("unknown", f"it is {merge.value}")
+        return Answer(Says.UNKNOWN, f"it is {merge.value}")
     if merge is Merge.ROWS:
         return _of_rows(value, has_rows)
     if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
@@ -92,7 +93,7 @@ def _of_rows(value: Known, has_rows: bool) -> Answer:
     if value.kind is Kind.ZERO and has_rows:
         return _PROVED
     if not has_rows or value.blocks > 1:
-        return Answer("unknown", "its dim 0 is not that of the tower's rows")
+        return Answer(Says.UNKNOWN, "its dim 0 is not that of the tower's rows")
     kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
     return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
 
@@ -105,36 +106,36 @@ def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answe
     indices = at.value
     for x in (value, indices):
         if x.kind is Kind.UNKNOWN:
-            return Answer("unknown", x.why)
+            return Answer(Says.UNKNOWN, x.why)
     if value.kind is Kind.ZERO:
         return _PROVED
     if indices.kind not in EACH or indices.power:
-        return Answer("unknown", f"its indices are {indices}")
+        return Answer(Says.UNKNOWN, f"its indices are {indices}")
     if at.times_rows is None:
         total = as_part(value)
         return _off_by(total, Kind.PART, total.power, _FREE_OF_NUMBER)
     if value.kind not in EACH:
-        return Answer("unknown", f"it is {value}, at indices that are {indices}")
+        return Answer(Says.UNKNOWN, f"it is {value}, at indices that are {indices}")
     orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
     if len(orders) > 1:
-        return Answer("unknown", "its values and its indices are of different rows")
+        return Answer(Says.UNKNOWN, "its values and its indices are of different rows")
     if padded and PADDING not in value.zeros:
-        return Answer("unknown", "padding counts in it")
+        return Answer(Says.UNKNOWN, "padding counts in it")
     return _off_by(value, value.kind, value.power, _FREE_OF_NUMBER)
 
 
 def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if value.kind is not wanted:
-        return Answer("unknown", f"it is {value}, and not {wanted.value}")
-    return Answer("refuted", _told(power), advice) if power else _PROVED
+        return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.value}")
+    return Answer(Says.REFUTED, _told(power), advice) if power else _PROVED
 
 
 def _of_mean(value: Known, weight: Known) -> Answer:
     """The answer for a mean, whose sum and weight must have the same power."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
         why = "it is an average of the towers' averages, each over its rows"
-        return Answer("refuted", why, _MEAN_OF_ROWS)
+        return Answer(Says.REFUTED, why, _MEAN_OF_ROWS)
     # The number of a tower's rows is a copy, and also a sum over the rows.
     is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
@@ -142,11 +143,11 @@ def _of_mean(value: Known, weight: Known) -> Answer:
     of_weights = as_part(weight)
     for each in (total, of_weights):
         if each.kind is not Kind.PART:
-            return Answer("unknown", f"it is {value}, divided by {weight}")
+            return Answer(Says.UNKNOWN, f"it is {value}, divided by {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
         told = _told(power) + ": its weight is no sum over rows, and is added T times"
-        return Answer("refuted", told, advice)
+        return Answer(Says.REFUTED, told, advice)
     given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
     if power and given:
         power = Power(power, given[0].line)

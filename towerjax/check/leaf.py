@@ -1,0 +1,96 @@
+"""The name of a merged leaf, which knows where in a step's results the leaf stands."""
+
+import enum
+from typing import Any
+
+import jax
+
+from towerjax.step.passes.accumulators import key_name
+
+
+class Part(enum.Enum):
+    """The part of a step's results that a leaf belongs to."""
+
+    LOSS = enum.auto()
+    GRADIENT = enum.auto()
+    OTHER = enum.auto()
+
+
+_GRADIENTS = "grads"  # the key of gradients in the results of a pass
+# The fields of `Sum` and `Weighted` that have a tree.
+_HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
+
+
+class Leaf(str):
+    """A leaf's name, such as ``gradient['w']``, with its part and its place.
+
+    Attributes:
+      part: The part of the results that it belongs to.
+      number: The number of the pass that merges it; 0 if a step has only one.
+      keys: The keys that lead to it in the results of its pass.
+    """
+
+    part: Part
+    number: int
+    keys: tuple[Any, ...]
+
+    def __new__(
+        cls,
+        name: str,
+        keys: tuple[Any, ...] = (),
+        *,
+        part: Part = Part.OTHER,
+        number: int = 0,
+    ) -> "Leaf":
+        """Make the name of a leaf; without ``keys`` it stands for a whole pass."""
+        self = super().__new__(cls, name)
+        self.part = part
+        self.number = number
+        self.keys = keys
+        return self
+
+    @classmethod
+    def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "Leaf":
+        """Name the leaf at a path of a pass's results, whose loss has this key.
+
+        The type that holds a gradient is not part of its name.
+        """
+        first = key_name(path[0]) if path else "result"
+        rest = path[1:]
+        if first == _GRADIENTS:
+            rest = rest[1:] if rest[:1] and rest[0] in _HELD_IN else rest
+            root, part = "gradient", Part.GRADIENT
+        else:
+            root = first
+            part = Part.LOSS if first in ("loss", loss) else Part.OTHER
+        return cls(root, (root,), part=part).within(rest)
+
+    def within(self, path: tuple[Any, ...]) -> "Leaf":
+        """Name the leaf at a path of this one."""
+        name = self + jax.tree_util.keystr(path)
+        keys = (*self.keys, *path)
+        return Leaf(name, keys, part=self.part, number=self.number)
+
+    def in_pass(self, number: int) -> "Leaf":
+        """Name the leaf of one of several passes."""
+        name = f"pass {number}: {self}"
+        return Leaf(name, self.keys, part=self.part, number=number)
+
+    def holds(self, other: "Leaf") -> bool:
+        """Whether another leaf is this one or a leaf of it."""
+        is_of_pass = self.number in (0, other.number)
+        return is_of_pass and other.keys[: len(self.keys)] == self.keys
+
+
+WHOLE_STEP = Leaf("step")
+"""The name in place of leaves if a step cannot be traced for other rows."""
+
+
+def whole_pass(number: int) -> Leaf:
+    """Return the name in place of a pass's leaves."""
+    return Leaf(f"pass {number}", number=number)
+
+
+def part_of(name: str) -> Part:
+    """Return the part of a leaf; results of a program that is no step have none."""
+    return name.part if isinstance(name, Leaf) else Part.OTHER
