@@ -45,6 +45,7 @@ from towerjax.check.comparison import (
     rounding_of,
 )
 from towerjax.check.equality.told import NotProved
+from towerjax.check.leaf_name import LeafName
 from towerjax.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
@@ -218,9 +219,19 @@ def test_what_is_right_passes(padding):
     assert report.not_compared == ("local['no one value']",)
 
 
+def leaf_at(*keys):
+    return LeafName.at(tuple(map(jax.tree_util.DictKey, keys)))
+
+
 def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
-    def relative(loss, size, gap, name="gradient['b']", noise=0.0):
-        want = {name: np.zeros(2), "gradient['w']": np.full(3, size), "loss": loss}
+    b = leaf_at("grads", "b")
+
+    def relative(loss, size, gap, name=b, noise=0.0):
+        want = {
+            name: np.zeros(2),
+            leaf_at("grads", "w"): np.full(3, size),
+            "loss": loss,
+        }
         got, near = ({**want, name: np.array([0, x])} for x in (gap, noise))
         run = Compared(3, "x", got, want, lambda: [near])
         excess, finding = _gap_of_leaf(name, run, _sizes(want), 1e-4)
@@ -740,9 +751,9 @@ def test_where_rounding_decides_most_gradients_no_more_is_run():
     """One split is compared; two that are decided, of three, are enough."""
 
     def report(count):
-        decided = tuple(f"gradient[{i}]" for i in range(count))
-        names = "loss", *[f"gradient[{i}]" for i in range(3)]
-        return AuditReport((2,), 12, 1, names, (), 0.1, "loss", decided)
+        gradients = tuple(leaf_at("grads", i) for i in range(3))
+        names = ("loss", *gradients)
+        return AuditReport((2,), 12, 1, names, (), 0.1, "loss", gradients[:count])
 
     assert _rounding_decides(report(1)) is None
     assert _rounding_decides(report(2)).startswith("rounding decides 2 of 3 gradients")

@@ -19,13 +19,16 @@ import pytest
 from audited_losses import BATCH, PARAMS, RIGHT, WRONG, errors
 from flax import linen as nn
 from jax.experimental import io_callback
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 import towerjax as tj
 from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
 from towerjax.check.comparison import AuditReport, NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
+from towerjax.check.leaf_name import WHOLE_STEP, LeafName, whole_pass
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.sweeps.bench import _timed
 
 # What is not proved is audited, and said.
@@ -786,12 +789,25 @@ def test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower(runs):
 
 
 def test_a_gradient_is_open_where_a_term_of_its_loss_is():
-    of_terms = Equality("loss.terms[0]", "proved"), Equality("loss.terms[1]", "unknown")
+    loss, gradient, metrics, metric = (
+        LeafName.at(tuple(map(DictKey, keys.split())))
+        for keys in ("loss", "grads w", "metrics hits", "metrics hits_of_all")
+    )
+    terms = [loss.within((GetAttrKey("terms"), SequenceKey(i))) for i in range(2)]
+    of_terms = Equality(terms[0], Says.PROVED), Equality(terms[1], Says.UNKNOWN)
     found = StepEquality(of_terms, 0.0)
-    assert found.is_open("loss") and found.is_open("gradient['w']")
-    assert not found.is_open("metrics['hits']")
-    of_metric = StepEquality((Equality("metrics['hits']", "unknown"),), 0.0)
-    assert of_metric.is_open("metrics['hits']") and not of_metric.is_open("gradient")
+    assert found.is_open(loss) and found.is_open(gradient)
+    assert not found.is_open(metrics)
+    of_metric = StepEquality((Equality(metrics, Says.UNKNOWN),), 0.0)
+    assert of_metric.is_open(metrics) and not of_metric.is_open(gradient)
+    assert not of_metric.is_open(metric)
+    later = [x.in_pass(2) for x in (loss, gradient, metrics)]
+    of_passes = StepEquality((Equality(loss.in_pass(1), Says.UNKNOWN),), 0.0)
+    assert not any(map(of_passes.is_open, later))
+    for whole in (WHOLE_STEP, whole_pass(2)):
+        of_whole = StepEquality((Equality(whole, Says.UNKNOWN),), 0.0)
+        assert all(map(of_whole.is_open, later))
+        assert of_whole.is_open(loss.in_pass(1)) == (whole is WHOLE_STEP)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.check.leaf_name import Part, part_of
 from towerjax.jaxprs.sites import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.types import PyTree
@@ -17,8 +18,6 @@ from towerjax.types.trees import is_key
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """The merged value of each leaf, real numbers; None if it has no one value."""
-
-GRADIENT = "gradient"  # how names of gradients begin
 
 # A difference counts if it exceeds this many times the effect of rounding the inputs
 # once more. In 16 bits the inputs were already rounded as much (True).
@@ -259,7 +258,7 @@ def compared_of(leaves: Leaves) -> tuple[str, ...]:
 
 
 def _rank(leaf: str) -> int:
-    return 0 if leaf.startswith("loss") else 1 if leaf.startswith(GRADIENT) else 2
+    return [*Part].index(part_of(leaf))
 
 
 def _gap_of_leaf(
@@ -309,7 +308,8 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 def nonfinite_loss(leaves: Leaves) -> str | None:
     """The message if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
-        if name.startswith("loss") and x is not None and not np.isfinite(x).all():
+        is_loss = part_of(name) is Part.LOSS
+        if is_loss and x is not None and not np.isfinite(x).all():
             return (
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
                 " loss is finite; a label that is not a class makes it NaN"
@@ -324,11 +324,12 @@ def _sizes(want: Leaves) -> dict[str, float]:
     may be 0 up to their rounding.
     """
     known = {n: _largest(x) for n, x in want.items() if x is not None}
+    parts = {n: part_of(n) for n in known}
+    gradients = [size for n, size in known.items() if parts[n] is Part.GRADIENT]
     least = 0.001 * known.get("loss", 0.0)
-    gradients = [size for n, size in known.items() if n.startswith(GRADIENT)]
     of_gradients = max(least, 0.01 * max(gradients, default=0.0))
     return {
-        n: max(size, of_gradients if n.startswith(GRADIENT) else least)
+        n: max(size, of_gradients if parts[n] is Part.GRADIENT else least)
         for n, size in known.items()
     }
 

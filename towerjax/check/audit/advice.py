@@ -12,12 +12,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from towerjax.check.audit.kept import program_hash
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
-from towerjax.check.comparison import GRADIENT, Finding, SplitError
+from towerjax.check.comparison import Finding, SplitError
 from towerjax.check.equality.of_step import (
     StepToProve,
     advice_on_bare_loss,
     equalities_of,
 )
+from towerjax.check.leaf_name import Part, leaf_of, part_of
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
@@ -164,7 +165,7 @@ def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> lis
     """What ``loss_reduction=`` makes of a bare loss, if one of the leaves is one."""
     passes = case.audit.step.plan.passes.each
     said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
-    is_of_loss = any(x.startswith(("loss", GRADIENT)) for x in leaves)
+    is_of_loss = any(part_of(x) is not Part.OTHER for x in leaves)
     is_told = "loss_reduction=" in advice.remedy
     return [advice_on_bare_loss(said[0])] if said and is_of_loss and not is_told else []
 
@@ -192,10 +193,10 @@ def _refuted(case: Case) -> Explained | None:
     known = dict[str, Advice]()
     refuted = _refuted_in(case.audit)
     for name in case.names:
-        is_of_loss = name.startswith(GRADIENT) and not case.audit.is_own
-        root = "loss" if is_of_loss else name
+        follows = part_of(name) is Part.GRADIENT and not case.audit.is_own
         for x in refuted:
-            if x.leaf == root or x.leaf.startswith((f"{root}.", f"{root}[")):
+            leaf = leaf_of(x.leaf)
+            if leaf.part is Part.LOSS if follows else leaf_of(name).holds(leaf):
                 known.setdefault(name, Advice(x.why, x.advice))
     if not known:
         return None
@@ -250,12 +251,12 @@ def _of_padding(case: Case) -> Explained | None:
 
 def _reason_of(case: Case, leaf: str) -> str:
     """The reason, with a line, for which the proof stopped for a leaf; "" for none."""
-    roots = (leaf, "loss") if leaf.startswith(GRADIENT) else (leaf,)
-    for root in roots:
-        for name, why in case.audit.step.reasons.items():
-            if name == root or name.startswith((f"{root}.", f"{root}[")):
-                return why
-    return ""
+    reasons = case.audit.step.reasons
+    asked = leaf_of(leaf)
+    found = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
+    if asked.part is Part.GRADIENT:
+        found += [why for name, why in reasons.items() if part_of(name) is Part.LOSS]
+    return found[0] if found else ""
 
 
 def _of_the_proof(case: Case) -> Explained | None:
@@ -273,12 +274,12 @@ def _of_the_proof(case: Case) -> Explained | None:
 
 def _of_own_gradients(case: Case) -> Explained | None:
     """The leaves, if gradients or values made from them differ, and no loss does."""
-    is_made_of_it = case.audit.is_own or any(GRADIENT in x for x in case.names)
+    parts = [part_of(x) for x in case.names]
+    is_made_of_it = case.audit.is_own or Part.GRADIENT in parts
     has_gradients = any(
         _TRANSPOSED in str(x[0].source_info.name_stack) for x in case.sites
     )
-    has_loss = any(x.startswith("loss") for x in case.names)
-    is_it = is_made_of_it and has_gradients and not has_loss
+    is_it = is_made_of_it and has_gradients and Part.LOSS not in parts
     return Explained(case.names, _BY_OWN_GRADIENT) if is_it else None
 
 

@@ -13,7 +13,6 @@ from towerjax.check.audit.kept import too_large
 from towerjax.check.audit.later_batches import Splits
 from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
 from towerjax.check.comparison import (
-    GRADIENT,
     RAISED_ON_OTHER_ROWS,
     AuditReport,
     Compared,
@@ -23,6 +22,7 @@ from towerjax.check.comparison import (
     join_reports,
     judge,
 )
+from towerjax.check.leaf_name import Part, part_of
 from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
@@ -216,8 +216,8 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 def _rounding_decides(report: AuditReport) -> str | None:
     """The note that rounding decides most gradients, which ends an audit; or None."""
-    gradients = [x for x in report.compared if GRADIENT in x]
-    decided = [x for x in report.by_rounding if GRADIENT in x]
+    gradients = [x for x in report.compared if part_of(x) is Part.GRADIENT]
+    decided = [x for x in report.by_rounding if part_of(x) is Part.GRADIENT]
     if 2 * len(decided) <= len(gradients):
         return None
     return (

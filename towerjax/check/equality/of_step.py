@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.comparison import GRADIENT
-from towerjax.check.equality.told import WHOLE_STEP, StepEquality
+from towerjax.check.equality.told import StepEquality
 from towerjax.check.equality.traced_passes import (
     NotTracedError,
     PassToProve,
     StepToProve,
     traced_passes,
 )
+from towerjax.check.leaf_name import WHOLE_STEP, Part, leaf_of, part_of, whole_pass
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.jaxprs.params import named_axes
@@ -165,23 +165,38 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
             ]
         else:
             equalities = _asked(each, each.outputs, step)
-            read = "" if number < len(traced) else _read_in_parts(step.plan)
-            equalities = _with_sums(equalities, each, step, read)
+            is_last = number == len(traced)
+            keys = _keys_read_in_parts(step.plan) if is_last else ()
+            equalities = _with_sums(equalities, each, step, keys)
             equalities = [_with_reduction(x, each) for x in equalities]
-        prefix = f"pass {number}: " if len(traced) > 1 else ""
-        found += [x.named_in(prefix) for x in equalities]
+        if len(traced) > 1:
+            equalities = [_in_pass(x, number) for x in equalities]
+        found += equalities
         if number < len(traced) and any(x.says is not Says.PROVED for x in equalities):
-            rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
+            rest = [whole_pass(i) for i in range(number + 1, len(traced) + 1)]
             why = f"the results of pass {number} are not proved"
             return found + [Equality(name, Says.UNKNOWN, why) for name in rest]
     return found
 
 
+def _in_pass(equality: Equality, number: int) -> Equality:
+    """Return the answer for a leaf of one of several passes."""
+    leaf = leaf_of(equality.leaf).in_pass(number)
+    state = leaf_of(equality.state).in_pass(number) if equality.state else ""
+    return dataclasses.replace(equality, leaf=leaf, state=state)
+
+
 def _asked(
-    each: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
+    of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    given = each.programs, each.inputs, outputs
-    return equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+    """Ask the proof for these leaves of a pass."""
+    return equal_to_one_tower(
+        of_pass.programs,
+        of_pass.inputs,
+        outputs,
+        axes=of_pass.axes,
+        padded=step.padded,
+    )
 
 
 _BARE = {
@@ -201,7 +216,7 @@ def advice_on_bare_loss(how: Reduction) -> str:
 def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
     """The refutation of a bare loss, with advice on its ``loss_reduction``."""
     how = each.loss_reduction
-    is_loss = equality.leaf.startswith(("loss", GRADIENT))
+    is_loss = part_of(equality.leaf) is not Part.OTHER
     if how is None or not is_loss or equality.says is not Says.REFUTED:
         return equality
     return dataclasses.replace(equality, advice=advice_on_bare_loss(how))
@@ -213,38 +228,47 @@ _READ_IN_PARTS = (
 )
 
 
-def _read_in_parts(plan: Plan) -> str | None:
-    """The start of the names of means whose sum may be read alone; None for none.
+def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
+    """Return the keys of means whose sum may be read alone; None if there are none.
 
     An update that towers trace is given the values of means, and not their sums.
     """
     if not plan.accepts or plan.passes.hold_update:
         return None
-    return "extra" if plan.keeps_local else ""  # update_extra is given that
+    return ("extra",) if plan.keeps_local else ()  # update_extra is given that
 
 
 def _with_sums(
-    found: Sequence[Equality], each: PassToProve, step: StepToProve, read: str | None
+    equalities: Sequence[Equality],
+    of_pass: PassToProve,
+    step: StepToProve,
+    keys: tuple[str, ...] | None,
 ) -> list[Equality]:
-    """The answers, which for these means need an equal sum and an equal weight, too."""
-    leaves = each.outputs
-    pairs = [
-        (x.name, leaves[x.weight].name)
-        for x in leaves
-        if x.weight is not None and read is not None and x.name.startswith(read)
+    """Return the answers; the means at ``keys`` need an equal sum and weight, too."""
+    leaves = of_pass.outputs
+    weight_of = {
+        leaf.name: leaves[leaf.weight].name
+        for leaf in leaves
+        if leaf.weight is not None and keys is not None
+        if leaf_of(leaf.name).is_at(*keys)
+    }
+    if not weight_of:
+        return [*equalities]
+    added = {*weight_of.keys(), *weight_of.values()}
+    sums = [
+        MergedLeaf(leaf.name, Merge.SUM if leaf.name in added else Merge.PER_TOWER)
+        for leaf in leaves
     ]
-    parts = {name for pair in pairs for name in pair}
-    if not parts:
-        return [*found]
-    merges = [Merge.SUM if x.name in parts else Merge.PER_TOWER for x in leaves]
-    alone = [MergedLeaf(x.name, how) for x, how in zip(leaves, merges, strict=True)]
-    same = {x.leaf for x in _asked(each, alone, step) if x.says is Says.PROVED}
-    odd = {pair[0] for pair in pairs if not same.issuperset(pair)}
+    answers = _asked(of_pass, sums, step)
+    equal = {answer.leaf for answer in answers if answer.says is Says.PROVED}
+    unequal = {
+        mean for mean, weight in weight_of.items() if not {mean, weight} <= equal
+    }
     return [
-        Equality(x.leaf, Says.UNKNOWN, _READ_IN_PARTS)
-        if x.leaf in odd and x.says is Says.PROVED
+        dataclasses.replace(x, says=Says.UNKNOWN, why=_READ_IN_PARTS)
+        if x.leaf in unequal and x.says is Says.PROVED
         else x
-        for x in found
+        for x in equalities
     ]
 
 

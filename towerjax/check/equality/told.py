@@ -4,15 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from towerjax.check.comparison import GRADIENT, Refuted, SplitError
+from towerjax.check.comparison import Refuted, SplitError
+from towerjax.check.leaf_name import WHOLE_STEP, Part, leaf_of
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.equal.says import Says
 from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
 NO_ROWS = "step.fn is traced without rows; run step.audit before"
-WHOLE_STEP = "step"
-"""The name in place of leaves if a step cannot be traced for other rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +71,15 @@ class StepEquality:
         the gradient is not proved either. An audit compares the values that a metric
         state computes, and the proof its fields.
         """
-        unproved = [x.state or x.leaf for x in self.leaves if x.says is not Says.PROVED]
-        if any(x.startswith("loss") for x in unproved):
-            unproved.append(GRADIENT)
-        return WHOLE_STEP in unproved or any(
-            x.startswith(leaf) or leaf.startswith(x) for x in unproved
+        asked = leaf_of(leaf)
+        open_leaves = [x for x in self.leaves if x.says is not Says.PROVED]
+        unproved = [leaf_of(x.state or x.leaf) for x in open_leaves]
+        is_gradient = asked.part is Part.GRADIENT
+        return any(
+            x.holds(asked)
+            or asked.holds(x)
+            or (is_gradient and x.part is Part.LOSS and x.number == asked.number)
+            for x in unproved
         )
 
     def __str__(self) -> str:

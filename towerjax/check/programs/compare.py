@@ -173,7 +173,7 @@ def refuse_other_run(again: Seen, first: Seen) -> None:
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
     """The results of a call for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
-    none = Value(None, is_state=False, is_key=False)
+    none = Value(None, is_state=False, is_key=False, is_returned=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
 
 
@@ -189,7 +189,8 @@ def _pairs(
     Results that differ from device to device are added to ``differing``.
     """
     others = sorted(got.keys() ^ want.keys())
-    if names := [name for name in others if name.startswith("result")]:
+    both = {**got, **want}
+    if names := [name for name in others if both[name].is_returned]:
         raise ValueError(
             f"{named} the program returns different results: {listed(names)}. Return"
             " the same for each number."

@@ -131,11 +131,6 @@ class Equality:
     advice: str = ""
     state: str = ""
 
-    def named_in(self, prefix: str) -> "Equality":
-        """Return the same result with a prefix before its names."""
-        state = prefix + self.state if self.state else ""
-        return dataclasses.replace(self, leaf=prefix + self.leaf, state=state)
-
     def __str__(self) -> str:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
 

@@ -9,19 +9,22 @@ from towerjax.step.passes.accumulators import key_name
 
 
 class Part(enum.Enum):
-    """The part of a step's results that a leaf belongs to."""
+    """The part of a step's results that a leaf belongs to, the first to be told."""
 
     LOSS = enum.auto()
     GRADIENT = enum.auto()
     OTHER = enum.auto()
 
 
-_GRADIENTS = "grads"  # the key of gradients in the results of a pass
+GRADIENT = "gradient"
+"""The first key of gradients; in the results of a pass it is another one."""
+
+_GRADIENTS = "grads"
 # The fields of `Sum` and `Weighted` that have a tree.
 _HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
 
 
-class Leaf(str):
+class LeafName(str):
     """A leaf's name, such as ``gradient['w']``, with its part and its place.
 
     Attributes:
@@ -41,7 +44,7 @@ class Leaf(str):
         *,
         part: Part = Part.OTHER,
         number: int = 0,
-    ) -> "Leaf":
+    ) -> "LeafName":
         """Make the name of a leaf; without ``keys`` it stands for a whole pass."""
         self = super().__new__(cls, name)
         self.part = part
@@ -50,7 +53,7 @@ class Leaf(str):
         return self
 
     @classmethod
-    def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "Leaf":
+    def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "LeafName":
         """Name the leaf at a path of a pass's results, whose loss has this key.
 
         The type that holds a gradient is not part of its name.
@@ -59,38 +62,46 @@ class Leaf(str):
         rest = path[1:]
         if first == _GRADIENTS:
             rest = rest[1:] if rest[:1] and rest[0] in _HELD_IN else rest
-            root, part = "gradient", Part.GRADIENT
+            root, part = GRADIENT, Part.GRADIENT
         else:
             root = first
             part = Part.LOSS if first in ("loss", loss) else Part.OTHER
         return cls(root, (root,), part=part).within(rest)
 
-    def within(self, path: tuple[Any, ...]) -> "Leaf":
+    def within(self, path: tuple[Any, ...]) -> "LeafName":
         """Name the leaf at a path of this one."""
         name = self + jax.tree_util.keystr(path)
         keys = (*self.keys, *path)
-        return Leaf(name, keys, part=self.part, number=self.number)
+        return LeafName(name, keys, part=self.part, number=self.number)
 
-    def in_pass(self, number: int) -> "Leaf":
+    def in_pass(self, number: int) -> "LeafName":
         """Name the leaf of one of several passes."""
         name = f"pass {number}: {self}"
-        return Leaf(name, self.keys, part=self.part, number=number)
+        return LeafName(name, self.keys, part=self.part, number=number)
 
-    def holds(self, other: "Leaf") -> bool:
+    def is_at(self, *keys: Any) -> bool:
+        """Whether these keys lead to the leaf, or to what holds it."""
+        return self.keys[: len(keys)] == keys
+
+    def holds(self, other: "LeafName") -> bool:
         """Whether another leaf is this one or a leaf of it."""
-        is_of_pass = self.number in (0, other.number)
-        return is_of_pass and other.keys[: len(self.keys)] == self.keys
+        return self.number in (0, other.number) and other.is_at(*self.keys)
 
 
-WHOLE_STEP = Leaf("step")
+WHOLE_STEP = LeafName("step")
 """The name in place of leaves if a step cannot be traced for other rows."""
 
 
-def whole_pass(number: int) -> Leaf:
+def whole_pass(number: int) -> LeafName:
     """Return the name in place of a pass's leaves."""
-    return Leaf(f"pass {number}", number=number)
+    return LeafName(f"pass {number}", number=number)
+
+
+def leaf_of(name: str) -> LeafName:
+    """Return a leaf's name; that of a program that is no step is a place of its own."""
+    return name if isinstance(name, LeafName) else LeafName(name, (name,))
 
 
 def part_of(name: str) -> Part:
     """Return the part of a leaf; results of a program that is no step have none."""
-    return name.part if isinstance(name, Leaf) else Part.OTHER
+    return leaf_of(name).part
