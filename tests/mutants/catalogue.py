@@ -651,7 +651,7 @@ VALUES = (
        "1 / (calls * pass_.micro_batches)", "1 / calls",
        f"{_ONE_TOWER}[15]"),
     _m("V20", "gradients of towers are added up in the few bits of a cast",
-       "lowering.dependents:_rounds",
+       "lowering.rounded:_rounds",
        "and not is_own(eqn.invars[0])", "and False",
        "one_axis::a_gradient_of_fewer_bits_is_added_up_in_32[cast]"),
     _m("V21", "a rule of one's own counts what a device's towers share once for each",

@@ -1,17 +1,19 @@
 """Tell which values an equation, or a program, passes on or needs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from towerjax.jaxprs.params import (
     is_hidden,
     loop_sizes,
+    named_axes,
     open_jaxpr,
     sub_jaxprs,
     trace_hidden,
 )
+from towerjax.jaxprs.sites import eqns_inside
 
 
 class InnerProgram(NamedTuple):
@@ -164,3 +166,21 @@ def is_ref(var: Any) -> bool:
 
 
 _REF = "AbstractRef"
+
+
+def dependents(
+    body: Jaxpr,
+    inputs: Iterable[Any],
+    axis: str,
+    ends: Collection[Any] = (),
+) -> set[Any]:
+    """Return the values that depend on some inputs or on an axis.
+
+    Results of the primitives ``ends`` do not.
+    """
+    depend: set[Any] = set(inputs)
+    for eqn in body.eqns:
+        reads_one = any([isinstance(x, Var) and x in depend for x in eqn.invars])
+        if reads_one or any([axis in named_axes(x) for x in (eqn, *eqns_inside(eqn))]):
+            depend.update([] if eqn.primitive in ends else [*eqn.outvars, *refs(eqn)])
+    return depend

@@ -1,7 +1,7 @@
 """Walk all equations of a program, and tell where in the code each stands."""
 
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.params import jaxprs_in_params, open_jaxpr
+from towerjax.jaxprs.params import jaxprs_in_params, named_axes, open_jaxpr
 from towerjax.jaxprs.primitives import PLAIN
 
 Site: TypeAlias = tuple[JaxprEqn, Any]
@@ -60,6 +60,16 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
+
+
+def sites_over(
+    jaxpr: Jaxpr | ClosedJaxpr, axes: Collection[str] | None = None
+) -> list[Site]:
+    """List the sites that name one of these axes of a mesh, or for None any axis."""
+    sites = [site for site in all_sites(jaxpr) if named_axes(site[0])]
+    if axes is None:
+        return sites
+    return [site for site in sites if not {*axes}.isdisjoint(named_axes(site[0]))]
 
 
 def outwards(site: Site | None) -> Iterator[JaxprEqn]:

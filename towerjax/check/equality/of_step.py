@@ -22,8 +22,7 @@ from towerjax.check.equality.traced_passes import (
 from towerjax.check.leaf_name import WHOLE_STEP, Part, leaf_of, part_of, whole_pass
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
-from towerjax.jaxprs.params import named_axes
-from towerjax.jaxprs.sites import all_eqns, all_sites, user_line
+from towerjax.jaxprs.sites import all_sites, sites_over, user_line
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
@@ -283,5 +282,5 @@ def _why_not_walked(each: PassToProve) -> str:
 
 def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
     """Whether towers communicate."""
-    calls = [x for x in all_eqns(jaxpr) if x.primitive.name != "axis_index"]
-    return any({*named_axes(x)} & {*axes} for x in calls)
+    names = {eqn.primitive.name for eqn, _ in sites_over(jaxpr, axes)}
+    return bool(names - {"axis_index"})

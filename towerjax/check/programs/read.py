@@ -11,8 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from towerjax.check.comparison import rounding_of
 from towerjax.check.programs.runs import UserProgram, meshes_of_trace
 from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
-from towerjax.jaxprs.params import named_axes
-from towerjax.jaxprs.sites import all_sites, arrays_in, user_line
+from towerjax.jaxprs.sites import all_sites, arrays_in, sites_over, user_line
 from towerjax.mesh.devices import Device
 from towerjax.types.trees import key_data
 
@@ -54,8 +53,7 @@ def read_program(program: UserProgram) -> Reading:
 
 
 def _lines_that_communicate(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    sites = [x for x in all_sites(jaxpr) if named_axes(x[0])]
-    lines = [(user_line(x), x[0].primitive.name) for x in sites]
+    lines = [(user_line(x), x[0].primitive.name) for x in sites_over(jaxpr)]
     return tuple(dict.fromkeys(f"{line} ({how})" for line, how in lines if line))
 
 

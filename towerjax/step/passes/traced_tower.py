@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from towerjax.collectives.sparse_rows import num_rows
 from towerjax.data.batch_rows import split_rows, with_replicated
-from towerjax.lowering.dependents import rounds_shared_values
+from towerjax.lowering.rounded import rounds_shared_values
 from towerjax.lowering.sharded_values import is_shard
 from towerjax.lowering.shards import on_shards, shapes_of_whole
 from towerjax.lowering.tower_axis import TowerPrograms, tower_program

@@ -1,4 +1,4 @@
-"""Which values of one tower's program differ between towers, and which are rounded.
+"""Which values that all towers share are rounded, so that their gradient is, too.
 
 A value that all towers of a device share has one gradient for all of them. If the value
 was rounded to fewer bits than gradients have, this gradient is, too. Then a sum of many
@@ -6,35 +6,14 @@ small numbers stops growing, and one of large numbers overflows; sooner on one d
 than on several.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.flow import inner_programs, refs
-from towerjax.jaxprs.params import named_axes
-from towerjax.jaxprs.sites import eqns_inside
-from towerjax.jaxprs.tags import LOCAL_AXIS
+from towerjax.jaxprs.flow import dependents, inner_programs
 from towerjax.types.trees import widen_dtype
-
-
-def dependents(
-    body: Jaxpr,
-    given: Sequence[Any],
-    axis: str = LOCAL_AXIS,
-    ends: Collection[Any] = (),
-) -> set[Any]:
-    """The values that differ between towers: they depend on ``given`` or on ``axis``.
-
-    Results of the primitives ``ends`` do not differ.
-    """
-    differ: set[Any] = set(given)
-    for eqn in body.eqns:
-        is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
-        if is_own or any([axis in named_axes(x) for x in (eqn, *eqns_inside(eqn))]):
-            differ.update([] if eqn.primitive in ends else [*eqn.outvars, *refs(eqn)])
-    return differ
 
 
 def rounds_shared_values(
@@ -52,7 +31,7 @@ def rounds_shared_values(
 
 
 def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
-    differ = dependents(body, list(own), axis)
+    differ = dependents(body, own, axis)
 
     def is_own(var: Any) -> bool:
         return not isinstance(var, Literal) and var in differ
