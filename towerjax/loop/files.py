@@ -134,9 +134,14 @@ def read_lines(
             yield json.loads(line), len(line)
 
 
+def as_line(fields: Mapping[str, Any]) -> bytes:
+    """Return an object as a line of JSON."""
+    return json.dumps(fields, allow_nan=False).encode() + b"\n"
+
+
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
     """Write an object as a line of JSON."""
-    append_bytes(file, json.dumps(fields, allow_nan=False).encode() + b"\n")
+    append_bytes(file, as_line(fields))
 
 
 def append_bytes(file: FileIO | StoredFile, content: bytes) -> None:
