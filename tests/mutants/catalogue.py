@@ -22,7 +22,7 @@ _ONE_AXIS = "one_axis::a_step_is_the_same_wherever_towers_lie"
 _EACH_OP = "cross_tower_ops::every_op_is_the_sum"
 _OPS = f"{_EACH_OP}[5-5-shard_map]"
 _MEET = "properties::towers_that_meet_have_each_others_values"
-_FLAG = "bad_input::nan_on_one_tower_gives_one_step_flag"
+_FLAG = "bad_numbers::nan_on_one_tower_gives_one_step_flag"
 _REFUSED = "analysis::dependent_output_is_refused"
 _HANGS = "analysis::collective_that_not_every_tower_reaches"
 _GRID = "analysis::reductions_that_leave_a_side_of_a_grid_are_refused"
@@ -266,7 +266,7 @@ PROOF = (
        "trips=None, predicate=REPLICATED", f"{_HANGS}[sum_under_while-1]"),
     _m("P13", "proof: rows that pad may count", "step.run.masks:unmasked_of",
        "in outputs if rows and not count", "in outputs if rows and not rows",
-       "bad_input::padding_that_nothing_masks_is_refused"),
+       "bad_loss::padding_that_nothing_masks_is_refused"),
     _m("P14", "proof: only the first leaf declared MIRRORED is looked at",
        "proof.findings:prove_mirrored", "if name is not None and d is not None",
        "if name == names[0] and d is not None",
@@ -306,7 +306,7 @@ PROOF = (
        "within::wide_towers_have_one_hash_on_any_devices[noise]"),
     _m("P25", "proof: draws of rbg keys that depend on the devices are not seen",
        "proof.analysis:_draw", "any(m.along for m in ins[: 1 + derives])", "False",
-       "bad_input::draws_that_depend_on_the_devices_are_refused[rbg-own]"),
+       "bad_loss::draws_that_depend_on_the_devices_are_refused[rbg-own]"),
 )
 
 MODELS = (
@@ -424,21 +424,21 @@ STATE = (
        "step.state.next_state:_evaluate_metrics",
        "has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0",
        "has_examples = terms[0].weight == terms[0].weight",
-       "bad_input::no_examples_change_nothing_whatever_the_losses_are"),
+       "bad_numbers::no_examples_change_nothing_whatever_the_losses_are"),
     _m("S04", "guard='gradients' looks at the loss alone",
        "collectives.packing:Packing.leading", "for slot in self.slots[:num_leaves]:",
        "for slot in self.slots[:0]:",
-       "bad_input::a_gradient_that_is_not_finite_is_refused_when_guarded"),
+       "bad_numbers::a_gradient_that_is_not_finite_is_refused_when_guarded"),
     _m("S38", "steps guard the loss alone", "step.plan:training_pass",
        'options.guard == "gradients" and', "False and",
        "all_or_nothing::a_gradient_that_is_not_finite_is_refused_at_its_step[mirrored]"),
     _m("S39", "of leaves of one shape the first is looked at",
        "collectives.packing:all_finite",
        "functools.reduce(lax.bitwise_and, x) for x in", "x[0] for x in",
-       "bad_input::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[b]"),
+       "bad_numbers::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[b]"),
     _m("S44", "one finite leaf of several is enough", "collectives.packing:all_finite",
        "== len(flags)", "> 0",
-       "bad_input::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[d]"),
+       "bad_numbers::each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[d]"),
     _m("S40", "a checkpoint is written of parameters that are NaN",
        "loop.checkpoint.checkpointer:Saving.save",
        'nonfinite_leaves("params", state.params)', "[]", "all_or_nothing"
@@ -479,7 +479,7 @@ STATE = (
        "compiled::init_copies_so_donation_spares_the_callers_arrays"),
     _m("S21", "a step flag that has arrived is not looked at",
        "step.run.step_flags:StepFlags.check", "elif self._polls and", "elif False and",
-       "bad_input::a_refused_step_that_has_run_is_told_by_the_next_call"),
+       "bad_numbers::a_refused_step_that_has_run_is_told_by_the_next_call"),
     _m("S22", "each of several processes looks at step flags when they reach it",
        "step.run.step_flags:StepFlags.__init__", '"cpu" and not several', '"cpu"',
        f"{_PROCESSES_LOOK}[2]"),
@@ -493,7 +493,7 @@ STATE = (
     _m("S41", "a call that fails loses the step flag of those before",
        "step.step:Step.__call__", "self.step_flags.put(line)",
        '"out" in locals() and self.step_flags.put(line)',
-       "bad_input::a_call_that_fails_keeps_the_step_flag_of_those_before"),
+       "bad_numbers::a_call_that_fails_keeps_the_step_flag_of_those_before"),
     _m("S42", "a step flag is read when it is asked for, which waits for the last step",
        "step.run.step_flags:StepFlags.check", "self._read(line, asked)",
        "self._read(line, line.asked)", f"{_PROCESSES_LOOK}[2]"),
@@ -586,17 +586,17 @@ INPUT = (
        "proof_meshes::an_update_sharded_by_hand_is_that_of_one_tower"),
     _m("M36", "copies within a tower are not analysed", "proof.meshes:refuse_in_towers",
        "in x.along.items()", "in ()",
-       "within::copies_within_a_tower_that_would_differ_are_refused"),
+       "within_refused::copies_within_a_tower_that_would_differ_are_refused"),
     _m("M37", "a name that a user gives is one of ours", "jaxprs.tags:Tag.__eq__",
        "self is other", "str(self) == str(other)",
        "merge::padding_does_not_count_where_towers_meet[losses-psum0]"),
     _m("I12", "batch statistics are trained", "step.state.trainable:_refuse_statistics",
        'or "BatchStat" in', 'or "BatchStats" in',
-       "bad_input::batch_statistics_are_no_parameters"),
+       "bad_loss::batch_statistics_are_no_parameters"),
     _m("I13", "micro-batches that call each other are not warned of",
        "step.passes.micro_batches:check_micro_batch", " and x.name in tags.TOWER_CALLS",
        " and x.name not in tags.TOWER_CALLS",
-       "bad_input::what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]"),
+       "bad_loss::what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]"),
     _m("I06", "the towers' elements change places",
        "data.distribute:DistributedDataset._build",
        "trees = [batch_rows.resize(tree, size) for tree in taken.trees]",
@@ -610,7 +610,7 @@ INPUT = (
        "distribute::a_loader_may_reuse_its_buffer"),
     _m("I09", "what a masked array leaves out counts", "types.refusals:problem_of",
        "isinstance(leaf, np.ma.MaskedArray)", "False",
-       "bad_input::what_no_device_holds_is_refused_by_name[masked]"),
+       "bad_numbers::what_no_device_holds_is_refused_by_name[masked]"),
 )
 
 OTHER = (
@@ -684,7 +684,7 @@ VALUES = (
        "inputs_and_fixed::trainable_is_given_readable_names"),
     _m("V01", "a sum of means pools their rows", "metrics.weighted:Weighted.__add__",
        "return Means((self,)) + other", "return self.merge(other)",
-       "metrics::a_sum_of_means_is_not_their_pool"),
+       "metrics_refused::a_sum_of_means_is_not_their_pool"),
     _m("V02", "gathered rows keep the indices of their towers",
        "collectives.reduce:_shift_indices",
        "indices + jnp.asarray(first, indices.dtype)", "indices",
@@ -709,7 +709,7 @@ VALUES = (
 TESTING = (
     _m("T01", "assert_replicates is blind to a leaf", "check.comparison:judge",
        "names := compared_of(want)", "names := compared_of(want)[-1:]",
-       "audit::the_numbers_of_a_finding_are_those_of_numpy"),
+       "audit_rounding::the_numbers_of_a_finding_are_those_of_numpy"),
     _m("T02", "assert_replicates keeps the order of the rows",
        "testing.steps:assert_replicates", "seed=0", "seed=None",
        f"{_AUDIT}[places]"),
@@ -726,7 +726,7 @@ TESTING = (
        "testing::the_oracle_shows_what_is_wrong"),
     _m("T09", "the command's exit status does not tell of a finding",
        "tools.cli:run_parsed", "return run(**given)", "return run(**given) and OK",
-       "audit::the_command_says_what_is_wrong"),
+       "audit_kinds::the_command_says_what_is_wrong"),
 )
 
 _GOES_ON = "resuming::what_goes_on_has_the_bits_of_an_undisturbed_run"
@@ -736,7 +736,7 @@ CHECKPOINTS = (
     _m("C01", "a checkpoint that was not finished counts",
        "loop.checkpoint.folder:_those", "pattern.fullmatch(path.name)",
        "pattern.match(path.name)",
-       "checkpoint::what_a_killed_process_left_does_not_count"),
+       "damaged::what_a_killed_process_left_does_not_count"),
     _m("C17", "a checkpoint in an object store counts before its last file",
        "loop.checkpoint.folder:_is_committed", "(path / _COMMITTED).exists()",
        "path.exists()", "stores::a_run_goes_on_from_gs"),
@@ -749,19 +749,19 @@ CHECKPOINTS = (
     _m("C20", "a lock is written to where a link leads",
        "loop.checkpoint.folder:_lock_locally",
        "not stat.S_ISREG(os.lstat(path).st_mode)", "False",
-       "checkpoint::a_lock_that_is_no_plain_file_is_refused[link]"),
+       "damaged::a_lock_that_is_no_plain_file_is_refused[link]"),
     _m("C21", "that an old checkpoint cannot be deleted is told as it is to be",
        "loop.checkpoint.folder:lock", "not os.access(folder, os.W_OK | os.X_OK)",
-       "False", "checkpoint::what_others_own_is_refused_before_the_first_step"),
+       "False", "damaged::what_others_own_is_refused_before_the_first_step"),
     _m("C22", "a run says that it is saved while its thread still writes",
        "loop.checkpoint.checkpointer:Saving.wait", "self._written.result()",
        "self._files.wait_until_finished()", "checkpoint::"
        "a_checkpoint_that_cannot_be_written_is_told_and_nothing_is_lost[ctrl_c]"),
     _m("C16", "a copy of a checkpoint is restored as the step of its name",
        "loop.checkpoint.record:CheckpointRecord.read", "folder.name != (name",
-       "not (name", "checkpoint::a_copy_under_another_steps_name_is_refused"),
+       "not (name", "damaged::a_copy_under_another_steps_name_is_refused"),
     _m("C02", "a file that was changed is loaded", "loop.checkpoint.folder:check_files",
-       "actual[1] != crc", "False", "checkpoint::a_flipped_bit_is_told_or_harmless"),
+       "actual[1] != crc", "False", "damaged::a_flipped_bit_is_told_or_harmless"),
     _m("C03", "a resumed run begins its data anew",
        "loop.checkpoint.checkpointer:Saving._seek",
        'if self.options.batches == "anew":', 'if self.options.batches != "count":',
@@ -783,11 +783,11 @@ CHECKPOINTS = (
        "checkpoint::other_towers_deal_out_what_was_there_and_go_on"),
     _m("C08", "the best checkpoint is removed with the old ones",
        "loop.checkpoint.checkpointer:Saving._kept", "self._best}", "None}",
-       "checkpoint::the_newest_and_the_best_stay[min]"),
+       "kept::the_newest_and_the_best_stay[min]"),
     _m("C15", "a resumed run takes its first evaluation for the best",
        "loop.checkpoint.checkpointer:Saving.__init__",
        "[*record.costs_of(options).items()]", "[]",
-       "checkpoint::the_newest_and_the_best_stay[two runs]"),
+       "kept::the_newest_and_the_best_stay[two runs]"),
     _m("C09", "early stopping counts from 0 in a resumed run",
        "loop.checkpoint.checkpointer:Saving.save",
        "{name: {**x} for name, x in point.watch.values.items()}", "{}",
@@ -886,7 +886,7 @@ BESIDES = (
        "x if jnp.issubdtype(x.dtype, jnp.floating) else None", f"{_ONE_TOWER}[5]"),
     _m("A05", "an audit compares what depends on the number of towers by design",
        "check.audit.run_towers:_value_of", 'getattr(leaf, "counts_towers", False)',
-       "False", "audit::what_depends_on_the_towers_by_design_is_left_out"),
+       "False", "audit_kinds::what_depends_on_the_towers_by_design_is_left_out"),
 )
 
 _ALONE = "diloco::towers_train_alone_and_the_outer_update_is_made_of_them"
@@ -953,7 +953,7 @@ TABLES = (
     _m("K07", "padding counts in what a later micro-batch is given",
        "step.run.masks:_with_each_gradient",
        "own.num_valid, local)", "own.num_valid, own.local)",
-       "bad_input::padding_that_a_later_micro_batch_is_given_is_refused"),
+       "bad_loss::padding_that_a_later_micro_batch_is_given_is_refused"),
     _m("K03", "an id that no row has moves another row",
        "collectives.lookups:join_lookups",
        "ids[jnp.argmax(exist)]", "ids[0]",
@@ -1089,7 +1089,7 @@ AUDITS = (
     _m("U03", "towers of unequally many rows are not compared",
        "check.audit.later_batches:Splits.all", "self.each + self.each // 2",
        "2 * self.each",
-       "audit::uneven_towers_are_compared_where_batches_are_padded"),
+       "audit_kinds::uneven_towers_are_compared_where_batches_are_padded"),
     _m("U04", "two towers are compared with themselves",
        "check.audit.two_towers:Audit.new_tower", "self.towers(1,", "self.towers(2,",
        f"{_HABITS}[sum_with_weight_1]"),
@@ -1134,13 +1134,13 @@ AUDITS = (
        "[evaluation]"),
     _m("U15", "a record is believed of a program with a callback",
        "check.audit.kept:hash_of_programs", '"callback" in', '"callbacks" in',
-       "audited::of_a_program_with_a_callback_there_is_no_record[loss]"),
+       "audit_records::of_a_program_with_a_callback_there_is_no_record[loss]"),
     _m("U16", "a record is written through a symbolic link",
        "check.audit.kept:_refuse_links", "each.is_symlink()", "False",
-       "audited::a_record_is_read_and_written_through_no_symbolic_link"),
+       "audit_records::a_record_is_read_and_written_through_no_symbolic_link"),
     _m("U17", "a loss that reads no row trains", "step.run.prove:_reads_no_row",
        "return not any(", "return False and not any(",
-       "bad_input::a_loss_that_reads_no_leaf_of_its_batch_is_refused[{}-a mean]"),
+       "bad_loss::a_loss_that_reads_no_leaf_of_its_batch_is_refused[{}-a mean]"),
     _m("U18", "the audit knows the first step alone",
        "check.audit.later_batches:Splits.all", "step=_LATE", "step=None",
        f"{_LATER}[at step 1,000,003-an_annealed_deviation]"),
@@ -1161,13 +1161,13 @@ AUDITS = (
        f"{_LATER}[of other parameters-a_gated_deviation]"),
     _m("U24", "a loss in 32 bits has the tolerance of its 16-bit inputs",
        "check.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
-       "audit::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
+       "audit_rounding::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
     _m("U29", "a factor that the proof knows is not told",
        "check.audit.advice:_refuted_in", "is Says.REFUTED", "is Says.UNKNOWN",
        "audit::the_number_of_towers_is_named_as_the_factor[divided-error]"),
     _m("U28", "inputs in 16 bits are not rounded once more",
        "check.audit.run_towers:Towers.nearby", "least_bytes=2", "least_bytes=4",
-       "audit::a_network_in_bfloat16_of_inputs_in_any_bits_is_accepted[float16]"),
+       "audit_rounding::a_network_in_bfloat16_of_inputs_in_any_bits_is_accepted[float16]"),
     _m("U25", "rows that the audit made must have a finite loss",
        "check.audit.run_towers:compare", "if alone.is_made:", "if False:",
        "audit::a_made_row_may_have_a_loss_that_is_not_finite"),
@@ -1177,7 +1177,7 @@ AUDITS = (
     _m("U27", "where rounding decides the gradients all splits are run",
        "check.audit.two_towers:_rounding_decides", "2 * len(decided) <=",
        "9 * len(decided) <=",
-       "audit::where_rounding_decides_most_gradients_no_more_is_run"),
+       "audit_rounding::where_rounding_decides_most_gradients_no_more_is_run"),
 )
 
 OUTSIDE = (
@@ -1233,10 +1233,11 @@ WITHIN = (
        "parallel_cases::by_hand_it_is_refused[#7452, 2]"),
     _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
        "if x not in used", "if False",
-       f"{_WIDE}what_wide_towers_cannot_be_is_refused[entries that match no paramete]"),
+       "within_refused::what_wide_towers_cannot_be_is_refused"
+       "[entries that match no paramete]"),
     _m("L07", "a state that is split otherwise is taken",
        "step.state.checks:check_made_for", "(strategy), state, state.params",
-       "(strategy), state", f"{_WIDE}specs_by_a_function_of_the_name"),
+       "(strategy), state", "within_refused::specs_by_a_function_of_the_name"),
 )
 
 def _split(name: str) -> str:
@@ -1643,19 +1644,20 @@ LAID = (
 
 def _on_devices(law: str, name: str) -> str:
     laws = {
-        "factor": "a_power_of_the_number_of_devices_is_refuted_with_its_line",
-        "unknown": "what_is_not_understood_is_unknown_and_says_why",
-        "parts": "what_is_proved_of_parts_is_what_specs_say_of_them",
-        "more": "what_is_more_than_its_arguments_is_not_proved",
+        "factor": "on_devices::"
+        "a_power_of_the_number_of_devices_is_refuted_with_its_line",
+        "unknown": "on_devices::what_is_not_understood_is_unknown_and_says_why",
+        "parts": "of_parts::what_is_proved_of_parts_is_what_specs_say_of_them",
+        "more": "of_parts::what_is_more_than_its_arguments_is_not_proved",
     }
-    return f"equal_on_devices::{laws[law]}[{name}]"
+    return f"equal_{laws[law]}[{name}]"
 
 
 _MAPS = f"{_EQUAL}maps:"
 _CAUSES = f"{_EQUAL}causes:"
 _ANY = "check.programs.equality:"
 _SHELL = "same_on_devices::the_command_says_both_and_has_a_status"
-_VALUES = "equal_on_devices::arguments_may_have_other_values_than_these"
+_VALUES = "equal_of_parts::arguments_may_have_other_values_than_these"
 ANY_PROGRAM = (
     _m("X01", "a mesh may have as many devices for any number of them",
        f"{_MAPS}_axes_of", "towers != pair.sizes.towers", "not towers",
@@ -1697,7 +1699,7 @@ ANY_PROGRAM = (
        f"{_on_devices('more', 'a number of Python')}"),
     _m("X17", "rbg draws the same on any devices", f"{_ANY}_refuse_unlike",
        "for told in each.splits_draws:", "for told in ():",
-       "equal_on_devices::draws_that_depend_on_shards_are_not_proved[rbg]"),
+       "equal_of_parts::draws_that_depend_on_shards_are_not_proved[rbg]"),
     _m("X18", "keys of unsafe_rbg are made one by one",
        "check.programs.programs:_draws_by_rbg",
        'if eqn.primitive.name in ("random_fold_in", "random_split"):', "if False:",
