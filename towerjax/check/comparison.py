@@ -226,10 +226,18 @@ def judge(
     largest = max(findings, key=lambda x: x.relative, default=none)
     towers = tuple(dict.fromkeys(run.towers for run in runs))
     left_out = tuple(sorted(want.keys() - set(names)))
-    compared = names, left_out, largest.relative, largest.leaf
     rtols = {name: rtol for name in names} | {**runs[0].rtols}
     by_rounding = tuple(x.leaf for x in findings if x.relative > rtols[x.leaf])
-    return AuditReport(towers, examples, len(runs), *compared, by_rounding)
+    return AuditReport(
+        towers,
+        examples,
+        len(runs),
+        names,
+        left_out,
+        largest.relative,
+        largest.leaf,
+        by_rounding,
+    )
 
 
 def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
@@ -264,25 +272,41 @@ def _rank(leaf: str) -> int:
 def _gap_of_leaf(
     name: str, run: Compared, sizes: dict[str, float], rtol: float
 ) -> tuple[float, Finding]:
-    """The largest difference of a leaf, and its ratio to what rounding explains."""
-    got, want = (x[name] for x in (run.got, run.want))
+    """Find a leaf's largest difference, and its ratio to what rounding explains.
+
+    A ratio above 1 is no rounding.
+    """
+    got = run.got[name]
+    want = run.want[name]
     assert got is not None and want is not None
-    at = name, run.towers, run.split
+    same = Finding(name, run.towers, run.split, 0.0, 0.0, 0.0, 0.0)
     if got.shape != want.shape:
-        return np.inf, Finding(*at, np.nan, np.nan, np.inf, np.inf)
+        return np.inf, dataclasses.replace(
+            same, value=np.nan, one_tower=np.nan, difference=np.inf, relative=np.inf
+        )
     size = max(_largest(got), sizes[name])
     gap = gaps(got, want)
-    if not (gap.size and size):
-        return 0.0, Finding(*at, 0.0, 0.0, 0.0, 0.0)
-    i = np.unravel_index(np.argmax(gap), gap.shape)
-    value, one_tower, difference = (float(x[i]) for x in (got, want, gap))
-    finding = Finding(*at, value, one_tower, difference, difference / size)
-    own = run.rtols.get(name, rtol)
-    if finding.relative <= own:
-        return finding.relative / own if own else 0.0, finding
-    noise = max(_largest_gap(x[name], want) for x in run.nearby())
-    noise *= _ROUNDINGS_OF_SUMS if own < rtol else _ROUNDINGS[rtol > _TOLERANCE]
-    return finding.relative / max(own, noise / size), finding
+    if gap.size == 0 or size == 0:
+        return 0.0, same
+    at = np.unravel_index(np.argmax(gap), gap.shape)
+    difference = float(gap[at])
+    finding = dataclasses.replace(
+        same,
+        value=float(got[at]),
+        one_tower=float(want[at]),
+        difference=difference,
+        relative=difference / size,
+    )
+    rtol_of_leaf = run.rtols.get(name, rtol)
+    if finding.relative <= rtol_of_leaf:
+        return finding.relative / rtol_of_leaf if rtol_of_leaf else 0.0, finding
+    is_sum_of_16_bits = rtol_of_leaf < rtol
+    roundings = _ROUNDINGS[rtol > _TOLERANCE]
+    if is_sum_of_16_bits:
+        roundings = _ROUNDINGS_OF_SUMS
+    by_rounding = max(_largest_gap(x[name], want) for x in run.nearby())
+    explained = roundings * by_rounding / size
+    return finding.relative / max(rtol_of_leaf, explained), finding
 
 
 def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:

@@ -193,8 +193,9 @@ class Rounds:
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
-        mine = own.value.params, own.value.opt_state, _others(state.local)
-        given = _of_one(state, *mine)
+        given = _of_one(
+            state, own.value.params, own.value.opt_state, _others(state.local)
+        )
         out = self.fns.tower(given, rows, tower)
         loss = out["loss"]
         grads = out["grads"]
@@ -221,9 +222,15 @@ class Rounds:
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
         """The next state, the loss of the last round, and the step that was refused."""
         replicated = dataclasses.replace(state, opt_state=(), local={})
-        returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
-        local = on_each(self._between, state.local, *returned, replicated)
+        local = on_each(
+            self._between,
+            state.local,
+            merged["loss"],
+            merged["grads"],
+            _others(merged["local"]),
+            replicated,
+        )
         own = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
@@ -303,8 +310,11 @@ class Rounds:
             new = tj.apply_gradients(
                 sync.outer, old, move, loss=loss.value, trainable=lambda *_: True
             )
-            pair = (new.params, new.opt_state), (mine, before)
-            new = jax.tree.map(lambda x, y: jnp.where(move.weight > 0, x, y), *pair)
+            new = jax.tree.map(
+                lambda x, y: jnp.where(move.weight > 0, x, y),
+                (new.params, new.opt_state),
+                (mine, before),
+            )
             return *new, loss, faults.astype(jnp.int32)
 
         def go_on() -> tuple[Tree, ...]:
@@ -364,7 +374,10 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
 
 def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
     """The towers' values with the counters of a fragment at 0, if it was sent."""
-    reset = lambda x: jnp.where(is_due, jnp.zeros_like(x), x)  # noqa: E731
+
+    def reset(x: Any) -> Any:
+        return jnp.where(is_due, jnp.zeros_like(x), x)
+
     weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
     loss, faults = jax.tree.map(reset, (own.loss, own.faults))
     return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
@@ -402,7 +415,10 @@ def _chosen(tree: Tree, flags: Tree) -> Tree:
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
     """The tree, with the leaves that ``part`` has, which is None for the others."""
-    choose = lambda new, old: old if new is None else new  # noqa: E731
+
+    def choose(new: Any, old: Any) -> Any:
+        return old if new is None else new
+
     return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)
 
 

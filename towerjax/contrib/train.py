@@ -198,7 +198,10 @@ def ema_params(state: tj.TrainState) -> _Tree:
 
 def _filled(part: _Tree, whole: _Tree) -> _Tree:
     """A tree of the structure of ``whole``, None where ``part`` has None."""
-    is_none = lambda x: x is None  # noqa: E731
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
     leaves = jax.tree.leaves(part, is_leaf=is_none)
     structure = jax.tree.structure(whole)
     if len(leaves) != structure.num_leaves:

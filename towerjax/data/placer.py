@@ -299,8 +299,16 @@ class Placer:
             rows = num_rows(first)
         else:
             rows = first.shape[0] // self.placement.num_towers
-        given = args, counts, rows, signature, self.placement, fingerprint
-        return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
+        return PlacedBatch(
+            args,
+            counts,
+            rows,
+            signature,
+            self.placement,
+            fingerprint,
+            self.may_pad,
+            micro_batches=self._micro_batches,
+        )
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
         """``(rows, counts, replicated)``, padded to the least fitting earlier size."""

@@ -49,11 +49,16 @@ def _terminal_bar() -> Display:
             return False
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)
-    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     # Only `show` redraws: rich's refresh thread would compete with the run. Rich would
     # send output to stderr that belongs into a file or a pipe.
     takes = _is_terminal(sys.stdout)
-    bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=takes)
+    bar = Progress(
+        BarColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=takes,
+    )
     task = bar.add_task("starting", total=None)
     bar.start()
     bar.refresh()

@@ -491,9 +491,8 @@ class TensorBoard:
         """
         logdir = absolute_path(self.logdir)
         # The SummaryWriter of tensorboardX waits for ever once its disk is full.
-        needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
-        files = require("tensorboardX.event_file_writer", *needs)
-        proto = require("tensorboardX.proto.event_pb2", *needs)
+        files = _tensorboardx("event_file_writer")
+        proto = _tensorboardx("proto.event_pb2")
         with opening("TensorBoard.logdir", logdir):
             logdir.mkdir(parents=True, exist_ok=True)
         there = logdir.iterdir() if logdir.exists() else ()
@@ -503,9 +502,12 @@ class TensorBoard:
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
             # tensorboardX opens files by this name; its own stores need other packages.
-            stored = lambda at: StoredFile(epath.Path(at.partition(":")[2]))  # noqa: E731
+
+            def stored(at: str) -> StoredFile:
+                return StoredFile(epath.Path(at.partition(":")[2]))
+
             made = types.SimpleNamespace(open=stored)
-            stores = require("tensorboardX.record_writer", *needs)
+            stores = _tensorboardx("record_writer")
             stores.register_writer_factory("towerjax", made)
             path = "towerjax:" + path
         # tensorboardX puts the second into the name, which two runs may share.
@@ -529,6 +531,12 @@ class TensorBoard:
                 flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
         return Opened(write, events.close)
+
+
+def _tensorboardx(module: str) -> Any:
+    """Import a module of tensorboardX; say what to install if it is not there."""
+    needs = "TensorBoard, other than tj.JsonLines(path),"
+    return require(f"tensorboardX.{module}", needs, "'towerjax[tensorboard]'")
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:

@@ -41,11 +41,13 @@ class Shards:
 
         ``specs`` are two prefix trees, with the specs of leaves that are not shards.
         """
-        treedefs = (self.args, self.given), (self.out, self.wanted)
 
-        def each(prefix: PyTree, treedef: Any, dims: SplitDims) -> PyTree:
+        def with_dims(prefix: PyTree, treedef: Any, dims: SplitDims) -> PyTree:
             leaves = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-            is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+
+            def is_spec(x: Any) -> bool:
+                return isinstance(x, PartitionSpec)
+
             all_specs = jax.tree.broadcast(prefix, leaves, is_leaf=is_spec)
             flat_specs = jax.tree.leaves(all_specs, is_leaf=is_spec)
             pairs = zip(flat_specs, dims, strict=True)
@@ -53,8 +55,11 @@ class Shards:
                 [x if at is None else split_spec(at) for x, at in pairs]
             )
 
-        first, last = map(each, specs, *zip(*treedefs, strict=True))
-        return first, last
+        of_args, of_results = specs
+        return (
+            with_dims(of_args, self.args, self.given),
+            with_dims(of_results, self.out, self.wanted),
+        )
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """``fn`` as a function of arrays, which gets a `Shard` for each sharded one.
@@ -388,7 +393,10 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     shapes = {x.shape for x in avals if x.ndim}
     if any(map(jnp.ndim, numbers)) or len(dims) > 1 or len(shapes) > 1:
         return None
-    make = lambda: evaluate_eqn(eqn, [whole(x) for x in operands])[0]  # noqa: E731
+
+    def make() -> Any:
+        return evaluate_eqn(eqn, [whole(x) for x in operands])[0]
+
     [out] = evaluate_eqn(eqn, [shard(x) for x in operands])
     return [first.of(out, make=make)]
 

@@ -47,7 +47,10 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
     """Return the shapes of a tree's leaves; for a `Shard` that of its whole value."""
-    of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+
+    def of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
     return jax.tree.map(of, tree, is_leaf=is_shard)
 
 
@@ -244,7 +247,10 @@ class _Body:
             return [whole(x) for x in body.run([*held, *carry])]
 
         first = [whole(x) for x in operands[until:]]
-        again = lambda carry: goes_on.run([*of_cond, *carry])[0]  # noqa: E731
+
+        def again(carry: Any) -> Any:
+            return goes_on.run([*of_cond, *carry])[0]
+
         return lax.while_loop(again, step, first)
 
 

@@ -162,8 +162,13 @@ def apply_gradients(
     part = trained_part(state.params, trainable)
     structure = jax.tree.structure(grads, is_leaf=is_rows)
     if structure == jax.tree.structure(state.params):
-        keep = lambda x, own: None if own is None else x  # noqa: E731
-        is_leaf = lambda x: x is None or is_rows(x)  # noqa: E731
+
+        def keep(x: Any, own: Any) -> Any:
+            return None if own is None else x
+
+        def is_leaf(x: Any) -> bool:
+            return x is None or is_rows(x)
+
         grads = jax.tree.map(keep, grads, part, is_leaf=is_leaf)
     check_like_params(grads, part)
     grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
@@ -385,8 +390,9 @@ def build_train_step(
         "loss_reduction", loss_reduction, (None, Reduction.SUM, Reduction.MEAN)
     )
     check_trainable(trainable)
-    of_batch = micro_batches, remainder, on_nonfinite, guard
-    options = StepOptions(*of_batch, donate, max_programs, audit)
+    options = StepOptions(
+        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, audit
+    )
     if extend is not None:
         check_function("extend", extend, "extend(fns)")
     if update_extra is not None:

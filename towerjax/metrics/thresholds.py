@@ -202,8 +202,7 @@ def sensitivity_at_specificity(
       0.5
     """
     pairs = Pairs("sensitivity_at_specificity", labels, predictions, weight)
-    rates = "sensitivity", "specificity"
-    return _at_nearest(pairs, *rates, specificity, num_thresholds)
+    return _at_nearest(pairs, "sensitivity", "specificity", specificity, num_thresholds)
 
 
 def specificity_at_sensitivity(
@@ -228,8 +227,7 @@ def specificity_at_sensitivity(
       num_thresholds: As for `auc`.
     """
     pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
-    rates = "specificity", "sensitivity"
-    return _at_nearest(pairs, *rates, sensitivity, num_thresholds)
+    return _at_nearest(pairs, "specificity", "sensitivity", sensitivity, num_thresholds)
 
 
 def precision_at_thresholds(

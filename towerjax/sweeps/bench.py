@@ -105,9 +105,10 @@ def bench(
     file = of_grid.RecordFile(results, about | {"work": work})
     stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
     todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
-    counts = len(configs) - len(todo), len(configs)
-    with of_grid.counted(progress, "configuration", *counts) as (show, note):
-        for number, config in enumerate(todo, counts[0]):
+    done = len(configs) - len(todo)
+    counter = of_grid.counted(progress, "configuration", done, len(configs))
+    with counter as (show, note):
+        for number, config in enumerate(todo, done):
             show(number, text := of_grid.describe(config))
             measured = _measured(work, config, timeout_s)
             if measured["status"] == "mistyped":

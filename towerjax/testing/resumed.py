@@ -204,17 +204,22 @@ def _differences(
         found[name] = Refuted(name, told)
         if _same_bits(restored.get(name), resumed.made.get(name)):
             advice.append(f"{name}: {_AS_MADE}")
-    words = "after the restart", "without it"
-    for name, told in _unlike(resumed.batches, at_once.batches, *words, rtol):
-        found[name] = Refuted(name, told)
+    other_batches = _unlike(
+        resumed.batches, at_once.batches, "after the restart", "without it", rtol
+    )
+    for name, why in other_batches:
+        found[name] = Refuted(name, why)
     if any(name in at_once.batches for name in found):
         advice.append(_OTHER_BATCHES)
     has_seen = bool(at_once.between)
     is_elsewhere = has_seen and not found
-    words = f"after {before} + {after} steps", f"after {before + after} at once"
+    stopped = f"after {before} + {after} steps"
+    unstopped = f"after {before + after} at once"
     for stage in ("end", "results"):
-        pair = getattr(resumed, stage), getattr(at_once, stage)
-        for name, told in _unlike(*pair, *words, rtol):
+        ends = getattr(resumed, stage)
+        for name, told in _unlike(
+            ends, getattr(at_once, stage), stopped, unstopped, rtol
+        ):
             found.setdefault(name, Refuted(name, told))
     if is_elsewhere and found:
         advice.append(_ELSEWHERE)

@@ -59,5 +59,8 @@ def map_elements(
             " rows.to_dense()."
         )
     own = [results[t :: self.num_towers] for t in range(self.num_towers)]
-    stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
+
+    def stack(*xs: Any) -> Any:
+        return jnp.stack([jnp.asarray(x) for x in xs])
+
     return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))

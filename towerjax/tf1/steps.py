@@ -234,8 +234,9 @@ def run_steps_on_dataset(
     arrays = _stack([batch.args for batch in filled], strategy=self)
     count = place_by_type(np.int32(len(batches)), self.placement)
     carry = _on_devices(self, _stack_own(initial, self.num_towers))
-    given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
-    carry, outputs, values = run_traced(_run_steps, *given)
+    carry, outputs, values = run_traced(
+        _run_steps, self.placement, (self, fn, batches[0].bare), carry, arrays, count
+    )
     ctx = MultiStepContext(self)
     ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
     ctx.non_tensor_outputs = dict(values)

@@ -51,7 +51,9 @@ def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
             refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
         return x
 
-    is_whole = lambda x: isinstance(x, PerTower | variables.Variable)  # noqa: E731
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, PerTower | variables.Variable)
+
     return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
 
 

@@ -89,9 +89,10 @@ class OnTowers:
         analysis = analyse(self.jaxpr, names, axis, axes.num_towers)
         if placement.shares_devices:
             refuse_draws(analysis)
-        counts = axes.num_towers, placement.num_devices
         own = placement.tower_mesh.axis_names
-        refuse_in_towers(analysis, self.jaxpr, *counts, own)
+        refuse_in_towers(
+            analysis, self.jaxpr, axes.num_towers, placement.num_devices, own
+        )
         shared = placement.shares_devices
         refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
         return analysis
@@ -115,15 +116,20 @@ class OnTowers:
         """The results of all devices as global values; each device runs ``finish``."""
         # The towers' program is the one that was proved.
         axes = self._placement.axes
-        run = device_fn = self._on_device(axes, self.programs)
-        if finish is not None:
-            run = lambda *args: finish(device_fn(*args))  # noqa: E731
+        device_fn = self._on_device(axes, self.programs)
+
+        def finished(*args: Any) -> Any:
+            results = device_fn(*args)
+            return results if finish is None else finish(results)
+
+        run = device_fn if finish is None else finished
         # Where each tower is alone on a device, so is the whole device's.
-        is_proved = run is device_fn and axes == self.axes
+        is_proved = finish is None and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
         place = self._placement
-        layouts = (self._in_layouts, out_layouts)
-        return over_devices(run, place, *layouts, traced=traced, shards=shards)(*args)
+        return over_devices(
+            run, place, self._in_layouts, out_layouts, traced=traced, shards=shards
+        )(*args)
 
 
 @jax.tree_util.register_static

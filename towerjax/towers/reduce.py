@@ -59,7 +59,9 @@ def reduce_values(
         # They lie where reduced arrays do.
         return out if is_traced(out) else values.copy_to(out, self.placement.devices)
 
-    is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, PerTower | IndexedRows)
+
     out = jax.tree.map(reduced, value, is_leaf=is_leaf)
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))

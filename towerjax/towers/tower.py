@@ -409,8 +409,15 @@ def tower_of(
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)
     told = PassContext(axes, **context)
-    given = tower_id, axes.num_towers, local, strategy, extra, told
-    return Tower(*given, micro_batches=micro_batches)
+    return Tower(
+        tower_id,
+        axes.num_towers,
+        local,
+        strategy,
+        extra,
+        told,
+        micro_batches=micro_batches,
+    )
 
 
 def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:

@@ -136,7 +136,10 @@ def _device_dtype_of(dtype: Any, _: bool) -> Any:
 
 def shapes_of(tree: PyTree) -> PyTree:
     """Replace each array by the shape and dtype that it has on a device."""
-    of = lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))  # noqa: E731
+
+    def of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))
+
     return jax.tree.map(of, tree)
 
 

@@ -207,8 +207,16 @@ def _refuted(case: Case) -> Explained | None:
 def _refuted_in(audit: Audit) -> list[Equality]:
     """The leaves that the proof refutes, because they are off by a factor."""
     step = audit.step
-    given = step.plan, step.strategy, step.state, step.batch
-    found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
+    found = equalities_of(
+        StepToProve(
+            step.plan,
+            step.strategy,
+            step.state,
+            step.batch,
+            rows=audit.each,
+            padded=audit.pads,
+        )
+    )
     return [x for x in found if x.says is Says.REFUTED]
 
 
@@ -337,7 +345,10 @@ def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
 
 def _of_first_tower(local: PyTree) -> list[str]:
     """The names of the variables that are read as the first tower's value."""
-    is_one = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, TowerLocal)
+
     pairs = jax.tree_util.tree_leaves_with_path(local, is_leaf=is_one)
     return [
         f"local{jax.tree_util.keystr(path)}"

@@ -163,8 +163,10 @@ class Towers:
         if params is None and split.moves:
             params = self._params_for(split)
         if params is not None:
-            where = self._placement, STATE_LAYOUT.params, params
-            state = dataclasses.replace(state, params=place(params, *where))
+            state = dataclasses.replace(
+                state,
+                params=place(params, self._placement, STATE_LAYOUT.params, params),
+            )
         return state
 
     def _args(
@@ -194,8 +196,9 @@ def compare(
         near = functools.cache(functools.partial(one_tower.nearby, alone))
         for towers in several:
             got = towers(together).values
-            given = together.name, got, whole.values, near, whole.rtols
-            yield Compared(towers.number, *given)
+            yield Compared(
+                towers.number, together.name, got, whole.values, near, whole.rtols
+            )
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
@@ -249,7 +252,10 @@ def _leaves_of(
 
     for number, tree in enumerate(merged, 1):
         tree = map_parts(Rows, in_order, tree)
-        is_one = lambda x: is_typed(x) or isinstance(x, Means)  # noqa: E731
+
+        def is_one(x: Any) -> bool:
+            return is_typed(x) or isinstance(x, Means)
+
         pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one)
         for path, leaf in pairs:
             name = LeafName.at(path)

@@ -76,16 +76,18 @@ class Audit:
         self._passes: Passes | None = None  # used instead of the step's
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
-        fits = lambda: too_large(state.params, 1) is None  # noqa: E731
+
+        def fits() -> bool:
+            return too_large(state.params, 1) is None
+
         is_wide = step.strategy.placement.devices_each > 1
         self.is_narrow = is_wide and call_on_first_process(fits)
         self._trace()
 
     def towers(self, number: int, **how: Any) -> Towers:
         """The step on this number of towers."""
-        given = self.step.plan, self.step.strategy, number, self._state
         how = {"rows": 2 * self.each, "passes": self._passes} | how
-        return Towers(*given, **how)
+        return Towers(self.step.plan, self.step.strategy, number, self._state, **how)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
         """The step on one tower; if it is padded, it has more padding than two."""

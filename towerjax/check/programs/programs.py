@@ -253,9 +253,15 @@ def proved(
     lines = [
         f"{_at(x)}: {x.replicated} results are the same, {x.split} split" for x in maps
     ]
-    told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
     same = sum(x.replicated for x in maps)
-    return ProgramReport(*told_of, same, len(kept) - len(drifts), tuple(equal))
+    return ProgramReport(
+        tuple(lines),
+        tuple(notes),
+        tuple(dict.fromkeys(unread)),
+        same,
+        len(kept) - len(drifts),
+        tuple(equal),
+    )
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:

@@ -205,9 +205,10 @@ def collectives_of(
             continue
         at = _schedule_of(there, op) if op.opcode == "async-start" else when
         often = op.trips if op.opcode == "while" else 1
-        inside = (trips * (often or 1), known and often is not None, at)
         for name in op.called():
-            yield from collectives_of(module, name, *inside)
+            yield from collectives_of(
+                module, name, trips * (often or 1), known and often is not None, at
+            )
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:

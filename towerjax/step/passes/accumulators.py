@@ -192,7 +192,10 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     how = SHOWN if is_shown else ADDED
     if not parts_of(IndexedRows, x):
         return Returned(x, how)
-    each = lambda part: Returned(part, JOINED if is_rows(part) else how)  # noqa: E731
+
+    def each(part: Any) -> Any:
+        return Returned(part, JOINED if is_rows(part) else how)
+
     return jax.tree.map(each, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
 
 

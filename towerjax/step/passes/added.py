@@ -103,8 +103,11 @@ class Added:
             return None if (dim := dim_of(x)) is None else scatter_shard(x, dim)
 
         shards = jax.tree.map(shard, own, is_leaf=is_shard)
-        rest = lambda x, shard: x if shard is None else None  # noqa: E731
-        rest = jax.tree.map(rest, own, shards, is_leaf=is_shard)
+
+        def unless_scattered(x: Any, shard: Any) -> Any:
+            return x if shard is None else None
+
+        rest = jax.tree.map(unless_scattered, own, shards, is_leaf=is_shard)
         number = len(jax.tree.leaves(rest[0]))
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 
@@ -112,8 +115,13 @@ class Added:
         """All sums, in the structure of the trees that were added."""
         if not jax.tree.leaves(self.shards):
             return self.sums.tree()
-        is_leaf = lambda x: x is None or is_shard(x)  # noqa: E731
-        either = lambda shard, x: x if shard is None else shard  # noqa: E731
+
+        def is_leaf(x: Any) -> bool:
+            return x is None or is_shard(x)
+
+        def either(shard: Any, x: Any) -> Any:
+            return x if shard is None else shard
+
         return jax.tree.map(either, self.shards, self.sums.tree(), is_leaf=is_leaf)
 
     def are_finite(self, rows: list[IndexedRows]) -> jax.Array:

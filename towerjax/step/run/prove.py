@@ -74,8 +74,7 @@ def prove(
     proofs = [_prove_pass(x) for x in passes]
     if passes:
         place = passes[0].pass_.strategy.placement
-        counts = place.num_towers, len(place.devices)
-        prove_update(finish, place.axis_name, *counts)
+        prove_update(finish, place.axis_name, place.num_towers, len(place.devices))
     if update_on_devices:
         refuse_mapped(finish)
     return join_proofs(proofs)

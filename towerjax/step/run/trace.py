@@ -132,9 +132,14 @@ class Traced:
                 taken=taken_at,
                 exact=self._is_exact,
             )
-        whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
         update = functools.partial(on_shards, self._update, replicated=True)
-        return over_devices(update, place, *whole, shards=shards)(*given)
+        return over_devices(
+            update,
+            place,
+            [Layout.MIRRORED] * len(given),
+            Layout.MIRRORED,
+            shards=shards,
+        )(*given)
 
     def _update(self, *given: PyTree) -> Outcome:
         donated, rest = accept(self.finish, self.shapes, *given)
@@ -178,7 +183,10 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         return out
     mirrored = how.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
-    is_rows = lambda x: is_per_tower_value(x) and isinstance(x.value, Rows)  # noqa: E731
+
+    def is_rows(x: Any) -> bool:
+        return is_per_tower_value(x) and isinstance(x.value, Rows)
+
     merged = jax.tree.map(
         lambda x: on_all(x) if is_rows(x) else x, out[0], is_leaf=is_rows
     )

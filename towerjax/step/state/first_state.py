@@ -71,8 +71,15 @@ def first_state(
         local = join_local(local, more)
     checked = check_params(first)
     of_optimizer = () if is_function else make(checked)
-    parts = strategy, first, of_optimizer, local
-    state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
+    state = init_state(
+        strategy,
+        first,
+        of_optimizer,
+        local,
+        like=made.get("params"),
+        rng=rng,
+        extra=extra,
+    )
     return dataclasses.replace(state, **made)
 
 

@@ -81,8 +81,9 @@ class StatePolicy:
         ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
         default is copied, too.
         """
-        where = self.strategy.placement, self.layout, root, state.params
-        return place_others(state, *where, own=own)
+        return place_others(
+            state, self.strategy.placement, self.layout, root, state.params, own=own
+        )
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
         """Make the towers' results readable on every process, without padded rows."""

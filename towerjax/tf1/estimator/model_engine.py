@@ -311,8 +311,9 @@ def model_train_step(
         after, parts = results(state, merged)
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
-    given = strategy, options, passes, update, policy
-    return step_of(training_plan(*given, other_losses=minimized))
+    return step_of(
+        training_plan(strategy, options, passes, update, policy, other_losses=minimized)
+    )
 
 
 def model_step(
@@ -327,8 +328,9 @@ def model_step(
     results = _results_of(tower_fn, strategy, how.step, policy.hooks)
     passes = tower_fn.passes(strategy, how.step)
     trains = "train_op" in tower_fn.wanted
-    given = strategy, how.step, passes, results, policy
-    plan = unguarded_plan(*given, changes_state=trains)
+    plan = unguarded_plan(
+        strategy, how.step, passes, results, policy, changes_state=trains
+    )
     return step_of(plan, placer=None if like is None else like.placer)
 
 
