@@ -173,7 +173,7 @@ class SplitError(Portable, ReplicationError):
         self.advice: tuple[str, ...] = tuple(advice)
         shown = "".join(f"\n  * {finding}" for finding in self.findings[:_SHOWN])
         shown += "\n  * ..." * (len(self.findings) > _SHOWN)
-        told = "".join(f"\n{sentence}" for sentence in self.advice)
+        sentences = "".join(f"\n{sentence}" for sentence in self.advice)
         number = len(self.findings)
         depend = "leaf depends" if number == 1 else "leaves depend"
         named = next((x.of for x in self.findings if x.of != "towers"), "towers")
@@ -182,7 +182,7 @@ class SplitError(Portable, ReplicationError):
             "devices": "the number of devices",
         }
         of = wholes.get(named, named)
-        super().__init__(f"{number} {depend} on {of}:{shown}{told}")
+        super().__init__(f"{number} {depend} on {of}:{shown}{sentences}")
 
 
 class Compared(NamedTuple):
@@ -208,10 +208,10 @@ def judge(
     """
     want = {n: x for n, x in runs[0].want.items() if leaves is None or leaves(n)}
     if not (names := compared_of(want)):
-        own = listed(sorted(want))
+        names_of_all = listed(sorted(want))
         raise NotAudited(
             "nothing is merged that could be compared; these leaves are per tower:"
-            f" {own}"
+            f" {names_of_all}"
         )
     worst: dict[str, tuple[float, Finding]] = {}
     for run in runs:

@@ -142,8 +142,11 @@ def audit_step(
         # The audit makes values of its own, and judges those that are not finite, too.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
-            how = {"calls": step.num_calls, "pads": step.placer.may_pad} | options
-            report = run_audit(plan, step.strategy, state, batch, **how)
+            how_called = {
+                "calls": step.num_calls,
+                "pads": step.placer.may_pad,
+            } | options
+            report = run_audit(plan, step.strategy, state, batch, **how_called)
     finally:
         took = time.perf_counter() - start
         _found(step, seconds=step.checked.seconds + took)

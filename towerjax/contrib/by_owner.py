@@ -149,11 +149,11 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
             return None if hasattr(x, "val") else of.get(x)
 
         for eqn in jaxpr.eqns:
-            given = [get(x) for x in eqn.invars]
-            out = [next(filter(None, given), None)] * len(eqn.outvars)
+            ins = [get(x) for x in eqn.invars]
+            out = [next(filter(None, ins), None)] * len(eqn.outvars)
             if eqn.primitive.name == "jit":
                 inner = eqn.params["jaxpr"]
-                out = follow(getattr(inner, "jaxpr", inner), given)
+                out = follow(getattr(inner, "jaxpr", inner), ins)
             if eqn.primitive.name in ("scan", "while", "cond"):  # which count, too
                 kinds = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
                 out = [x if kind else None for x, kind in zip(out, kinds, strict=True)]

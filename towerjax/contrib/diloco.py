@@ -133,8 +133,8 @@ class DiLoCo:
                 " them train alone. Write state='mirrored'."
             )
         rounds = Rounds(self, fns)
-        made = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
-        return fns._replace(**made, refuses_by_tower=True)
+        fields = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
+        return fns._replace(**fields, refuses_by_tower=True)
 
 
 @jax.tree_util.register_dataclass
@@ -263,8 +263,8 @@ class Rounds:
         accepts = counts & ((grads.weight != 0) | (options.on_nonfinite == "ignore"))
         merged = {"loss": loss, "grads": grads, "metrics": {}, "local": after}
 
-        def attempt(given: Tree) -> tuple[jax.Array, Tree, None]:
-            before = _of_one(replicated, *given)
+        def attempt(of_tower: Tree) -> tuple[jax.Array, Tree, None]:
+            before = _of_one(replicated, *of_tower)
             after, _ = self.fns.update(before, merged)
             if after.extra is not before.extra:
                 raise ValueError(
@@ -390,8 +390,8 @@ def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
     state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
-    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
-    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
+    wide = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
+    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(wide)
     return jax.tree.map(lambda x: x[0], out)
 
 

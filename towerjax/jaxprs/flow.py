@@ -132,12 +132,12 @@ def needed_eqns(
 _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
 
 
-def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
-    """For each output, the entry of ``given`` that it is, passed on unchanged, or None.
+def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
+    """Return for each output the entry of the input that it is; None if it is none.
 
-    ``given`` has an entry for each input. Calls and scans are looked into.
+    ``entries`` has an entry for each input. Calls and scans are looked into.
     """
-    forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    forwarded = dict(zip(map(id, jaxpr.invars), entries, strict=True))
     for eqn in jaxpr.eqns:
         inner = inner_programs(eqn) if eqn.primitive.name in _CALLS else []
         hidden = trace_hidden(eqn, {}) if is_hidden(eqn) else None

@@ -154,11 +154,11 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
     """The ``axis_index_groups`` of a collective; None if one group has all towers."""
-    given = eqn.params.get("axis_index_groups")
-    if given is None or len(given) > 1:
-        return given
+    all_groups = eqn.params.get("axis_index_groups")
+    if all_groups is None or len(all_groups) > 1:
+        return all_groups
     # With one tower, a group of one may stand for all towers or for each alone.
-    return None if len(given[0]) == size > 1 else given
+    return None if len(all_groups[0]) == size > 1 else all_groups
 
 
 def is_full(eqn: JaxprEqn, size: int) -> bool:

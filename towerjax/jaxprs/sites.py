@@ -27,7 +27,7 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of its inner jaxprs."""
-    return (eqn for each in all_jaxprs(jaxpr) for eqn in open_jaxpr(each).eqns)
+    return (eqn for program in all_jaxprs(jaxpr) for eqn in open_jaxpr(program).eqns)
 
 
 def eqns_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -126,9 +126,9 @@ def format_line(file: str, line: int, function: str) -> str:
 
 def arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
-    for each in all_jaxprs(jaxpr):
-        body = open_jaxpr(each)
-        yield from getattr(each, "consts", ())
+    for program in all_jaxprs(jaxpr):
+        body = open_jaxpr(program)
+        yield from getattr(program, "consts", ())
         for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
             if isinstance(var, Literal) and np.ndim(var.val):
                 yield var.val

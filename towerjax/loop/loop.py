@@ -190,14 +190,14 @@ class Loop:
         self._progress.phase(self.point.number + 1, "compiling")
         folder = None if self._saving is None else self._saving.directory
         asked = {"audit": self._options.audit, "folder": folder}
-        made = self._step.prepare(self.point.state, placed, **asked)
+        prepared = self._step.prepare(self.point.state, placed, **asked)
         if self._saving is not None and (other := self._saving.compare_programs()):
             self._progress.note(f"goes on as another experiment: {other}")
-        if made.note:
-            self._progress.note(made.note)
-        self._log.aside_s += made.seconds
-        self._log.compile_s += time.perf_counter() - start_s - made.seconds
-        self._flops[placed.signature] = made.program.flops
+        if prepared.note:
+            self._progress.note(prepared.note)
+        self._log.aside_s += prepared.seconds
+        self._log.compile_s += time.perf_counter() - start_s - prepared.seconds
+        self._flops[placed.signature] = prepared.program.flops
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; for the ``last`` one wait until it is saved."""

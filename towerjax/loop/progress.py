@@ -108,8 +108,8 @@ def check_progress(progress: Any) -> None:
     if not isinstance(progress, Sequence) or isinstance(progress, str):
         check_choice("progress", progress, (None, True, False))
     elif not progress or not all(isinstance(name, str) for name in progress):
-        what = "None, True, False, or the names of metrics to show beside the loss"
-        refuse_option("progress", progress, what + ", such as ['accuracy']")
+        form = "None, True, False, or the names of metrics to show beside the loss"
+        refuse_option("progress", progress, form + ", such as ['accuracy']")
 
 
 def choose_display(progress: bool | None) -> Display:

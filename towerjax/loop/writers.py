@@ -256,9 +256,9 @@ def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWr
     path = absolute_path(options.path)
     with opening(name, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept, repeated = _kept(options, path, start, lines.read)
-        file = opened_after(path, kept, _STORED_EVERY_S)
-        if not kept:
+        num_kept, repeated = _kept(options, path, start, lines.read)
+        file = opened_after(path, num_kept, _STORED_EVERY_S)
+        if not num_kept:
             append_bytes(file, lines.head)
 
     def write(record: Record) -> None:
@@ -288,23 +288,23 @@ def _kept(
     """
     if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
         return None, None  # a pipe or a device has no earlier lines
-    kept = last = 0
+    num_kept = last = 0
     repeated = None
     for kind, step, length in lines(path):
         last = max(last, step)
         if last <= start:
             is_last = (step, kind) == (start, "eval")
-            repeated = (kept if repeated is None else repeated) if is_last else None
-            kept += length
+            repeated = (num_kept if repeated is None else repeated) if is_last else None
+            num_kept += length
     if start == 0 and last > 0 and not options.replace:
         writer = type(options).__name__
         raise _earlier(writer, path, f"an earlier run up to step {last}")
-    return kept, repeated
+    return num_kept, repeated
 
 
-def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
+def _earlier(writer: str, path: epath.Path, content: str) -> ValueError:
     return ValueError(
-        f"{writer}: {str(path)!r} holds {what}, but this run starts at step 0. Use"
+        f"{writer}: {str(path)!r} holds {content}, but this run starts at step 0. Use"
         f" another path, go on with that run's state, or write {writer}(path,"
         " replace=True)."
     )
@@ -506,9 +506,9 @@ class TensorBoard:
             def stored(at: str) -> StoredFile:
                 return StoredFile(epath.Path(at.partition(":")[2]))
 
-            made = types.SimpleNamespace(open=stored)
+            store = types.SimpleNamespace(open=stored)
             stores = _tensorboardx("record_writer")
-            stores.register_writer_factory("towerjax", made)
+            stores.register_writer_factory("towerjax", store)
             path = "towerjax:" + path
         # tensorboardX puts the second into the name, which two runs may share.
         events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")

@@ -24,8 +24,8 @@ def rounds_shared_values(
     ``own`` are the per-tower inputs, ``trained`` the inputs by which a gradient is
     taken, and ``axis`` is the axis of all towers.
     """
-    given: list[Any] = [var.aval for var in trained]
-    if any(_has_few_bits(x.dtype) for x in given):
+    avals: list[Any] = [var.aval for var in trained]
+    if any(_has_few_bits(x.dtype) for x in avals):
         return True
     return _rounds(program.jaxpr, set(own), axis)
 

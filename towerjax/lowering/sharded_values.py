@@ -155,8 +155,8 @@ class Shard:
         """Return the inverse of `tree_flatten`."""
         (source, sink) = arrays
         (dim, dtype, is_trained, exact) = meta
-        how = {"sink": sink, "is_trained": is_trained, "exact": exact}
-        return cls(source, dim, dtype=dtype, **how)
+        options = {"sink": sink, "is_trained": is_trained, "exact": exact}
+        return cls(source, dim, dtype=dtype, **options)
 
     @property
     def data(self) -> jax.Array:
@@ -282,23 +282,23 @@ class Targets:
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
                 return value
-            how: Any = {"dtype": x.dtype, "is_trained": True}
+            options: Any = {"dtype": x.dtype, "is_trained": True}
             if is_scattered:
-                return Shard(value, x.dim, **how)
-            return Shard(x.data, x.dim, sink=value, **how)
+                return Shard(value, x.dim, **options)
+            return Shard(x.data, x.dim, sink=value, **options)
 
-        each = self.treedef.flatten_up_to(values)
-        return self.treedef.unflatten(map(of, self.leaves, each, self.scattered))
+        parts = self.treedef.flatten_up_to(values)
+        return self.treedef.unflatten(map(of, self.leaves, parts, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
         """The gradients by `values`, with a `Shard` for each that is scattered."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
-        each = [
+        grads_of_shards = [
             Shard(g, x.dim) if is_scattered else g for x, g, is_scattered in triples
         ]
-        return self.treedef.unflatten(each)
+        return self.treedef.unflatten(grads_of_shards)
 
 
 class Uniform:

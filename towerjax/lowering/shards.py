@@ -139,11 +139,11 @@ class _Body:
                 is_stored = var in self._stored and is_shard(x)
                 walk.values[var] = x.of(x.data) if is_stored else x
         results = [walk.read(x) for x in self._body.outvars]
-        made = set[Any]()
+        known = set[Any]()
         for eqn in self._body.eqns:
-            made |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
+            known |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
         for number, dim in self._sums.items():
-            if self._body.outvars[number] not in made:
+            if self._body.outvars[number] not in known:
                 results[number] = scatter_shard(results[number], dim)
         return results
 

@@ -253,8 +253,8 @@ class _Lowering:
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
-            given = put_parts(jax.Array, args, arrays)
-            out[:] = [fn(*given)]
+            with_arrays = put_parts(jax.Array, args, arrays)
+            out[:] = [fn(*with_arrays)]
             return parts_of(jax.Array, out)
 
         arrays = parts_of(jax.Array, args)
@@ -285,11 +285,13 @@ class _Lowering:
 
     def _rename_axis(self, eqn: JaxprEqn) -> JaxprEqn:
         key = "axes" if "axes" in eqn.params else "axis_name"
-        given = eqn.params[key]
+        names_before = eqn.params[key]
         names = self.axes.names
-        if isinstance(given, tuple):
-            each = [names if x == self.axes.tower_axis else (x,) for x in given]
-            new: Any = tuple(x for part in each for x in part)
+        if isinstance(names_before, tuple):
+            renamed = [
+                names if x == self.axes.tower_axis else (x,) for x in names_before
+            ]
+            new: Any = tuple(x for part in renamed for x in part)
         else:
             [new] = names
         params = {**eqn.params, key: new}

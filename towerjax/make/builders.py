@@ -110,14 +110,14 @@ def build_step(
     check_function("update_fn", update_fn, "update_fn(state, merged)")
 
     def planned(strategy: Strategy, options: StepOptions) -> Plan:
-        how: dict[str, Any] = {"rows_used_later": True}
-        each = tuple(pass_of(fn, strategy, options, **how) for fn in tower_fns)
+        fields: dict[str, Any] = {"rows_used_later": True}
+        passes = tuple(pass_of(fn, strategy, options, **fields) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
         states = StatePolicy(strategy)
         return training_plan(
             strategy,
             options,
-            PassesInOrder(each),
+            PassesInOrder(passes),
             update_fn,
             states,
             needs_examples=False,

@@ -169,10 +169,10 @@ def call_refusing_writes(
 
     def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
         params, tower = jax.tree.unflatten(treedef, leaves)
-        given = {"params": params, "local": tower.local, "extra": tower.extra}
-        before = _object_leaves(given)
+        modules = {"params": params, "local": tower.local, "extra": tower.extra}
+        before = _object_leaves(modules)
         returned = loss_fn(params, rows, tower, *merged)
-        lost = {x: y for x, y in given.items() if getattr(returned, x, None) is None}
+        lost = {x: y for x, y in modules.items() if getattr(returned, x, None) is None}
         after = {x: y for x, y in _object_leaves(lost).items() if x in before}
         pairs = {x: (before[x], y) for x, y in after.items() if y is not before[x]}
         return returned, pairs

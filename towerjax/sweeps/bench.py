@@ -302,12 +302,12 @@ def check_losses(
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
     """The figures, from each contender's seconds ``[rounds, 1 or 2]``."""
-    own = seconds[""]
-    values = {"step_s": own[:, 0], "return_s": own[:, -1]}
+    own_seconds = seconds[""]
+    values = {"step_s": own_seconds[:, 0], "return_s": own_seconds[:, -1]}
     peers = {f"over {name}": x for name, x in seconds.items() if name}
-    values |= {name: own[:, 0] / x[:, 0] for name, x in peers.items()}
+    values |= {name: own_seconds[:, 0] / x[:, 0] for name, x in peers.items()}
     figures = {name: vars(interval_of_median(x)) for name, x in values.items()}
-    return {"rounds_s": own[:, 0].tolist(), "figures": figures}
+    return {"rounds_s": own_seconds[:, 0].tolist(), "figures": figures}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,9 +159,9 @@ def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyT
 
 def refuse_per_tower(values: PyTree, what: str) -> None:
     """Raise if a value differs from tower to tower."""
-    if own := parts_of(PerTower | tj.TowerLocal, values):
+    if per_tower := parts_of(PerTower | tj.TowerLocal, values):
         raise ValueError(
             f"{what}: Expected value to be mirrored across towers, got a"
-            f" {type(own[0]).__name__}. Reduce it first, with strategy.reduce or"
+            f" {type(per_tower[0]).__name__}. Reduce it first, with strategy.reduce or"
             " strategy.read_var, or assign in a tower, with tower.assign."
         )

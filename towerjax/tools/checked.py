@@ -92,7 +92,9 @@ def check_program(
     lists = lists_of_devices(numbers)
     check_takes(form, maker, lists[max(numbers)])
     with explained_list():
-        programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
+        programs = {
+            n: UserProgram(form, maker(devices)) for n, devices in lists.items()
+        }
     is_answered = _prove(lambda: proved_on(programs), looked)
     if is_answered and not always_run and use_what_is_given(programs, lists):
         _tell_of_no_run(looked)

@@ -140,11 +140,11 @@ _OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy'
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
     """A ``__getattr__`` that says which strategy of ``tj.tf1`` has such a name."""
     notes = {}
-    for kind, found in (
+    for kind, names in (
         ("method", METHODS_OF_TENSORFLOW),
         ("property", PROPERTIES_OF_TENSORFLOW),
     ):
-        for x in found:
+        for x in names:
             notes[x] = (
                 f"{x} is a {kind} of tj.tf1.{name}: write"
                 f" strategy = tj.tf1.{name}(...), with the same options."
@@ -236,8 +236,12 @@ class Mirrored(StrategyMethods):
             if self.towers is not None and self.towers % groups:
                 below = self.towers // groups * groups
                 use = f"{below} or {below + groups}" if below else below + groups
-                each = self._each
-                are = "devices" if each == 1 else f"groups of {each} devices"
+                devices_each = self._each
+                are = (
+                    "devices"
+                    if devices_each == 1
+                    else f"groups of {devices_each} devices"
+                )
                 raise ValueError(
                     f"towers={self.towers} is not a multiple of the {groups} {are}, so"
                     f" they cannot share the towers evenly. Use towers={use}, or"
@@ -265,9 +269,9 @@ class Mirrored(StrategyMethods):
         if not isinstance(self.devices, Absent):
             require_joined()
         devices = self._devices()
-        each = self._each
-        groups = _count_groups(len(devices), each)
-        _check_ops(self.cross_tower_ops, devices[::each])
+        devices_each = self._each
+        groups = _count_groups(len(devices), devices_each)
+        _check_ops(self.cross_tower_ops, devices[::devices_each])
         return Placement(
             devices=devices,
             num_towers=self.towers or groups,
@@ -312,10 +316,10 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     A tower has ``size`` devices.
     """
     processes = jax.process_count()
-    each = len(names) // processes
-    if each < size:
-        _count_groups(each, size)
-    counts = range(1, each // size + 1)
+    devices_each = len(names) // processes
+    if devices_each < size:
+        _count_groups(devices_each, size)
+    counts = range(1, devices_each // size + 1)
     fitting = [n * size for n in counts if towers % (n * processes) == 0]
     if not fitting:
         raise ValueError(
@@ -323,7 +327,7 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
             " must run equally many towers each. Use"
             f" towers={-(-towers // processes) * processes}."
         )
-    starts = range(0, each * processes, each)
+    starts = range(0, devices_each * processes, devices_each)
     return tuple(x for i in starts for x in names[i : i + fitting[-1]])
 
 
@@ -413,10 +417,10 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
     placement = strategy.placement
     here = jax.process_index()
     pairs = zip(placement.devices, placement.jax_devices, strict=True)
-    own = [name for name, device in pairs if device.process_index == here]
+    names_here = [name for name, device in pairs if device.process_index == here]
     within = tuple((name, 1 if narrow else size) for name, size in placement.within)
     return strategy._class_like(Mirrored)(
-        devices=own[: 1 if narrow else placement.devices_each],
+        devices=names_here[: 1 if narrow else placement.devices_each],
         towers=towers,
         tower_loop=placement.tower_loop,  # type: ignore[arg-type]
         axis_name=strategy.axis_name,
@@ -478,8 +482,8 @@ def _is_schedule(x: Any) -> bool:
 
 
 def _check_choices(strategy: Mirrored) -> None:
-    given = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
-    if len([x for x in given if x is not None]) > 1:
+    choices = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
+    if len([x for x in choices if x is not None]) > 1:
         raise ValueError(
             "devices, num_gpus and num_gpus_per_worker exclude each other. Give one of"
             " them."
@@ -568,15 +572,16 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
     return tuple((name, int(size)) for name, size in pairs)
 
 
-def _count_groups(devices: int, each: int) -> int:
-    """The number of groups of ``each`` devices; raise if some devices are left over."""
-    if devices % each:
+def _count_groups(devices: int, devices_each: int) -> int:
+    """Count the groups of ``devices_each`` devices; raise if some are left over."""
+    if devices % devices_each:
         fitting = [str(n) for n in range(2, devices + 1) if devices % n == 0]
         axes = f"Give towers {' or '.join(fitting)} devices, or name" * bool(fitting)
+        enough = -(-devices // devices_each) * devices_each
         raise ValueError(
-            f"within=... makes a tower of {each} devices, which does not divide the"
-            f" {devices} devices. {axes or 'Name'} a multiple of {each}; on CPUs say"
-            f" jax.config.update('jax_num_cpu_devices', {-(-devices // each) * each})"
-            " before JAX is used."
+            f"within=... makes a tower of {devices_each} devices, which does not divide"
+            f" the {devices} devices. {axes or 'Name'} a multiple of {devices_each}; on"
+            f" CPUs say jax.config.update('jax_num_cpu_devices', {enough}) before JAX"
+            " is used."
         )
-    return devices // each
+    return devices // devices_each

@@ -201,8 +201,8 @@ class Tower:
                 return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
             if not isinstance(leaf, PerTower):
                 return leaf
-            what = "a PerTower that merge_fn returned"
-            return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, what))
+            name = "a PerTower that merge_fn returned"
+            return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, name))
 
         # Every tower computes the same function of the same gathered values, so that
         # nothing is sent back, and JAX can differentiate it.
@@ -408,14 +408,14 @@ def tower_of(
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)
-    told = PassContext(axes, **context)
+    pass_context = PassContext(axes, **context)
     return Tower(
         tower_id,
         axes.num_towers,
         local,
         strategy,
         extra,
-        told,
+        pass_context,
         micro_batches=micro_batches,
     )
 

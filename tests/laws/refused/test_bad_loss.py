@@ -345,7 +345,7 @@ def test_draws_that_depend_on_the_devices_are_refused(kind, name):
         step = build(loss_fn, strategy=strategy)
         state = step.init(start(), rng=key)
         if depends and strategy is FOUR:
-            with pytest.raises(tj.ReplicationError, match="rbg key .*bad_input.py"):
+            with pytest.raises(tj.ReplicationError, match="rbg key .*bad_loss.py"):
                 step.check(state, good(8))
         else:
             step.check(state, good(8))

@@ -207,7 +207,7 @@ def _refuted(case: Case) -> Explained | None:
 def _refuted_in(audit: Audit) -> list[Equality]:
     """The leaves that the proof refutes, because they are off by a factor."""
     step = audit.step
-    found = equalities_of(
+    answers = equalities_of(
         StepToProve(
             step.plan,
             step.strategy,
@@ -217,7 +217,7 @@ def _refuted_in(audit: Audit) -> list[Equality]:
             padded=audit.pads,
         )
     )
-    return [x for x in found if x.says is Says.REFUTED]
+    return [x for x in answers if x.says is Says.REFUTED]
 
 
 def _of_several_devices(case: Case) -> Explained | None:
@@ -236,9 +236,9 @@ def _of_a_shared_key(case: Case) -> Explained | None:
 
 
 def _of_an_own_key(case: Case) -> Explained | None:
-    own = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
-    advice = _with_lines(_BY_OWN_KEY, own)
-    return Explained(case.names, advice) if any(map(user_line, own)) else None
+    draws = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
+    advice = _with_lines(_BY_OWN_KEY, draws)
+    return Explained(case.names, advice) if any(map(user_line, draws)) else None
 
 
 def _draws_in(case: Case) -> list[Site]:
@@ -261,10 +261,10 @@ def _reason_of(case: Case, leaf: str) -> str:
     """The reason, with a line, for which the proof stopped for a leaf; "" for none."""
     reasons = case.audit.step.reasons
     asked = leaf_of(leaf)
-    found = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
+    whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
     if asked.part is Part.GRADIENT:
-        found += [why for name, why in reasons.items() if part_of(name) is Part.LOSS]
-    return found[0] if found else ""
+        whys += [why for name, why in reasons.items() if part_of(name) is Part.LOSS]
+    return whys[0] if whys else ""
 
 
 def _of_the_proof(case: Case) -> Explained | None:
@@ -407,6 +407,6 @@ def _size_along(eqn: JaxprEqn) -> int | None:
     if "length" in params:
         return params["length"]
     axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]
-    given = next((x for x in axes if x is not None), -1)
-    axis = given[0] if isinstance(given, tuple) else given
+    named = next((x for x in axes if x is not None), -1)
+    axis = named[0] if isinstance(named, tuple) else named
     return shape[axis] if shape else None

@@ -95,8 +95,8 @@ class Towers:
         self._placer.expect([rows])
         plan = dataclasses.replace(plan, passes=passes or plan.passes)
         self._plan = plan.towers_on(on_group).merging()
-        own = dataclasses.replace(state, local=_local_of(state.local, number))
-        self.state = place(own, self._placement, STATE_LAYOUT, state.params)
+        of_towers = dataclasses.replace(state, local=_local_of(state.local, number))
+        self.state = place(of_towers, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}
         self.traced: Traced | None = None
         self._was_repeated = False
@@ -209,13 +209,13 @@ def _local_of(local: PyTree, number: int) -> PyTree:
             x = copy_to_host(x)
             return x[np.minimum(np.arange(max(number, 2)), len(x) - 1)]
 
-        own = jax.tree.map(rows, variable.value)
+        value = jax.tree.map(rows, variable.value)
         if number > 1:
-            return dataclasses.replace(variable, value=own)
+            return dataclasses.replace(variable, value=value)
         if variable.reduction is Reduction.NONE:
-            as_one = jax.tree.map(lambda x: x[:1], own)
+            as_one = jax.tree.map(lambda x: x[:1], value)
         else:
-            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, own))
+            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, value))
             as_one = jax.tree.map(lambda x: x[None], read_local(both))
         return dataclasses.replace(variable, value=as_one)
 
@@ -244,11 +244,11 @@ def _leaves_of(
     """The merged results of each pass by leaf name; ``Rows`` in the batch's order."""
     leaves = Leaves()
     rtols = dict[str, float]()
-    kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
-    kept = kept if order is None else kept[np.argsort(order)]
+    places = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
+    places = places if order is None else places[np.argsort(order)]
 
     def in_order(rows: Rows) -> PyTree:
-        return jax.tree.map(lambda x: x[kept], rows.value)
+        return jax.tree.map(lambda x: x[places], rows.value)
 
     for number, tree in enumerate(merged, 1):
         tree = map_parts(Rows, in_order, tree)

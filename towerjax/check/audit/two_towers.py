@@ -125,9 +125,9 @@ class Audit:
             raise
         except RAISED_ON_OTHER_ROWS as error:
             lines = str(error).splitlines() or [""]
-            what = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+            fault = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
             refused = NotAudited(
-                f"its function, traced for other rows and keys, raises {what}"
+                f"its function, traced for other rows and keys, raises {fault}"
             )
             for note in getattr(error, "__notes__", ()):
                 refused.add_note(note)

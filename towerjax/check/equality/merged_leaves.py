@@ -75,8 +75,8 @@ def _leaves_of(
         elif x.how is CARRIED:
             count = len(jax.tree.leaves(x))
             leaves += [
-                dataclasses.replace(each, becomes=next(becomes, None))
-                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
+                dataclasses.replace(leaf, becomes=next(becomes, None))
+                for leaf in [MergedLeaf(name, Merge.PER_TOWER)] * count
             ]
         else:
             leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
@@ -162,14 +162,14 @@ def _merges_of_state(state: PyTree) -> list[Merge]:
     number = len(jax.tree.leaves(state))
     jaxpr = jax.make_jaxpr(type(state).merge)(state, state).jaxpr
     makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
-    found = []
+    merges = []
     for i, out in enumerate(jaxpr.outvars[:number]):
         maker = None if isinstance(out, Literal) else makers.get(out)
         pair = {jaxpr.invars[i], jaxpr.invars[number + i]}
         if maker is None or {*maker.invars} != pair:
             return []
-        found.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
-    return found
+        merges.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
+    return merges
 
 
 def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:

@@ -91,7 +91,7 @@ def _equalities(step: StepToProve) -> list[Equality]:
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
         traced, answers = _of_programs(step, alone)
-        programs = [x for each in traced for x in each.programs]
+        programs = [x for of_pass in traced for x in of_pass.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return answers
     return worst_of(answers + _of_programs(step, whole)[1])
@@ -135,10 +135,10 @@ def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
     Its own program and one tower's have to take the same way.
     """
 
-    def of(each: PassToProve) -> tuple[TowerProgram, TowerProgram]:
-        [own, *_] = [x for x in each.programs if x.towers > 1]
-        [*_, one_tower] = [x for x in each.programs if x.towers == 1]
-        return own, one_tower
+    def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:
+        [several, *_] = [x for x in of_pass.programs if x.towers > 1]
+        [*_, one_tower] = [x for x in of_pass.programs if x.towers == 1]
+        return several, one_tower
 
     pairs = zip(of(single), of(doubled), strict=True)
     own, one_tower = [way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs]
@@ -154,28 +154,28 @@ def line_of_own_devices(traced: Traced) -> str:
 
 def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
     """The answers for all passes; those for a later one hold if those before it do."""
-    found = []
-    for number, each in enumerate(traced, 1):
-        if why := _why_not_walked(each):
+    answers = []
+    for number, of_pass in enumerate(traced, 1):
+        if why := _why_not_walked(of_pass):
             equalities = [
                 Equality(x.name, Says.UNKNOWN, why)
-                for x in each.outputs
+                for x in of_pass.outputs
                 if x.merge is not Merge.PER_TOWER
             ]
         else:
-            equalities = _asked(each, each.outputs, step)
+            equalities = _asked(of_pass, of_pass.outputs, step)
             is_last = number == len(traced)
             keys = _keys_read_in_parts(step.plan) if is_last else ()
-            equalities = _with_sums(equalities, each, step, keys)
-            equalities = [_with_reduction(x, each) for x in equalities]
+            equalities = _with_sums(equalities, of_pass, step, keys)
+            equalities = [_with_reduction(x, of_pass) for x in equalities]
         if len(traced) > 1:
             equalities = [_in_pass(x, number) for x in equalities]
-        found += equalities
+        answers += equalities
         if number < len(traced) and any(x.says is not Says.PROVED for x in equalities):
             rest = [whole_pass(i) for i in range(number + 1, len(traced) + 1)]
             why = f"the results of pass {number} are not proved"
-            return found + [Equality(name, Says.UNKNOWN, why) for name in rest]
-    return found
+            return answers + [Equality(name, Says.UNKNOWN, why) for name in rest]
+    return answers
 
 
 def _in_pass(equality: Equality, number: int) -> Equality:
@@ -207,18 +207,18 @@ _OR_A_MEAN = (
 )
 
 
-def advice_on_bare_loss(how: Reduction) -> str:
+def advice_on_bare_loss(reduction: Reduction) -> str:
     """What a bare loss has to be, of which ``loss_reduction=how`` was said."""
-    return f"loss_reduction={how.name} {_BARE[how]}{_OR_A_MEAN}"
+    return f"loss_reduction={reduction.name} {_BARE[reduction]}{_OR_A_MEAN}"
 
 
-def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
+def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
     """The refutation of a bare loss, with advice on its ``loss_reduction``."""
-    how = each.loss_reduction
+    reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not Part.OTHER
-    if how is None or not is_loss or equality.says is not Says.REFUTED:
+    if reduction is None or not is_loss or equality.says is not Says.REFUTED:
         return equality
-    return dataclasses.replace(equality, advice=advice_on_bare_loss(how))
+    return dataclasses.replace(equality, advice=advice_on_bare_loss(reduction))
 
 
 _READ_IN_PARTS = (
@@ -271,11 +271,13 @@ def _with_sums(
     ]
 
 
-def _why_not_walked(each: PassToProve) -> str:
+def _why_not_walked(of_pass: PassToProve) -> str:
     """The reason why nothing can be said about a pass; "" if something can."""
-    if not each.has_same_leaves:
+    if not of_pass.has_same_leaves:
         return "towers return different leaves for another number of towers"
-    if each.in_micro_batches and any(_meets(x.jaxpr, each.axes) for x in each.programs):
+    if of_pass.in_micro_batches and any(
+        _meets(x.jaxpr, of_pass.axes) for x in of_pass.programs
+    ):
         return "towers communicate about the rows of one micro-batch each"
     return ""
 

@@ -37,7 +37,9 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
         if _is_per_tower(x):
             per_tower |= dict.fromkeys(of_value, jax.tree_util.keystr(path[-1:]))
     is_state = jax.tree.leaves(_of_state(traced.shapes))
-    results = [v for v, kept in zip(program.outvars, is_state, strict=True) if kept]
+    results = [
+        v for v, is_kept in zip(program.outvars, is_state, strict=True) if is_kept
+    ]
     eqns = needed_eqns(program.eqns, results)
     for v, line in [
         *[(v, user_line((eqn, None))) for eqn in eqns for v in eqn.invars],

@@ -60,9 +60,9 @@ class StepEquality:
         """Raise if a leaf is proved to depend on the split."""
         refuted = [x for x in self.leaves if x.says is Says.REFUTED]
         if refuted:
-            found = [Refuted(x.leaf, x.why) for x in refuted]
+            findings = [Refuted(x.leaf, x.why) for x in refuted]
             advice = dict.fromkeys(x.advice for x in refuted if x.advice)
-            raise SplitError(found, advice)
+            raise SplitError(findings, advice)
 
     def is_open(self, leaf: str) -> bool:
         """Whether a leaf, by the name that the audit has for it, is not proved.
@@ -109,5 +109,5 @@ def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)
     reasons = [f"{', '.join(few(x))} ({why})" for why, x in leaves_of.items()]
-    told = f"not proved equal to one tower: {listed(reasons)}"
-    return f"{told}. {sample}" if sample else told
+    text = f"not proved equal to one tower: {listed(reasons)}"
+    return f"{text}. {sample}" if sample else text

@@ -61,14 +61,14 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
     Returns:
       The proof's answer for each numeric result, the worst of all pairs.
     """
-    found = list[Equality]()
+    answers = list[Equality]()
     first, *others = sorted(programs.items())
     pairs = itertools.pairwise([first, *others])
     if _may_be_written_out(programs, words):
         pairs = ((first, other) for other in others)
     for pair in pairs:
-        found += _of_pair(dict(pair), words)
-    return worst_of(found)
+        answers += _of_pair(dict(pair), words)
+    return worst_of(answers)
 
 
 def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
@@ -82,12 +82,12 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
     leaves = _named_results(first)
     try:
         _refuse_unlike(first, second)
-        each = _said_of_results(programs, words)
+        of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        each = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
+        of_results = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
     return [
         Equality(name, *said)
-        for (name, x), said in zip(leaves, each, strict=True)
+        for (name, x), said in zip(leaves, of_results, strict=True)
         if isinstance(x, jax.ShapeDtypeStruct)
     ]
 
@@ -100,23 +100,23 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
         raise ProgramsDifferError(
             "arguments or results differ between numbers of towers"
         )
-    for each in (first, second):
-        jaxpr = each.traced.jaxpr.jaxpr
+    for program in (first, second):
+        jaxpr = program.traced.jaxpr.jaxpr
         if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
             raise ProgramsDifferError("it takes a Ref, which it may write")
-        if each.unseen:
+        if program.unseen:
             raise ProgramsDifferError(
-                f"it changes {listed(each.unseen)} in place, which the proof does not"
-                " follow"
+                f"it changes {listed(program.unseen)} in place, which the proof does"
+                " not follow"
             )
-        numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
+        numbers = [name for name, x in _of_states(program) if _is_python_number(x)]
         if numbers:
             raise ProgramsDifferError(
                 f"{listed(numbers)} comes back as a result but is a Python number, of"
                 " which the trace has only one value. Pass an array"
             )
-        for told in each.splits_draws:
-            raise ProgramsDifferError(told)
+        for why in program.splits_draws:
+            raise ProgramsDifferError(why)
 
 
 def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
@@ -153,25 +153,25 @@ def _said_of_results(
         kinds = walk.closed(*jaxprs, ins)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
-    found = []
+    answers = []
     for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
         says, why = _said_of_result(walk.sizes, value, *both)
         if says is Says.REFUTED:
             why = words.of_power(value.power, causes.of_power(number))
         elif says is Says.UNKNOWN:
             why = words.of_unknown(why, causes.of_unknown(number))
-        found.append((says, why))
-    return found
+        answers.append((says, why))
+    return answers
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     """The kind of an argument: the same for all, or stacked for the devices."""
-    told = f"{name} is a different array for another number of towers"
-    unknown = Known(Kind.UNKNOWN, why=told)
+    why = f"{name} is a different array for another number of towers"
+    unknown = Known(Kind.UNKNOWN, why=why)
     try:
         walk.sizes.axes(first, second)
     except ProgramsDifferError:
-        raise ProgramsDifferError(f"{told}: {first.shape}, {second.shape}") from None
+        raise ProgramsDifferError(f"{why}: {first.shape}, {second.shape}") from None
     if first.dtype != second.dtype:
         return unknown
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (first, second)):
@@ -180,27 +180,27 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
         return unknown
     a, b = [np.asarray(key_data(x)) for x in (first, second)]
     if a.shape == b.shape:
-        found = walk.constant(a, b)
+        value = walk.constant(a, b)
         # An argument that grows with the devices is another argument, and no mistake.
-        is_same = found.kind is not Kind.UNKNOWN and not found.power
-        return _any_value(found) if is_same else unknown
+        is_same = value.kind is not Kind.UNKNOWN and not value.power
+        return _any_value(value) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
         return unknown
     if a.shape[1:] == b.shape[1:]:
-        found = walk.constant(a[0], b[0])
+        value = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
-        if found.kind is Kind.UNKNOWN or found.power or not are_copies:
+        if value.kind is Kind.UNKNOWN or value.power or not are_copies:
             return Known(Kind.UNKNOWN, why=f"each tower is given a different {name}")
-        return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
+        return Known(Kind.STACKED, _any_value(value).power, note=Kind.COPY)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
         return Known(Kind.STACKED, copy().power, note=Kind.ROWS)
     return unknown
 
 
-def _any_value(found: Known) -> Known:
+def _any_value(value: Known) -> Known:
     """The kind without its value, because another call may have another value."""
-    return copy() if found.kind is Kind.ZERO else copy(found.power)
+    return copy() if value.kind is Kind.ZERO else copy(value.power)
 
 
 def _said_of_result(

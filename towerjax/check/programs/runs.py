@@ -97,13 +97,13 @@ class UserProgram:
         self._is_new = False
         calls = self._calls(args)
         taken, _ = flatten(self._given)
-        given, _ = flatten([(x.out, x.changed) for x in calls])
-        dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
+        results, _ = flatten([(x.out, x.changed) for x in calls])
+        dtypes = {str(x.dtype) for x in taken + results if isinstance(x, ARRAY_TYPES)}
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         return Seen(
             tuple([x.values for x in calls]),
-            frozenset(_where_are(taken + given)),
+            frozenset(_where_are(taken + results)),
             frozenset(dtypes),
             bool(calls[-1].changed),
             any(isinstance(x, ARRAY_TYPES) for x in self._leaves),

@@ -66,10 +66,10 @@ def trace_program(
 
     def of_arrays(*arrays: Any) -> Any:
         nonlocal results
-        given = [*leaves]
+        in_place = [*leaves]
         for i, x in zip(at, arrays, strict=True):
-            given[i] = x
-        args, kwargs = treedef.unflatten(given)
+            in_place[i] = x
+        args, kwargs = treedef.unflatten(in_place)
         results = flatten(fn(*args, **kwargs))
         return [x if isinstance(x, NUMBER_TYPES) else 0 for x in results[0]]
 

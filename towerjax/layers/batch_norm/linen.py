@@ -82,10 +82,10 @@ class TowerBatchNorm(linen.BatchNorm):
             name: self.get_variable("batch_stats", name) for name in moments.MOMENTS
         }
         if self.statistics != "frozen":
-            used, kept = moments.moments_of(self, x, axes, tower, mask, used)
-            for name, value in kept.items():
+            used, running = moments.moments_of(self, x, axes, tower, mask, used)
+            for name, value in running.items():
                 self.put_variable("batch_stats", name, value)
         whole = self.clone(parent=None, use_running_average=True)
-        own = {"params": self.variables.get("params", {}), "batch_stats": used}
-        y: Any = whole.apply(own, x, None)
+        variables = {"params": self.variables.get("params", {}), "batch_stats": used}
+        y: Any = whole.apply(variables, x, None)
         return y

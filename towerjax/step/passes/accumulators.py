@@ -185,16 +185,16 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if is_rows(x):
         return Returned(x, JOINED)
     if isinstance(x, Rows | TowerLocal) or not is_metric(x):
-        how = ROWS if isinstance(x, Rows) else SAME
-        return Returned(x, CARRIED if isinstance(x, TowerLocal) else how)
+        accumulator = ROWS if isinstance(x, Rows) else SAME
+        return Returned(x, CARRIED if isinstance(x, TowerLocal) else accumulator)
     if not is_additive(x):
         return Returned(x, MERGED)
-    how = SHOWN if is_shown else ADDED
+    accumulator = SHOWN if is_shown else ADDED
     if not parts_of(IndexedRows, x):
-        return Returned(x, how)
+        return Returned(x, accumulator)
 
     def each(part: Any) -> Any:
-        return Returned(part, JOINED if is_rows(part) else how)
+        return Returned(part, JOINED if is_rows(part) else accumulator)
 
     return jax.tree.map(each, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
 
@@ -202,14 +202,19 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
     """``((guarded, others), rest)``: the values to add over towers, and all others."""
     parts = parts_of(Returned, tree)
-    sums = tuple([x.value for x in parts if x.how is how] for how in _ADDITIVE)
+    sums = tuple(
+        [x.value for x in parts if x.how is accumulator] for accumulator in _ADDITIVE
+    )
     rest = [Returned(None, x.how) if x.how in _ADDITIVE else x for x in parts]
     return sums, put_parts(Returned, tree, rest)
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
     """Return the inverse of `take_sums`."""
-    left = {how: iter(values) for how, values in zip(_ADDITIVE, sums, strict=True)}
+    left = {
+        accumulator: iter(values)
+        for accumulator, values in zip(_ADDITIVE, sums, strict=True)
+    }
 
     def put(x: Returned) -> Returned:
         return Returned(next(left[x.how]), x.how) if x.how in left else x

@@ -128,7 +128,7 @@ class Added:
         """Return whether all guarded sums and ``rows``, those of tables, are finite."""
         finite = [jnp.isfinite(x.values).all() for x in rows]
         if shards := jax.tree.leaves(self.shards[0]):
-            own = all_finite(shards).astype(jnp.int32)
-            finite.append(lax.pmin(own, DEVICE_AXIS) > 0)
+            of_shards = all_finite(shards).astype(jnp.int32)
+            finite.append(lax.pmin(of_shards, DEVICE_AXIS) > 0)
         whole = self.sums.are_finite(self.number)
         return functools.reduce(jnp.logical_and, finite, whole)

@@ -59,10 +59,14 @@ class Lookups:
         if not (jax.tree.leaves(trained) and _has_lookups(program)):
             return cls(program)
         names = tuple(name for name, _ in named_leaves("params", trained))
-        given = program.jaxpr.invars
-        known = given[first : first + len(names)]
+        inputs = program.jaxpr.invars
+        known = inputs[first : first + len(names)]
         numbers = {id(var): i for i, var in enumerate(known)}
-        free = {*given[:first], *given[first + len(names) :], *program.jaxpr.constvars}
+        free = {
+            *inputs[:first],
+            *inputs[first + len(names) :],
+            *program.jaxpr.constvars,
+        }
         _refuse_inside(program, free, is_top=True)
         eqns = tuple(filter(_is_lookup, program.jaxpr.eqns))
         if all(_is_free(eqn.invars[0], free) for eqn in eqns):
@@ -116,8 +120,8 @@ class Lookups:
         self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:
-            own = [n for n, table in enumerate(self.tables) if table == i]
-            pairs = [(ids[n], rows[n]) for n in own if len(leaves) + n in reads]
+            numbers = [n for n, table in enumerate(self.tables) if table == i]
+            pairs = [(ids[n], rows[n]) for n in numbers if len(leaves) + n in reads]
             table = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype)
             join = functools.partial(join_lookups, table=table)
             join = join if self.towers is None else vmap_members(join)

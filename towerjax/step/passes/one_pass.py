@@ -209,7 +209,7 @@ class TracedPass:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
 
         return map_parts(
-            PerTowerValue, lambda own: jax.tree.map(of, own), self.towers.out
+            PerTowerValue, lambda value: jax.tree.map(of, value), self.towers.out
         )
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
