@@ -1,9 +1,6 @@
 """Audits: what depends on the split is found and named, what does not passes."""
 
 import itertools
-import json
-import pickle
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,19 @@ from audited_losses import (
     errors,
     scores,
 )
+from audits import (
+    BATCH,
+    FIRST,
+    MEAN,
+    PARAMS,
+    SUM,
+    loss_alone,
+    losses,
+    mean_loss,
+    predictions,
+    refused,
+    train_step,
+)
 from containers import KINDS, as_dicts, held
 from flax import nnx
 from later_faults import BATCH as LATER_ROWS
@@ -28,53 +38,11 @@ from later_faults import PARAMS as LATER_MODEL
 from layouts import cases
 
 import towerjax as tj
-from towerjax.check.audit.audit import run_audit
 from towerjax.check.audit.later_batches import Splits
-from towerjax.check.audit.run_towers import _local_of
-from towerjax.check.audit.two_towers import _rounding_decides
 from towerjax.check.comparison import (
-    AuditReport,
-    Compared,
-    Finding,
     NotAudited,
-    _gap_of_leaf,
-    _sizes,
-    gaps,
-    judge,
-    rounded,
-    rounding_of,
 )
-from towerjax.check.equality.told import NotProved
 from towerjax.testing import SplitError, assert_replicates
-from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
-
-SUM = tj.Reduction.SUM
-MEAN = tj.Reduction.MEAN
-FIRST = tj.Reduction.ONLY_FIRST_TOWER
-DRAW = np.random.default_rng(5)
-BATCH = {
-    "x": DRAW.normal(size=(14, 3)).astype(np.float32) + 0.3,
-    "y": DRAW.normal(size=14).astype(np.float32),
-    "weight": DRAW.uniform(0.2, 3, size=14).astype(np.float32),
-}
-PARAMS = {"w": np.array([0.5, -1.0, 2.0], np.float32), "b": np.float32(0.25)}
-
-
-def predictions(params, batch):
-    return batch["x"] @ params["w"] + params["b"]
-
-
-def losses(params, batch):
-    return (predictions(params, batch) - batch["y"]) ** 2
-
-
-def refused(call, *args, text=None, **options):
-    """The error, and what it found by leaf."""
-    call = getattr(call, "audit", call)  # of a step, whatever is proved of it
-    with pytest.raises(SplitError, match=text) as error:
-        call(*args, **options)
-    return error.value, {finding.leaf: finding for finding in error.value.findings}
-
 
 # What is wrong: a loss function, what is found, options.
 
@@ -99,10 +67,6 @@ def batch_norm(params, batch, tower):
 def places(params, batch, tower):
     values = predictions(params, batch) * jnp.arange(1.0, len(batch["y"]) + 1)
     return tj.Weighted.mean(values, tower.weight)
-
-
-def mean_loss(params, batch, tower):
-    return tj.Weighted.mean(losses(params, batch), tower.weight)
 
 
 BAD = {
@@ -218,54 +182,6 @@ def test_what_is_right_passes(padding):
     assert report.not_compared == ("local['no one value']",)
 
 
-def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
-    def relative(loss, size, gap, name="gradient['b']", noise=0.0):
-        want = {name: np.zeros(2), "gradient['w']": np.full(3, size), "loss": loss}
-        got, near = ({**want, name: np.array([0, x])} for x in (gap, noise))
-        run = Compared(3, "x", got, want, lambda: [near])
-        excess, finding = _gap_of_leaf(name, run, _sizes(want), 1e-4)
-        assert finding.difference == gap and finding.one_tower == 0
-        return finding.relative, excess
-
-    assert relative(np.float64(3e4), 0.0, 1e-3) == (1e-3 / 30, 1e-3 / 30 / 1e-4)
-    assert relative(np.float64(1), 2.0, 1e-3)[0] == 1e-3 / 0.02
-    assert relative(np.float64(1), 1.0, 1e-3, "metrics['b']")[0] == 1.0
-    # What a last bit of the parameters changes by a 32nd of the difference.
-    assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 32)[1] == 1.0
-    assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 64)[1] == 2.0
-    other = {"x": np.zeros(3)}, {"x": np.ones(2)}, list
-    run = Compared(3, "x", *other)
-    assert _gap_of_leaf("x", run, _sizes(run.want), 1e-4)[0] == np.inf
-
-
-def test_parameters_are_changed_in_their_last_bit_to_and_fro():
-    signs = np.array([1, -1, 1, -1, 1])
-    kinds = np.float32, np.complex64, np.int32, np.float16
-    params = [np.ones(5, kind) for kind in kinds]
-    for x, changed in zip(params, rounded(params, 2.0**-23), strict=True):
-        is_wide = x.dtype.kind in "fc" and x.dtype.itemsize >= 4
-        last = 2.0**-23 * signs if is_wide else 0
-        np.testing.assert_array_equal(changed, x * (1 + last))
-        assert changed.dtype == x.dtype
-    broken = np.float32([0, 1, 0.5, -3])
-    changed = rounded(broken, 2.0**-22, only_broken=True)
-    assert (changed != broken).tolist() == [False, False, True, False]
-
-
-def test_the_tolerance_is_that_of_the_narrowest_dtype():
-    for names, rtol in (["bfloat16 float16", 2**-4], ["float16", 2**-7], ["", 1e-4]):
-        narrowed = lambda x: [x.astype(name) for name in names.split()]  # noqa: B023, E731
-        assert rounding_of([jax.make_jaxpr(narrowed)(jnp.ones(2)).jaxpr]) == rtol
-
-
-def test_gradients_that_overflow_both_ways_are_compared_without_a_warning():
-    """As in float16, where one half of the rows gives inf and the other -inf."""
-    up, down = (np.array([x, 1.0]) for x in (np.inf, -np.inf))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert gaps(up, down)[0] > 1e300 and gaps(up, down)[1] == 0
-
-
 @pytest.mark.slow
 def test_rows_that_a_loss_returns_are_compared_in_the_order_of_the_batch():
     x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
@@ -283,58 +199,6 @@ def test_rows_that_a_loss_returns_are_compared_in_the_order_of_the_batch():
     wrong = returns(lambda x: x - x.max(axis=0, keepdims=True))
     _, found = refused(assert_replicates, wrong, np.float32(1), x, (2,))
     assert found.keys() == {"extra['x']"}
-
-
-@pytest.mark.slow
-def test_the_numbers_of_a_finding_are_those_of_numpy():
-    """Of a batch in another byte order, with a shared value and a complex metric."""
-    x = np.array([1, 2, 4, 8, 16], ">f4")
-
-    def loss_fn(w, batch, tower):
-        loss = tj.Weighted.mean(batch["w"] * w * batch["x"], tower.weight).value
-        metrics = {"c": tj.Weighted(1 + 1j * loss, 1.0)}
-        return tj.TowerOutput(tj.Weighted(loss, 1.0), metrics)
-
-    batch = {"x": x, "w": tj.Whole(np.float32(3))}
-    given = loss_fn, np.float32(1), batch, np.array([2], np.int8)
-    error, found = refused(assert_replicates, *given)
-    assert found.keys() == {"gradient", "loss", "metrics['c']"}
-    loss = found["loss"]
-    # In order and permuted; the second tower has two rows and one of padding.
-    order = np.random.default_rng(0).permutation(5)
-    splits = [
-        3 * (rows[:3].mean(dtype=np.float64) + rows[3:].mean(dtype=np.float64)) / 2
-        for rows in (x, x[order])
-    ]
-    worst = max(splits, key=lambda value: abs(value - 3 * 31 / 5))
-    np.testing.assert_allclose(loss.value, worst, rtol=1e-6)
-    np.testing.assert_allclose(loss.one_tower, 3 * 31 / 5, rtol=1e-6)
-    assert loss.towers == 2
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-@pytest.mark.slow
-def test_bad_arguments_are_refused():
-    for wrong, options in {
-        "whole number >= 1": {"towers": (0,)},
-        "padding='no' must be": {"padding": "no"},
-        "permuted=2 must be": {"permuted": 2},
-        "must be a number >= 0": {"rtol": -1.0},
-        "towers=3 must be a list of one or more whole numbers": {"towers": 3},
-        "one of None, Reduction.SUM": {"loss_reduction": FIRST},
-        "must have a floating|floating": {"params": {"w": np.arange(3), "b": 1}},
-    }.items():
-        args = {"params": PARAMS, "batch": BATCH, "towers": (3,), **options}
-        with pytest.raises(ValueError, match=wrong):
-            assert_replicates(mean_loss, **args)
-
-
-# The audit of a step.
-
-
-def train_step(loss_fn, strategy=tj.Mirrored(towers=4), **options):  # noqa: B008
-    options = {"remainder": "error", "audit": True} | options
-    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
 
 
 # What is said of some of them.
@@ -610,15 +474,6 @@ def test_a_clip_of_own_gradients_that_only_a_large_row_shows_is_refused():
     assert {finding.split for finding in found.values()} == {"one row times 100"}
 
 
-def loss_alone(loss_fn, batch=ROWS, params=MODEL, leaves=None, **options):
-    """The audit that a first call makes, of leaves that are not proved."""
-    step = train_step(loss_fn, **options)
-    pads = step.options.remainder == "pad"
-    given = step.plan, step.strategy, step.init(params), batch
-    how = {"calls": 4, "pads": pads, "gradients": False, "leaves": leaves}
-    return run_audit(*given, **how)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_without_gradients_a_wrong_loss_is_refused(name):
@@ -734,453 +589,3 @@ def test_towers_of_one_row_are_audited_with_two(rows, apart):
     how = {"remainder": "pad"} if rows == 3 else {}
     step = train_step(loss_fn, tj.Mirrored(towers=rows), **how)
     refused(step, step.init(np.float32(1)), batch)
-
-
-def test_where_rounding_decides_most_gradients_no_more_is_run():
-    """One split is compared; two that are decided, of three, are enough."""
-
-    def report(count):
-        decided = tuple(f"gradient[{i}]" for i in range(count))
-        names = "loss", *[f"gradient[{i}]" for i in range(3)]
-        return AuditReport((2,), 12, 1, names, (), 0.1, "loss", decided)
-
-    assert _rounding_decides(report(1)) is None
-    assert _rounding_decides(report(2)).startswith("rounding decides 2 of 3 gradients")
-
-
-def test_what_rounding_decides_is_said_and_passes():
-    want = {"loss": np.ones(1), "x": np.ones(2)}
-    got = {"loss": np.ones(1)}
-    got["x"] = np.array([1, 1.01])
-    near = {**want, "x": np.array([1, 1.001])}
-    report = judge([Compared(2, "evenly", got, want, lambda: [want, near])], 4, 1e-4)
-    assert report.by_rounding == ("x",) and "rounding decides x" in str(report)
-    with pytest.raises(SplitError):
-        judge([Compared(2, "evenly", got, want, lambda: [want])], 4, 1e-4)
-
-
-def low(loss_fn, dtype):
-    """The loss in 16 bits; of float16 with a scale."""
-
-    def lower(params, batch, tower):
-        def cast(x):
-            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-        p, b = jax.tree.map(cast, (params, batch))
-        scale = 64.0 if dtype == jnp.float16 else 1.0
-        return scale * loss_fn(p, b, tower)
-
-    return lower
-
-
-class Unlike:
-    """Right programs of which rounding might decide something."""
-
-    def recurrent_of_200_steps(p, b, t):
-        def body(h, _):
-            return jnp.tanh(1.5 * h @ jnp.eye(4) + p["w"][None]), None
-
-        last, _ = jax.lax.scan(body, b["x"], None, length=200)
-        return tj.Weighted.mean((last.sum(1) - b["y"]) ** 2, t.weight)
-
-    def logistic_map(p, b, t):
-        def body(x, _):
-            return 3.99 * x * (1 - x), None
-
-        x = jax.nn.sigmoid(scores(p, b))
-        last, _ = jax.lax.scan(body, x, None, length=60)
-        return tj.Weighted.mean(last, t.weight)
-
-    def argmax_with_ties(p, b, t):
-        kept = jax.nn.one_hot(jnp.argmax(jnp.round(b["tokens"] @ p["w"]), 1), 5)
-        own = (b["tokens"] @ p["w"] * kept).sum(1)
-        return tj.Weighted.mean(own**2, t.weight)
-
-    def tiny_variances(p, b, t):
-        x = 1.0 + 1e-6 * b["x"] * p["w"][None]
-        x = (x - x.mean(1, keepdims=True)) / jnp.sqrt(x.var(1, keepdims=True) + 1e-14)
-        return tj.Weighted.mean((x @ p["w"] - b["y"]) ** 2, t.weight)
-
-    def complex_numbers(p, b, t):
-        z = jnp.fft.fft(b["tokens"] @ p["w"], axis=1)
-        return tj.Weighted.mean((z * jnp.conj(z)).real.mean(1), t.weight)
-
-    def straight_through(p, b, t):
-        s = scores(p, b)
-        hard = s + jax.lax.stop_gradient(jnp.round(s) - s)
-        return tj.Weighted.mean((hard - b["y"]) ** 2, t.weight)
-
-    def a_rule_of_its_own(p, b, t):
-        return tj.Weighted.mean(clipped_rows(scores(p, b) - b["y"]) ** 2, t.weight)
-
-    def differences_of_large_numbers(p, b, t):
-        own = 1e5 + errors(p, b)
-        return tj.Weighted.mean((own - 1e5) * b["weight"], t.weight)
-
-    def batch_norm_of_all_rows(p, b, t):
-        mean = t.mean(b["x"], t.weight, axis=0)
-        var = t.mean((b["x"] - mean[None]) ** 2, t.weight, axis=0)
-        x = (b["x"] - mean[None]) / jnp.sqrt(var + 1e-5)[None]
-        return tj.Weighted.mean(errors(p, {**b, "x": x}), t.weight)
-
-    def remat(p, b, t):
-        own = jax.checkpoint(lambda w: jnp.tanh(b["tokens"] @ w).sum(1))(p["w"])
-        return tj.Weighted.mean((own - b["y"]) ** 2, t.weight)
-
-
-@jax.custom_vjp
-def clipped_rows(x):
-    return x
-
-
-clipped_rows.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
-MANY = {
-    f"{name} {kind}": low(loss_fn, kind)
-    for name, loss_fn in RIGHT.items()
-    for kind in ("bfloat16", "float16")
-    if name not in ("rejected_draws", "metrics_beside_the_loss")
-}
-MANY |= cases(Unlike)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MANY)
-def test_a_right_program_of_another_kind_is_accepted(name):
-    step = train_step(MANY[name])
-    report = step.audit(step.init(MODEL), ROWS)
-    assert {"loss", "gradient['w']"} <= {*report.compared} and step.is_audited
-
-
-def test_there_are_sixty_right_programs():
-    assert len(RIGHT) + len(MANY) >= 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_network_in_bfloat16_of_inputs_in_any_bits_is_accepted(dtype):
-    """Its losses differ by up to a fifth of what the probe of rounding shows."""
-    draw = np.random.default_rng(0).normal
-    x = draw(size=(64, 32)).astype(np.float32)
-    rows = {"x": x, "y": np.tanh(x[:, 0])}
-    params = {"k": 0.2 * draw(size=(32, 64)), "w": 0.2 * draw(size=64)}
-    params, rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, rows))
-
-    def loss_fn(params, batch, tower):
-        p, x = optax.tree.cast((params, batch["x"]), jnp.bfloat16)
-        out = (jnp.tanh(x @ p["k"]) @ p["w"]).astype(jnp.float32)
-        return tj.Weighted.mean((out - batch["y"]) ** 2, tower.weight)
-
-    assert loss_alone(loss_fn, rows, params).compared == ("loss",)
-
-
-# A tenth of them, a penalty in the sum, differs by less than rounding may.
-WRONG_IN_BFLOAT16 = """
-    mean_of_masked_means masked_mean_with_the_number_of_rows
-    weights_divided_by_their_own_sum weights_divided_by_their_own_mean quantile_clipped
-    class_balance_by_counts normalised_by_the_rows root_of_a_mean dice
-""".split()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG_IN_BFLOAT16)
-def test_a_wrong_loss_in_bfloat16_is_refused(name):
-    refused(loss_alone, low(WRONG[name], jnp.bfloat16))
-
-
-@pytest.mark.slow
-def test_a_program_whose_gradients_rounding_decides_is_run_once():
-    """The sum over towers is rounded otherwise, which the map makes large."""
-
-    def loss_fn(params, batch, tower):
-        own = scores(params, batch).sum() + 1e5
-        total = tower.reduce(SUM, own) - 1e5 * tower.num_towers
-        moved = {**params, "b": params["b"] + 0.01 * total}
-        return cases(Unlike)["logistic_map"](moved, batch, tower)
-
-    step = train_step(loss_fn)
-    report = step.audit(step.init(MODEL), ROWS)
-    assert report.splits == 1
-    assert "rounding decides 2 of 3 gradients, so that" in str(report)
-
-
-def mean_of_means(params, batch, tower):
-    own = tj.Weighted.mean(errors(params, batch), tower.weight)
-    return tj.Weighted(own.value, 1.0)
-
-
-def mean_of_finite_means(params, batch, tower):
-    own = mean_of_means(params, batch, tower).value
-    return tj.Weighted(jnp.nan_to_num(own), 1.0)
-
-
-@pytest.mark.slow
-def test_uneven_towers_are_compared_where_batches_are_padded():
-    even = train_step(mean_of_finite_means)
-    even.audit(even.init(MODEL), ROWS)
-    uneven = train_step(mean_of_finite_means, remainder="pad")
-    text = "agree if they have equally many rows"
-    _, found = refused(uneven.audit, uneven.init(MODEL), ROWS, text=text)
-    own = np.asarray(errors(MODEL, ROWS), float)
-    loss = found["loss"]
-    # Six rows and three of the nine first ones, and all nine.
-    np.testing.assert_allclose(loss.value, (own[:6].mean() + own[6:9].mean()) / 2, 1e-5)
-    np.testing.assert_allclose(loss.one_tower, own[:9].mean(), 1e-5)
-
-
-@pytest.mark.slow
-def test_micro_batches_are_audited_as_towers_are():
-    step = train_step(WRONG["sum_with_weight_1"], tj.OneDevice(), micro_batches=3)
-    _, found = refused(step.audit, step.init(MODEL), ROWS, text="on 2 towers")
-    own = np.asarray(errors(MODEL, ROWS), float)
-    np.testing.assert_allclose(found["loss"].one_tower, own[:12].sum(), 1e-5)
-
-
-@pytest.mark.slow
-def test_one_tower_needs_no_audit_unless_it_is_asked_for():
-    step = train_step(mean_of_means, tj.OneDevice())
-    state, _ = step(step.init(MODEL), ROWS)
-    assert not step.is_audited
-    step.audit(state, ROWS)
-    first = jax.tree.map(lambda x: x[:1], ROWS)
-    with pytest.raises(ValueError, match="but the batch has 1. Give at least 2"):
-        step.audit(state, first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
-def test_evaluations_predictions_and_towers_in_turn_are_audited(tower_loop):
-    def metric_fn(params, batch, tower):
-        own = errors(params, batch)
-        return {
-            "right": tj.Weighted.mean(own, tower.weight),
-            "wrong": tj.Weighted((own * tower.weight).sum(), 1.0),
-        }
-
-    def predict_fn(params, batch, tower):
-        own = scores(params, batch)
-        return {"right": own, "wrong": jnp.cumsum(own)}
-
-    strategy = tj.Mirrored(towers=4, tower_loop=tower_loop)
-    evaluate = tj.build_eval_step(metric_fn, strategy, audit=True)
-    assert [*refused(evaluate, MODEL, ROWS)[1]] == ["metrics['wrong']"]
-    predict = tj.build_predict_step(predict_fn, strategy)
-    assert [*refused(predict.audit, MODEL, ROWS)[1]] == ["predictions['wrong']"]
-
-
-@pytest.mark.slow
-def test_predictions_by_the_number_of_a_tower_are_not_called_a_sum():
-    def predict_fn(params, batch, tower):
-        return scores(params, batch) * (1 + tower.id)  # twice as much on the second
-
-    predict = tj.build_predict_step(predict_fn, tj.Mirrored(towers=4))
-    error, found = refused(predict, MODEL, ROWS, text="or from tower.id or tower.num_t")
-    assert [*found] == ["predictions"] and "wice" not in str(error)
-
-
-def model_of(loss_fn, optimizer, **options):
-    def model_fn(variables, features, labels, mode, tower):
-        def loss_of(params):
-            return loss_fn(params, features, tower)
-
-        loss, train_op = optimizer.minimize(loss_of, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
-
-    devices = tj.Mirrored(towers=4)
-    return tj.estimator.replicate_model_fn(model_fn, devices=devices, **options)
-
-
-@pytest.mark.slow
-def test_a_model_function_is_audited():
-    optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
-    features = ROWS
-    mode = tj.estimator.Mode.TRAIN
-    state = tj.TrainState.create(MODEL, optimizer)
-    model = model_of(WRONG["cumsum_along_rows"], optimizer, audit=True)
-    _, found = refused(model, model.init(state), features, None, mode, text="gradient")
-    assert "loss" in found
-    model = model_of(RIGHT["plain_mean"], optimizer)
-    step = model.train_step(audit=True)
-    state, _ = step(model.init(state), {"features": features})
-    assert step.unproved == {} and int(state.step) == 1
-    model = model_of(RIGHT["plain_mean"], optimizer, audit=True, compat="tf1")
-    with pytest.raises(NotProved, match="compat='tf1' divides by the number of"):
-        model(state, features, None, mode)
-    model = model_of(RIGHT["plain_mean"], optimizer, compat="tf1")
-    with pytest.warns(UserWarning, match="not proved .* compat='tf1' divides"):
-        model(state, features, None, mode)
-
-
-@pytest.mark.slow
-def test_a_placed_batch_and_its_shared_values_are_audited():
-    def loss_fn(params, batch, tower):
-        scale = batch["scale"]["all"]
-        return tj.Weighted.mean(scale * errors(params, batch), tower.weight)
-
-    batch = {**ROWS, "scale": {"all": tj.Whole(np.float32(2))}}
-    step = train_step(loss_fn, audit=False, remainder="pad")
-    state = step.init(MODEL)
-    short = jax.tree.map(lambda x: x[:22] if np.ndim(x) else x, batch)
-    for given in (batch, step.place_batch(short)):
-        report = step.audit(state, given)
-        assert report.examples == 12 and report.largest < 1e-5
-
-
-@pytest.mark.slow
-def test_what_depends_on_the_towers_by_design_is_left_out():
-    class Towers(tj.metrics.Additive):
-        counts_towers = True
-        number: jax.Array
-
-        def compute(self):
-            return self.number
-
-    def loss_fn(params, batch, tower):
-        loss = tj.Weighted.mean(errors(params, batch), tower.weight)
-        return tj.TowerOutput(loss, {"towers": Towers(jnp.float32(1))})
-
-    step = train_step(loss_fn, audit=False)
-    state = step.init(MODEL)
-    assert step.audit(state, ROWS).largest < 1e-5
-    assert float(step(state, ROWS)[1]["towers"]) == step.strategy.num_towers
-
-
-@pytest.mark.slow
-def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
-    def loss_fn(params, batch, tower):
-        count = tower.local["count"] + tower.weight.sum()
-        mean = tj.Weighted.mean(batch["x"][:, 0], tower.weight).value
-        local = {"count": count, "mean": 0.5 * (tower.local["mean"] + mean)}
-        local["own"] = tower.local["own"] + 1
-        extra = tj.Weighted.mean(batch["x"][:, 1] + tower.extra, tower.weight)
-        loss = RIGHT["plain_mean"](params, batch, tower)
-        return tj.TowerOutput(loss, {}, local, extra)
-
-    local = {
-        "count": tj.TowerLocal(np.float32(0), SUM),
-        "mean": tj.TowerLocal(np.float32(1), MEAN),
-        "own": tj.TowerLocal(np.float32(1), tj.Reduction.NONE),
-    }
-    step = train_step(loss_fn, audit=False)
-    state = step.init(MODEL, local=local, extra=np.float32(1))
-    state, _ = step(state, ROWS)
-    report = step.audit(state, ROWS)
-    assert {"extra", "local['count']", "local['mean']"} <= {*report.compared}
-    assert report.not_compared == ("local['own']",)
-
-
-def test_each_of_two_towers_has_its_own_variables_and_one_has_both():
-    own = [tj.TowerLocal(np.float32([1, 2]), x) for x in (SUM, tj.Reduction.NONE)]
-    state = tj.TrainState.create(PARAMS, optax.sgd(0.1), local=own)
-    for number, expected in (2, [[1, 2], [1, 2]]), (1, [[3], [1]]):
-        local = _local_of(state.local, number)
-        assert [x.value.tolist() for x in local] == expected
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_an_audit_where_it_is_told_to():
-    data = tj.batches(ROWS, 8, epochs=2)
-    wrong = train_step(WRONG["cumsum_along_rows"], audit=None)
-    error, _ = refused(tj.run, wrong, wrong.init(MODEL), data)
-    state, history = tj.run(wrong, error.state, error.batches, audit=False)
-    assert history.metrics["loss"].shape == (6,)
-    again = tj.batches(ROWS, 8)
-    refused(tj.run, wrong, wrong.init(MODEL), again, audit=True)
-
-
-@pytest.mark.slow
-def test_a_run_warns_of_what_towers_own_statistics_may_explain():
-    def loss_fn(params, batch, tower):
-        loss = WRONG["cumsum_along_rows"](params, batch, tower)
-        return tj.TowerOutput(loss, {}, tower.local)
-
-    step = train_step(loss_fn, audit=None)
-    state = step.init(MODEL, local={"n": tj.TowerLocal(np.float32(0), SUM)})
-    with pytest.warns(UserWarning, match="Unless each tower's own statistics are"):
-        tj.run(step, state, tj.batches(ROWS, 8), steps=1)
-
-
-def test_audit_is_one_of_three():
-    step = train_step(mean_of_means, audit=None)
-    with pytest.raises(ValueError, match="audit=2 must be"):
-        tj.run(step, step.init(MODEL), tj.batches(ROWS, 8), audit=2)
-    with pytest.raises(ValueError, match="audit=1 must be"):
-        train_step(mean_of_means, audit=1)
-
-
-@pytest.mark.slow
-def test_keys_draw_the_same_for_all_rows_but_not_twice():
-    @jax.jit
-    def draw():
-        key = row_free_key(0x45A319E6)
-        first, second = jax.random.split(key)
-        folded = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))
-        shared = jax.random.fold_in(jax.random.fold_in(key, 7), ALL_TOWERS)
-        alike = jax.random.fold_in(row_free_key(2, shared=False), ALL_TOWERS)
-        normal = jax.random.normal
-        same = [normal(key, (2, 3)), normal(alike, (9,))]
-        apart = [normal(shared, (9,)), normal(jax.random.split(shared)[1], (9,))]
-        bits = [jax.random.bits(key, (3,), f"uint{n}") for n in (8, 16, 32)]
-        once = [jax.random.uniform(x) for x in (first, second, key)]
-        return same, apart, bits, once, folded(jnp.arange(3))
-
-    same, apart, bits, (first, second, whole), folded = jax.tree.map(np.asarray, draw())
-    assert [np.unique(x).size for x in [*same, *apart, *bits]] == [1, 1, 9, 9, 1, 1, 1]
-    assert first == second != whole and all(x[0] >> 4 > 0 for x in bits)
-    assert np.array_equal(folded, same[0].ravel()[:3])
-
-
-# The command.
-
-PROGRAM = """
-import numpy as np
-import optax
-import towerjax as tj
-
-def good(params, batch, tower):
-    return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
-
-def bad(params, batch, tower):
-    return tj.Weighted((params["w"] * batch["x"] * tower.weight).sum(), 1.0)
-
-def made(loss_fn):
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=4))
-    batch = {"x": np.arange(12, dtype=np.float32)}
-    return step, step.init({"w": np.float32(2)}), batch
-
-def make_good():
-    return made(good)
-
-def make_bad():
-    return made(bad)
-"""
-
-
-@pytest.mark.slow
-def test_the_command_says_what_is_wrong(shell):
-    code, out, _ = shell("audit", "of_user:make_good", "--json")
-    assert code == 0 and json.loads(out)["same"] and json.loads(out)["towers"] == [2]
-    assert json.loads(out)["unproved"] == {}
-    code, out, _ = shell("audit", "of_user:make_bad", "--json")
-    found = json.loads(out)
-    assert code == 1 and not found["same"]
-    assert {"loss"} == {x["leaf"] for x in found["findings"]}
-    code, out, _ = shell("audit", "of_user:make_bad")
-    assert code == 1 and "tj.Weighted.mean(" in out
-
-
-def test_how_many_leaves_depend_is_said():
-    one = Finding("loss", 2, "evenly", 1.0, 2.0, 1.0, 0.5)
-    assert str(SplitError([one])).startswith("1 leaf depends on how the batch is split")
-    assert str(SplitError([one, one])).startswith("2 leaves depend on how the batch is")
-
-
-def test_the_command_refuses_wrong_arguments(shell):
-    for wrong, name in {
-        "of the form module:name": "of_user.good",
-        "'.of_user:good' is not of the form": ".of_user:good",
-        "has no attribute 'better'": "of_user:better",
-        "No module named 'of_nobody'": "of_nobody:good",
-        "cannot be called as good()": "of_user:good",
-    }.items():
-        code, _, error = shell("audit", name)
-        assert code == 2 and wrong in error, error

@@ -1,13 +1,7 @@
 """Which steps are audited unasked, how often, and what is said of the others."""
 
 import dataclasses
-import errno
 import functools
-import json
-import os
-import pathlib
-import shutil
-import sys
 import time
 import warnings
 
@@ -17,81 +11,24 @@ import numpy as np
 import optax
 import pytest
 from audited_losses import BATCH, PARAMS, RIGHT, WRONG, errors
+from first_calls import FOUR, evaluation, not_proved, scaled, step_of, train
 from flax import linen as nn
 from jax.experimental import io_callback
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 import towerjax as tj
 from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
-from towerjax.check.comparison import AuditReport, NotAudited
+from towerjax.check.comparison import NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
+from towerjax.check.leaf_name import WHOLE_STEP, LeafName, whole_pass
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.sweeps.bench import _timed
 
 # What is not proved is audited, and said.
 pytestmark = pytest.mark.filterwarnings("ignore:not proved")
-
-FOUR = tj.Mirrored(("cpu:0",), towers=4)
 ONE = tj.OneDevice()
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """The audits that were run, one entry each."""
-    found = []
-    run_audit = first_call.run_audit
-
-    def counted(*args, **options):
-        found.append(run_audit(*args, **options))
-        return found[-1]
-
-    monkeypatch.setattr(first_call, "run_audit", counted)
-    yield found
-
-
-@functools.cache
-def report():
-    return step_of().audit(step_of().init(PARAMS), BATCH)
-
-
-@pytest.fixture
-def counted(runs, monkeypatch):
-    """As `runs`, of audits that find at once what that of `step_of` found."""
-    found = report()
-    runs.clear()
-    give = lambda *_, **options: runs.append(found) or found  # noqa: E731
-    monkeypatch.setattr(first_call, "run_audit", give)
-    return runs
-
-
-def one_of(x):
-    """It is 1, which no proof makes use of."""
-    return jnp.sin(x.sum()) ** 2 + jnp.cos(x.sum()) ** 2
-
-
-def not_proved(params, batch, tower):
-    own = errors(params, batch)
-    return tj.Weighted.mean(one_of(own) * own, tower.weight)
-
-
-def step_of(loss_fn=not_proved, strategy=FOUR, **options):
-    optimizer = options.pop("optimizer", optax.sgd(0.1))
-    return tj.build_train_step(loss_fn, optimizer, strategy, **options)
-
-
-def train(step, batch=BATCH, steps=1):
-    state = step.init(PARAMS)
-    for _ in range(steps):
-        state, _ = step(state, batch)
-    return state
-
-
-def scaled(factor):
-    def loss_fn(params, batch, tower):
-        own = errors(params, batch)
-        return tj.Weighted.mean(factor * one_of(own) * own, tower.weight)
-
-    return loss_fn
 
 
 @pytest.mark.slow
@@ -117,15 +54,6 @@ def own_step(wrong, **options):
         return state, {"loss": merged["loss"]}
 
     return tj.build_step(tower_fn, update_fn, FOUR, **options)
-
-
-def evaluation(wrong, **options):
-    def metric_fn(params, batch, tower):
-        own = errors(params, batch)
-        weight = 1.0 if wrong else tower.weight.sum()
-        return {"error": tj.Weighted(own @ tower.weight, weight)}
-
-    return tj.build_eval_step(metric_fn, FOUR, **options)
 
 
 def prediction(wrong, **options):
@@ -330,39 +258,6 @@ def test_each_mode_of_a_model_is_proved_unasked(runs, mode):
     assert not runs
 
 
-@pytest.fixture
-def cache():
-    """Sets the folder of JAX's cache."""
-    before = jax.config.jax_compilation_cache_dir
-    yield functools.partial(jax.config.update, "jax_compilation_cache_dir")
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-@pytest.mark.slow
-def test_a_program_is_audited_once(counted, tmp_path, cache):
-    cache(str(tmp_path))
-    evaluate = evaluation(False)
-    first = step_of()
-    state = train(first)
-    for _ in range(3):
-        evaluate(state, BATCH)
-        state, _ = first(state, BATCH)
-    assert len(counted) == 1  # of the step: the evaluation is proved
-    again = [step_of(), step_of(strategy=FOUR)]
-    train(again[0]), train(again[1])
-    assert len(counted) == 1 and all(step.is_audited for step in again)
-    assert again[0].audit_report == first.audit_report == counted[0]
-    # Another loss, another constant of it, other shapes and options are others.
-    train(step_of(scaled(2.0)))
-    train(step_of(scaled(3.0)))
-    train(step_of(scaled(jnp.array([4.0]))))
-    train(step_of(scaled(jnp.array([5.0]))))
-    assert len(counted) == 5
-    short = jax.tree.map(lambda x: x[:16], BATCH)
-    train(step_of(), short), train(step_of(remainder="pad"))
-    assert len(counted) == 7
-
-
 @pytest.mark.parametrize("patience_s, lines", [(0.0, 1), (60.0, 0)])
 def test_a_long_proof_says_that_it_runs(monkeypatch, capsys, patience_s, lines):
     monkeypatch.setattr(first_call, "_PATIENCE_S", patience_s)
@@ -371,178 +266,6 @@ def test_a_long_proof_says_that_it_runs(monkeypatch, capsys, patience_s, lines):
     step(step.init(PARAMS), BATCH)
     said = capsys.readouterr().err
     assert said.count("towerjax: proving that the step is equal to one tower") == lines
-
-
-@pytest.mark.slow
-def test_an_audit_result_stays_beside_the_programs_of_a_cache(
-    counted, tmp_path, monkeypatch, cache
-):
-    cache(str(tmp_path))
-    train(step_of())
-    step = step_of()
-    train(step)
-    assert len(counted) == 1 and step.audit_report == counted[0]
-    [path] = (tmp_path / "audited").iterdir()
-    # An audit result under another program's name, one that was changed, one cut short.
-    train(step_of(scaled(2.0)))
-    [other] = [x for x in (tmp_path / "audited").iterdir() if x != path]
-    kept = json.loads(path.read_text())
-    changed = {**kept, "report": {**kept["report"], "examples": 80}}
-    for text in (other.read_text(), json.dumps(changed), path.read_text()[:-9]):
-        path.write_text(text)
-        counted.clear()
-        train(step_of())
-        assert len(counted) == 1
-    # One of another version.
-    counted.clear()
-    monkeypatch.setattr(audited, "__version__", "0.0.1")
-    train(step_of())
-    assert len(counted) == 1
-
-
-# Folders of JAX's cache that take no record, and what fails in a folder that does.
-UNWRITTEN = {
-    "below a file": ("file/cache", None),
-    "of an unknown store": ("nowhere://bucket", None),
-    "of a store whose library is absent": ("gs://bucket/cache", None),
-    "of another user": ("cache", (pathlib.Path, "mkdir", PermissionError)),
-    "full": ("cache", (pathlib.Path, "replace", OSError)),
-}
-
-
-@pytest.mark.parametrize("name", UNWRITTEN)
-def test_a_record_that_cannot_be_kept_is_a_line(tmp_path, monkeypatch, cache, name):
-    folder, failure = UNWRITTEN[name]
-    (tmp_path / "file").write_text("")
-    cache(folder if "://" in folder else str(tmp_path / folder))
-    if folder.startswith("gs:"):
-        monkeypatch.setitem(sys.modules, "gcsfs", None)
-    if failure is not None:
-        where, what, kind = failure
-
-        def fail(*_, **__):
-            raise kind(errno.ENOSPC, "No space left")
-
-        monkeypatch.setattr(where, what, fail)
-    with pytest.warns(UserWarning, match="passed, but its record cannot be kept"):
-        audited.keep("program", some_report(), audited.folders_of_records())
-    assert known_audit_result() is None
-    monkeypatch.undo()
-    assert not [*tmp_path.rglob("*program*")]
-
-
-def known_audit_result():
-    return audited.audit_result_of("program", audited.folders_of_records())
-
-
-def some_report():
-    return AuditReport((2,), 12, 5, ("loss",), (), 1e-7, "loss")
-
-
-def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
-    outside = tmp_path / "outside"
-    folder = tmp_path / "cache" / "audited"
-    cache(str(tmp_path / "other"))
-    audited.keep("program", some_report(), audited.folders_of_records())
-    record = (tmp_path / "other" / "audited" / "program.json").read_text()
-    cache(str(tmp_path / "cache"))
-    for link, target in (folder / "program.json", outside), (folder, tmp_path / "out"):
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-        (tmp_path / "out").mkdir(exist_ok=True)
-        link.parent.mkdir(parents=True)
-        outside.write_text(record)
-        (tmp_path / "out" / "program.json").write_text(record)
-        link.symlink_to(target)
-        assert known_audit_result() is None
-        outside.write_text("mine")
-        (tmp_path / "out" / "program.json").write_text("mine")
-        with pytest.warns(UserWarning, match="is a symbolic link"):
-            audited.keep("program", some_report(), audited.folders_of_records())
-        assert outside.read_text() == "mine"
-        assert [x.read_text() for x in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def sealed(**changes):
-    """A record with the seal of its own fields; None leaves one out."""
-    fields = json.loads(json.dumps(dataclasses.asdict(some_report()))) | changes
-    fields = {name: x for name, x in fields.items() if x is not None}
-    return json.dumps({"report": fields, "seal": audited._seal("program", fields)})
-
-
-FORGED = [
-    *[sealed(**{x.name: None}) for x in dataclasses.fields(AuditReport)],
-    *[sealed(**{x.name: {"a": 1}}) for x in dataclasses.fields(AuditReport)],
-    *[sealed(towers=x) for x in (2, ["2"], [2.0], [[2]], [True])],
-    *[sealed(compared=x) for x in ("loss", [1], [None], ["loss", ["loss"]])],
-    *[sealed(examples=x) for x in ("12", 12.5, True)],
-    *[sealed(largest=x) for x in ("0", 1, [0.1])],
-    *[sealed(by_rounding="loss"), sealed(more=1)],
-    *["", "null", "[]", "3", '{"report": 1}', "[" * 100_000, "\0", "1" * 5000],
-    json.dumps({"report": [], "seal": audited._seal("program", [])}),
-    json.dumps({"report": None, "seal": audited._seal("program", None)}),
-]
-
-
-def test_a_malformed_record_is_none(tmp_path, cache):
-    cache(str(tmp_path))
-    path = tmp_path / "audited" / "program.json"
-    path.parent.mkdir()
-    for text in [*FORGED, sealed(), b"\xff"]:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        found = known_audit_result()
-        assert found == (some_report() if text == sealed() else None), text
-    path.unlink()
-    os.mkfifo(path)
-    assert known_audit_result() is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["loss", "rule"])
-def test_of_a_program_with_a_callback_there_is_no_record(
-    counted, where, tmp_path, cache
-):
-    """The function that it calls may have changed, which its program does not show."""
-    cache(str(tmp_path))
-
-    def step_with(factor):
-        def call(x):
-            return jax.pure_callback(
-                lambda x: factor * x, x, x, vmap_method="expand_dims"
-            )
-
-        @jax.custom_vjp
-        def scale(x):
-            return x if where == "rule" else call(x)
-
-        rule = call if where == "rule" else lambda g: g
-        scale.defvjp(lambda x: (scale(x), None), lambda _, g: (rule(g),))
-
-        def loss_fn(params, batch, tower):
-            own = scale(errors(params, batch))
-            return tj.Weighted.mean(own, tower.weight)
-
-        return step_of(loss_fn)
-
-    for factor in (1, 2, 2):
-        train(step_with(np.float32(factor)))
-    assert len(counted) == 3
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_is_not_audited_again(counted, tmp_path, capsys):
-    def go(steps):
-        step = step_of()
-        how = {"checkpointer": tj.Checkpointer(str(tmp_path)), "steps": steps}
-        data = tj.batches(BATCH, 24, epochs=None)
-        tj.run(step, step.init(PARAMS), data, **how)
-        return capsys.readouterr().err
-
-    assert "audited in" in go(2)
-    assert "audited before: 4 values are the same" in go(4)
-    assert len(counted) == 1
-    shutil.rmtree(tmp_path / "audited")
-    go(6)
-    assert len(counted) == 2
 
 
 @pytest.mark.slow
@@ -786,12 +509,25 @@ def test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower(runs):
 
 
 def test_a_gradient_is_open_where_a_term_of_its_loss_is():
-    of_terms = Equality("loss.terms[0]", "proved"), Equality("loss.terms[1]", "unknown")
+    loss, gradient, metrics, metric = (
+        LeafName.at(tuple(map(DictKey, keys.split())))
+        for keys in ("loss", "grads w", "metrics hits", "metrics hits_of_all")
+    )
+    terms = [loss.within((GetAttrKey("terms"), SequenceKey(i))) for i in range(2)]
+    of_terms = Equality(terms[0], Says.PROVED), Equality(terms[1], Says.UNKNOWN)
     found = StepEquality(of_terms, 0.0)
-    assert found.is_open("loss") and found.is_open("gradient['w']")
-    assert not found.is_open("metrics['hits']")
-    of_metric = StepEquality((Equality("metrics['hits']", "unknown"),), 0.0)
-    assert of_metric.is_open("metrics['hits']") and not of_metric.is_open("gradient")
+    assert found.is_open(loss) and found.is_open(gradient)
+    assert not found.is_open(metrics)
+    of_metric = StepEquality((Equality(metrics, Says.UNKNOWN),), 0.0)
+    assert of_metric.is_open(metrics) and not of_metric.is_open(gradient)
+    assert not of_metric.is_open(metric)
+    later = [x.in_pass(2) for x in (loss, gradient, metrics)]
+    of_passes = StepEquality((Equality(loss.in_pass(1), Says.UNKNOWN),), 0.0)
+    assert not any(map(of_passes.is_open, later))
+    for whole in (WHOLE_STEP, whole_pass(2)):
+        of_whole = StepEquality((Equality(whole, Says.UNKNOWN),), 0.0)
+        assert all(map(of_whole.is_open, later))
+        assert of_whole.is_open(loss.in_pass(1)) == (whole is WHOLE_STEP)
 
 
 @pytest.mark.slow

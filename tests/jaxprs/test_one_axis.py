@@ -14,10 +14,10 @@ from jax.extend.core import Literal
 from layouts import with_verbs as mirrored
 
 import towerjax as tj
-from towerjax.jaxprs.equation import user_line
+from towerjax.jaxprs.flow import dependents
 from towerjax.jaxprs.interpreter import eqn_context, evaluate_eqn
+from towerjax.jaxprs.sites import user_line
 from towerjax.jaxprs.tags import LOCAL_AXIS
-from towerjax.lowering.dependents import dependents
 from towerjax.lowering.tower_axis import over_local_towers
 
 
@@ -534,7 +534,7 @@ def test_what_differs_depends_on_a_value_or_on_the_axis():
         return own + 1, 2 * same, own * same, same + number, jnp.sin(inside(same)), own
 
     body = jax.make_jaxpr(fn, axis_env=[(LOCAL_AXIS, 2)])(1.0, 2.0).jaxpr
-    differ = dependents(body, body.invars[:1])
+    differ = dependents(body, body.invars[:1], LOCAL_AXIS)
     found = [x in differ for x in body.outvars]
     assert found == [True, False, True, True, True, True]
 

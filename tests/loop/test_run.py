@@ -5,91 +5,35 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import io
 import re
 import signal
 import sys
-import time
-import types
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import (
+    LEARNING_RATE,
+    W,
+    batches,
+    build_step,
+    cut_of,
+    eval_data,
+    init,
+    make_data,
+    metric_fn,
+    run,
+    shown_on,
+    step_with,
+    train,
+)
 
 import towerjax as tj
 
-batches = tj.batches
 evaluate = tj.evaluate
-run = tj.run
 EPS = np.finfo(np.float32).eps
-LEARNING_RATE = 0.05
-
-
-def loss_fn(params, batch, tower):
-    errors = batch["x"] @ params["w"] - batch["y"]
-    loss = tj.Weighted.mean(errors**2, tower.weight)
-    return tj.TowerOutput(
-        loss, {"bias": tj.Weighted.mean(errors, tower.weight), "step": tower.step}
-    )
-
-
-def metric_fn(params, batch, tower):
-    errors = batch["x"] @ params["w"] - batch["y"]
-    return {
-        "mse": tj.Weighted.mean(errors**2, tower.weight * batch["weight"]),
-        "column": tj.Weighted(
-            tower.weight @ batch["x"], tower.weight.sum(keepdims=True)
-        ),
-    }
-
-
-@pytest.fixture(scope="module")
-def train_step():
-    return step_with()
-
-
-@pytest.fixture(scope="module")
-def eval_step():
-    return tj.build_eval_step(metric_fn, tj.Mirrored(), max_programs=4)
-
-
-@functools.cache
-def step_with(**options):
-    """A step that several tests share."""
-    return build_step(**options)
-
-
-def build_step(**options):
-    options = {"remainder": "pad", **options}
-    optimizer = optax.sgd(LEARNING_RATE)
-    return tj.build_train_step(loss_fn, optimizer, tj.Mirrored(), **options)
-
-
-def train(data, *, step=None, state=None, **options):
-    """A silent run of a shared step, from the first state on."""
-    step = step or step_with()
-    state = init(step) if state is None else state
-    return run(step, state, data, **{"progress": False, "audit": False} | options)
-
-
-def init(step):
-    return step.init(W)
-
-
-def make_data(num_examples, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(num_examples, 3)).astype(np.float32),
-        "y": rng.normal(size=num_examples).astype(np.float32),
-    }
-
-
-def cut_of(num_batches):
-    """Batches of 16 examples."""
-    return list(batches(make_data(16 * num_batches), 16))
 
 
 class Around:
@@ -109,13 +53,6 @@ def raising(at):
             raise LookupError("enough")
 
     return hook
-
-
-def shown_on(monkeypatch):
-    """What stands where errors go, from here on."""
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    return screen
 
 
 def broken(row):
@@ -198,12 +135,6 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(
     assert max(lags) == in_flight - 1
 
 
-def eval_data(num_examples):
-    data = make_data(num_examples, seed=1)
-    weight = np.random.default_rng(2).uniform(0, 3, num_examples).astype(np.float32)
-    return {**data, "weight": weight}
-
-
 def assert_exact(values, data, w, steps=1):
     """Within the rounding of sums over 16 rows, of as many steps."""
     x, y, weight = (data[name].astype(np.float64) for name in ("x", "y", "weight"))
@@ -211,9 +142,6 @@ def assert_exact(values, data, w, steps=1):
     mse = (weight * squares).sum() / weight.sum()
     np.testing.assert_allclose(values["mse"], mse, rtol=steps * 16 * EPS)
     np.testing.assert_allclose(values["column"], x.mean(axis=0), atol=len(x) * EPS)
-
-
-W = {"w": np.array([0.5, -1.0, 2.0], np.float32)}
 
 
 @pytest.mark.few_fast(1)
@@ -264,24 +192,6 @@ def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train
     moved = tj.towers.restored_values(evaluate.strategy, state, saved)
     again = build(evaluate.strategy)(moved, data)
     np.testing.assert_array_equal(again["mse"].value, values["mse"].value)
-
-
-@pytest.mark.slow
-def test_rates_leave_out_compiling_and_evaluating(eval_step):
-    def slow():
-        time.sleep(0.3)
-        return batches(eval_data(16), 16)
-
-    step = build_step()
-    start_s = time.perf_counter()
-    _, history = train(cut_of(20), step=step, evaluate=eval_step, eval_batches=slow)
-    seconds = time.perf_counter() - start_s
-    summary = history.summary
-    assert summary.compile_seconds > 0
-    training_s = summary.steps / summary.steps_per_second
-    assert training_s < seconds - 0.3 - summary.compile_seconds
-    examples_per_second = 16 * summary.steps_per_second
-    np.testing.assert_allclose(summary.examples_per_second, examples_per_second)
 
 
 def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
@@ -604,183 +514,6 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
     assert after == as_before
     assert "\x1b[?25l" not in screen.getvalue()  # the cursor is never hidden
     train(cut_of(4), step=train_step, progress=True)
-
-
-@pytest.mark.slow
-def test_every_step_is_named_in_a_trace(tmp_path):
-    with jax.profiler.trace(str(tmp_path)):
-        train(cut_of(6))
-    [path] = tmp_path.rglob("*.xplane.pb")
-    with warnings.catch_warnings(action="ignore"):  # its classes have no module
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        events = [e for plane in planes for line in plane.lines for e in line.events]
-        stats = [dict(event.stats) for event in events if event.name == "train"]
-    assert sorted(int(each["step_num"]) for each in stats) == [1, 2, 3, 4, 5, 6]
-
-
-def test_lines_without_a_terminal(train_step, eval_step, capsys):
-    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
-    train(cut_of(5), step=train_step, steps=5, progress=None, **evaluated)
-    out, err = capsys.readouterr()
-    assert out == ""
-    # The first and the last one: between two lines there are seconds.
-    for line, expected in zip(
-        err.splitlines(),
-        [
-            "step 1: compiling",
-            r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left",
-            r"step 5/5  loss [\d.]+  [\d.]+ steps/s",
-            r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+.*",
-        ],
-        strict=True,
-    ):
-        assert re.fullmatch(expected, line)
-
-
-KINDS = {"batches": lambda x: x, "list": list, "generator": lambda x: (y for y in x)}
-
-
-@pytest.mark.parametrize("steps", [None, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps, kind):
-    screen = shown_on(monkeypatch)
-    data = KINDS[kind](batches(make_data(64), 16))
-    train(data, step=train_step, steps=steps, progress=True)
-    text = screen.getvalue()
-    is_known = steps is not None or kind != "generator"
-    assert f"step 4{'/4' if is_known else ''}  loss " in text
-    assert "steps/s" in text
-    assert "\x1b[?25l" not in text  # the cursor is not hidden
-
-
-def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
-    screen = shown_on(monkeypatch)
-
-    def loader():
-        yield from cut_of(4)
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        train(loader(), step=train_step, progress=True)
-    assert "step 4  loss" in screen.getvalue()
-    assert sys.stderr is screen
-
-
-def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
-    shown = []
-
-    class Handle:
-        def update(self, bundle, raw):
-            shown.append(bundle["text/plain"] * raw)
-
-    def display(bundle, raw, display_id):
-        assert display_id is True and "<progress" not in bundle["text/html"]
-        shown.append(bundle["text/plain"] * raw)
-        return Handle()
-
-    fake = types.SimpleNamespace(
-        get_ipython=lambda: types.SimpleNamespace(kernel=object()),
-        display=types.SimpleNamespace(display=display),
-    )
-    monkeypatch.setitem(sys.modules, "IPython", fake)
-    train(cut_of(4), step=train_step, steps=4, progress=None)
-    assert shown[0].strip() == "starting" and "step 1: compiling" in shown[1]
-    assert re.match("━{30} +step 4/4  loss", shown[-1])
-    assert capsys.readouterr().out == ""
-
-
-def test_a_bar_leaves_what_is_piped_alone(train_step, monkeypatch, capsys):
-    """Rich would print it above the bar, and so to stderr."""
-    screen = shown_on(monkeypatch)
-    hook = lambda number, metrics: print("done", number)  # noqa: E731
-    train(cut_of(2), step=train_step, progress=True, hooks=[hook])
-    assert capsys.readouterr().out == "done 1\ndone 2\n"
-    assert "step 2" in screen.getvalue()
-
-
-def test_metrics_are_shown_that_are_asked_for(train_step, capsys):
-    show = functools.partial(train, cut_of(2), step=train_step)
-    _, history = show(progress=["bias"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    bias = f"{history.metrics['bias'][1]:#.4g}"
-    assert re.match(rf"step 2/2  loss \S+  bias {re.escape(bias)}  ", last)
-    for wrong, text in [
-        (["mean"], "names 'mean', but the metrics of step 1 are"),
-        ([], r"progress=\[\] must be None, True"),
-        ([1], r"progress=\[1\] must be None, True"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            show(progress=wrong)
-
-
-def test_the_last_metrics_are_final(eval_step):
-    _, history = train(cut_of(2))
-    assert history.final == {k: v[-1] for k, v in history.metrics.items()}
-    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
-    _, history = train(cut_of(2), **evaluated)
-    assert history.final.keys() == {"loss", "bias", "step", "mse", "column"}
-    assert history.final["mse"] == history.evaluations[-1][1]["mse"]
-
-
-def evaluated_run(eval_step, epochs, eval_every):
-    data = batches(make_data(16), 16, epochs=epochs)
-    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
-    return train(data, eval_every=eval_every, **evaluated)[1]
-
-
-def test_a_history_is_a_table(eval_step, monkeypatch):
-    history = evaluated_run(eval_step, epochs=50, eval_every=33)
-    text = history.table(rows=5)
-    first_column = re.findall(r"^  \s*(\d+)  ", text, re.MULTILINE)
-    # Five even steps and the evaluated 33; the evaluated 50 is among the five.
-    assert [int(n) for n in first_column] == [1, 13, 25, 33, 37, 50]
-    assert "evaluated mse" in text
-    assert f"{history.metrics['loss'][12]:.4g}" in text
-    assert f"{history.evaluations[0][1]['mse']:.4g}" in text
-    assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)
-    shown = history._repr_mimebundle_(include=None, exclude=None)
-    assert "evaluated mse" in shown["text/plain"] and "<table" not in shown["text/html"]
-    rows = history.rows()
-    assert [row["step"] for row in rows] == history.steps.tolist()
-    assert [row["loss"] for row in rows] == history.metrics["loss"].tolist()
-    found = {r["step"]: r["evaluated mse"] for r in rows if "evaluated mse" in r}
-    assert found == {n: values["mse"] for n, values in history.evaluations}
-    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
-    assert history.to_pandas() == rows
-    (line,) = f"{history}".splitlines()
-    assert line.startswith("History(50 steps, 800 examples on 8 towers")
-    assert f"mse {history.final['mse']:#.4g}" in line
-
-
-@pytest.mark.slow
-def test_a_history_is_a_picture(eval_step, monkeypatch):
-    history = evaluated_run(eval_step, epochs=6, eval_every=3)
-    pytest.importorskip("matplotlib")
-    axes = history.plot().axes
-    assert {panel.get_xlabel() for panel in axes} == {"step"}
-    panels = {panel.get_ylabel(): panel.lines for panel in axes}
-    (loss,) = panels["loss"]
-    np.testing.assert_array_equal(loss.get_xdata(), history.steps)
-    np.testing.assert_array_equal(loss.get_ydata(), history.metrics["loss"])
-    (evaluated,) = panels["mse"]
-    assert [*evaluated.get_xdata()] == [3, 6]
-    expected = [values["mse"] for _, values in history.evaluations]
-    np.testing.assert_allclose(evaluated.get_ydata(), expected)
-    made = history.plot()
-    assert made.get_size_inches().tolist() == [max(6.4, 3.2 * len(axes)), 4.0]
-    assert made._repr_png_().startswith(b"\x89PNG")  # without %matplotlib inline
-
-
-@pytest.mark.few_fast(1)
-def test_the_wait_for_each_batch_is_in_the_history():
-    def slow_at_the_third():
-        for number, batch in enumerate(batches(make_data(16), 16, epochs=5)):
-            time.sleep(0.2 * (number == 2))
-            yield batch
-
-    _, history = train(slow_at_the_third(), prefetch=0)
-    assert history.input_wait_s.shape == (5,)
-    assert history.input_wait_s.argmax() == 2 and history.input_wait_s[2] >= 0.2
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from etils.epath import backend
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from orbax.checkpoint import CheckpointManager
-from test_checkpoint import metrics_of, train
+from saved_runs import metrics_of, train
 from test_writers import events_of, record
 
 import towerjax as tj

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from towerjax.jaxprs import flops, tags
-from towerjax.jaxprs.equation import ELEMENTWISE, IDENTITIES, PLAIN
+from towerjax.jaxprs.primitives import ELEMENTWISE, IDENTITIES, PLAIN
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering import scatters
 from towerjax.lowering.sharded_values import (

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import cases
 
 import towerjax as tj
-from towerjax.jaxprs.equation import open_jaxpr
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import (
     Analysis,

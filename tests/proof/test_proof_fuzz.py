@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from towerjax.jaxprs import equation
+from towerjax.jaxprs import params, sites
 from towerjax.proof import analysis
 from towerjax.proof.analysis import analyse
 
@@ -199,7 +199,7 @@ def test_what_a_walk_passes_by_changes_no_answer(monkeypatch):
 
     traced = jax.make_jaxpr(tower, axis_env=[(AXIS, T)])(*data(0))
     answers = [analyse(traced, ["batch['w']", None], AXIS, T)]
-    for module in (analysis, equation):
+    for module in (analysis, params, sites):
         monkeypatch.setattr(module, "PLAIN", frozenset())
     answers.append(analyse(traced, ["batch['w']", None], AXIS, T))
     assert repr(answers[0]) == repr(answers[1])

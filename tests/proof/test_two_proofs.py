@@ -11,7 +11,7 @@ import pytest
 from proved_programs import programs_of
 from walked_values import walk_of
 
-from towerjax.jaxprs.equation import open_jaxpr
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.proof import analysis
 from towerjax.proof.equal.kinds import (

@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import Literal
 from meanings import World, holds, world_of
 
-from towerjax.jaxprs.equation import open_jaxpr, user_line
 from towerjax.jaxprs.interpreter import evaluate_eqn
+from towerjax.jaxprs.params import open_jaxpr
+from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal import one_tower
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (

@@ -10,8 +10,11 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 from towerjax.mesh import placement
 from towerjax.tf1.strategies import Verbs
-from towerjax.towers.methods import METHODS_OF_TENSORFLOW, PROPERTIES_OF_TENSORFLOW
-from towerjax.towers.strategies import on_one_group
+from towerjax.towers.strategies import (
+    METHODS_OF_TENSORFLOW,
+    PROPERTIES_OF_TENSORFLOW,
+    on_one_group,
+)
 
 SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": None}
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.jaxprs.equation import all_eqns
+from towerjax.check.leaf_name import LeafPart, part_of
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.types import PyTree
 from towerjax.types.refusals import Portable, listed
@@ -17,8 +18,6 @@ from towerjax.types.trees import is_key
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """The merged value of each leaf, real numbers; None if it has no one value."""
-
-GRADIENT = "gradient"  # how names of gradients begin
 
 # A difference counts if it exceeds this many times the effect of rounding the inputs
 # once more. In 16 bits the inputs were already rounded as much (True).
@@ -174,7 +173,7 @@ class SplitError(Portable, ReplicationError):
         self.advice: tuple[str, ...] = tuple(advice)
         shown = "".join(f"\n  * {finding}" for finding in self.findings[:_SHOWN])
         shown += "\n  * ..." * (len(self.findings) > _SHOWN)
-        told = "".join(f"\n{sentence}" for sentence in self.advice)
+        sentences = "".join(f"\n{sentence}" for sentence in self.advice)
         number = len(self.findings)
         depend = "leaf depends" if number == 1 else "leaves depend"
         named = next((x.of for x in self.findings if x.of != "towers"), "towers")
@@ -183,7 +182,7 @@ class SplitError(Portable, ReplicationError):
             "devices": "the number of devices",
         }
         of = wholes.get(named, named)
-        super().__init__(f"{number} {depend} on {of}:{shown}{told}")
+        super().__init__(f"{number} {depend} on {of}:{shown}{sentences}")
 
 
 class Compared(NamedTuple):
@@ -209,10 +208,10 @@ def judge(
     """
     want = {n: x for n, x in runs[0].want.items() if leaves is None or leaves(n)}
     if not (names := compared_of(want)):
-        own = listed(sorted(want))
+        names_of_all = listed(sorted(want))
         raise NotAudited(
             "nothing is merged that could be compared; these leaves are per tower:"
-            f" {own}"
+            f" {names_of_all}"
         )
     worst: dict[str, tuple[float, Finding]] = {}
     for run in runs:
@@ -227,10 +226,18 @@ def judge(
     largest = max(findings, key=lambda x: x.relative, default=none)
     towers = tuple(dict.fromkeys(run.towers for run in runs))
     left_out = tuple(sorted(want.keys() - set(names)))
-    compared = names, left_out, largest.relative, largest.leaf
     rtols = {name: rtol for name in names} | {**runs[0].rtols}
     by_rounding = tuple(x.leaf for x in findings if x.relative > rtols[x.leaf])
-    return AuditReport(towers, examples, len(runs), *compared, by_rounding)
+    return AuditReport(
+        towers,
+        examples,
+        len(runs),
+        names,
+        left_out,
+        largest.relative,
+        largest.leaf,
+        by_rounding,
+    )
 
 
 def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
@@ -259,31 +266,47 @@ def compared_of(leaves: Leaves) -> tuple[str, ...]:
 
 
 def _rank(leaf: str) -> int:
-    return 0 if leaf.startswith("loss") else 1 if leaf.startswith(GRADIENT) else 2
+    return [*LeafPart].index(part_of(leaf))
 
 
 def _gap_of_leaf(
     name: str, run: Compared, sizes: dict[str, float], rtol: float
 ) -> tuple[float, Finding]:
-    """The largest difference of a leaf, and its ratio to what rounding explains."""
-    got, want = (x[name] for x in (run.got, run.want))
+    """Find a leaf's largest difference, and its ratio to what rounding explains.
+
+    A ratio above 1 is no rounding.
+    """
+    got = run.got[name]
+    want = run.want[name]
     assert got is not None and want is not None
-    at = name, run.towers, run.split
+    same = Finding(name, run.towers, run.split, 0.0, 0.0, 0.0, 0.0)
     if got.shape != want.shape:
-        return np.inf, Finding(*at, np.nan, np.nan, np.inf, np.inf)
+        return np.inf, dataclasses.replace(
+            same, value=np.nan, one_tower=np.nan, difference=np.inf, relative=np.inf
+        )
     size = max(_largest(got), sizes[name])
     gap = gaps(got, want)
-    if not (gap.size and size):
-        return 0.0, Finding(*at, 0.0, 0.0, 0.0, 0.0)
-    i = np.unravel_index(np.argmax(gap), gap.shape)
-    value, one_tower, difference = (float(x[i]) for x in (got, want, gap))
-    finding = Finding(*at, value, one_tower, difference, difference / size)
-    own = run.rtols.get(name, rtol)
-    if finding.relative <= own:
-        return finding.relative / own if own else 0.0, finding
-    noise = max(_largest_gap(x[name], want) for x in run.nearby())
-    noise *= _ROUNDINGS_OF_SUMS if own < rtol else _ROUNDINGS[rtol > _TOLERANCE]
-    return finding.relative / max(own, noise / size), finding
+    if gap.size == 0 or size == 0:
+        return 0.0, same
+    at = np.unravel_index(np.argmax(gap), gap.shape)
+    difference = float(gap[at])
+    finding = dataclasses.replace(
+        same,
+        value=float(got[at]),
+        one_tower=float(want[at]),
+        difference=difference,
+        relative=difference / size,
+    )
+    rtol_of_leaf = run.rtols.get(name, rtol)
+    if finding.relative <= rtol_of_leaf:
+        return finding.relative / rtol_of_leaf if rtol_of_leaf else 0.0, finding
+    is_sum_of_16_bits = rtol_of_leaf < rtol
+    roundings = _ROUNDINGS[rtol > _TOLERANCE]
+    if is_sum_of_16_bits:
+        roundings = _ROUNDINGS_OF_SUMS
+    by_rounding = max(_largest_gap(x[name], want) for x in run.nearby())
+    explained = roundings * by_rounding / size
+    return finding.relative / max(rtol_of_leaf, explained), finding
 
 
 def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
@@ -309,7 +332,8 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 def nonfinite_loss(leaves: Leaves) -> str | None:
     """The message if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
-        if name.startswith("loss") and x is not None and not np.isfinite(x).all():
+        is_loss = part_of(name) is LeafPart.LOSS
+        if is_loss and x is not None and not np.isfinite(x).all():
             return (
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
                 " loss is finite; a label that is not a class makes it NaN"
@@ -324,11 +348,12 @@ def _sizes(want: Leaves) -> dict[str, float]:
     may be 0 up to their rounding.
     """
     known = {n: _largest(x) for n, x in want.items() if x is not None}
+    parts = {n: part_of(n) for n in known}
+    gradients = [size for n, size in known.items() if parts[n] is LeafPart.GRADIENT]
     least = 0.001 * known.get("loss", 0.0)
-    gradients = [size for n, size in known.items() if n.startswith(GRADIENT)]
     of_gradients = max(least, 0.01 * max(gradients, default=0.0))
     return {
-        n: max(size, of_gradients if n.startswith(GRADIENT) else least)
+        n: max(size, of_gradients if parts[n] is LeafPart.GRADIENT else least)
         for n, size in known.items()
     }
 

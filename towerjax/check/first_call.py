@@ -122,7 +122,10 @@ def prove_alone(
     """Prove a step equal to one tower, if its options say so, where nothing can run."""
     wanted = _wanted(step, Asked())
     if wanted is not False and step.num_calls > 1:
-        sample = lambda _: f"Not audited: {why}"  # noqa: E731
+
+        def sample(_: Any) -> Any:
+            return f"Not audited: {why}"
+
         to_prove = functools.partial(
             equality_of_step, step, state, args, traced, examples
         )
@@ -139,8 +142,11 @@ def audit_step(
         # The audit makes values of its own, and judges those that are not finite, too.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
-            how = {"calls": step.num_calls, "pads": step.placer.may_pad} | options
-            report = run_audit(plan, step.strategy, state, batch, **how)
+            how_called = {
+                "calls": step.num_calls,
+                "pads": step.placer.may_pad,
+            } | options
+            report = run_audit(plan, step.strategy, state, batch, **how_called)
     finally:
         took = time.perf_counter() - start
         _found(step, seconds=step.checked.seconds + took)

@@ -54,24 +54,26 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
     numbers = [int(x.split(":")[1]) for x in names]
     present = platform_devices(platform)
     absent = [x for x, i in zip(names, numbers, strict=True) if i >= len(present)]
-    what = f"{len(names)} {platform.upper()} devices"
+    machine = f"{len(names)} {platform.upper()} devices"
     if len(names) == 1:
         return OpsChoice(AllReduce(), "There is one device, so nothing is sent.")
     if absent:
         missing = f"(Not on this machine: {', '.join(absent)}.)"
-        why = f"Nothing is known of the links of {what}. {missing}"
+        why = f"Nothing is known of the links of {machine}. {missing}"
         return OpsChoice(AllReduce(), why)
     owners = [present[i].process_index for i in numbers]
     count = len(set(owners))
     size = len(owners) // count
     if count == 1:
-        return OpsChoice(AllReduce(), f"{what} of one process, whose links are alike.")
+        return OpsChoice(
+            AllReduce(), f"{machine} of one process, whose links are alike."
+        )
     groups = [set(owners[i : i + size]) for i in range(0, len(owners), size)]
     if size > 1 and len(groups) == count and all(len(group) == 1 for group in groups):
         return OpsChoice(
             Hierarchical(),
-            f"{count} processes have {what.replace(str(len(owners)), str(size), 1)}"
+            f"{count} processes have {machine.replace(str(len(owners)), str(size), 1)}"
             f" each, so only 1/{size} of the sums goes between processes.",
         )
-    why = f"The {what} of {count} processes do not form equal groups of neighbours."
+    why = f"The {machine} of {count} processes do not form equal groups of neighbours."
     return OpsChoice(AllReduce(), why)

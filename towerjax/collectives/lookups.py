@@ -88,9 +88,9 @@ def _rows_jvp(primals: Any, tangents: Any, *, stacked: int) -> tuple[jax.Array, 
     return rows, _take_rows(moved, ids, stacked=stacked)
 
 
-def _rows_of_batch(given: Any, dims: Any, *, stacked: int) -> tuple[jax.Array, int]:
+def _rows_of_batch(value: Any, dims: Any, *, stacked: int) -> tuple[jax.Array, int]:
     """The lookups of a batch, whose dim comes first in ids and in rows."""
-    table, ids = given
+    table, ids = value
     of_table, of_ids = dims
     if of_table is None and not stacked:
         return LOOKUP.bind(table, jnp.moveaxis(ids, of_ids, 0), stacked=0), 0

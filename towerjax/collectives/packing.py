@@ -182,8 +182,8 @@ def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
             key = x.shape if is_joined else len(groups)
             groups.setdefault(key, []).append(jnp.isfinite(x))
     # By lax: each function of jnp is traced by itself, in a step's first call.
-    each = [functools.reduce(lax.bitwise_and, x) for x in groups.values()]
-    finite = [lax.reduce_and(x, range(x.ndim)) for x in each]
+    masks = [functools.reduce(lax.bitwise_and, x) for x in groups.values()]
+    finite = [lax.reduce_and(x, range(x.ndim)) for x in masks]
     if len(finite) <= 2:
         return functools.reduce(lax.bitwise_and, finite, jnp.bool_(True))
     # XLA copies a chain of "and" into each kernel that reads the flag, and turns "all"

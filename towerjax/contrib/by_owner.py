@@ -79,17 +79,20 @@ def by_owner(
         stacks = _stacks(updates if params is None else params, stacked, devices)
         if devices == 1:
             return inner.update(updates, state, params, **extra)
-        given = updates, state, params, extra
-        fn = lambda *args: inner.update(*args[:3], **args[3])  # noqa: E731
-        _refuse_mixed(fn, given, stacks)
+        args = (updates, state, params, extra)
+
+        def fn(updates: Any, state: Any, params: Any, extra: Any) -> Any:
+            return inner.update(updates, state, params, **extra)
+
+        _refuse_mixed(fn, args, stacks)
         run = jax.shard_map(
             fn,
             mesh=AbstractMesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,)),
-            in_specs=_dealt(given, stacks),
+            in_specs=_dealt(args, stacks),
             out_specs=_dealt((updates, state), stacks),
             check_vma=False,
         )
-        return run(*given)
+        return run(*args)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
@@ -141,13 +144,16 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
 
     def follow(jaxpr: Any, reads: list[str | None]) -> list[str | None]:
         of = dict(zip(jaxpr.invars, reads, strict=True))
-        get = lambda x: None if hasattr(x, "val") else of.get(x)  # noqa: E731
+
+        def get(x: Any) -> Any:
+            return None if hasattr(x, "val") else of.get(x)
+
         for eqn in jaxpr.eqns:
-            given = [get(x) for x in eqn.invars]
-            out = [next(filter(None, given), None)] * len(eqn.outvars)
+            ins = [get(x) for x in eqn.invars]
+            out = [next(filter(None, ins), None)] * len(eqn.outvars)
             if eqn.primitive.name == "jit":
                 inner = eqn.params["jaxpr"]
-                out = follow(getattr(inner, "jaxpr", inner), given)
+                out = follow(getattr(inner, "jaxpr", inner), ins)
             if eqn.primitive.name in ("scan", "while", "cond"):  # which count, too
                 kinds = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
                 out = [x if kind else None for x, kind in zip(out, kinds, strict=True)]

@@ -133,8 +133,8 @@ class DiLoCo:
                 " them train alone. Write state='mirrored'."
             )
         rounds = Rounds(self, fns)
-        made = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
-        return fns._replace(**made, refuses_by_tower=True)
+        fields = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
+        return fns._replace(**fields, refuses_by_tower=True)
 
 
 @jax.tree_util.register_dataclass
@@ -193,8 +193,9 @@ class Rounds:
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
-        mine = own.value.params, own.value.opt_state, _others(state.local)
-        given = _of_one(state, *mine)
+        given = _of_one(
+            state, own.value.params, own.value.opt_state, _others(state.local)
+        )
         out = self.fns.tower(given, rows, tower)
         loss = out["loss"]
         grads = out["grads"]
@@ -221,9 +222,15 @@ class Rounds:
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
         """The next state, the loss of the last round, and the step that was refused."""
         replicated = dataclasses.replace(state, opt_state=(), local={})
-        returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
-        local = on_each(self._between, state.local, *returned, replicated)
+        local = on_each(
+            self._between,
+            state.local,
+            merged["loss"],
+            merged["grads"],
+            _others(merged["local"]),
+            replicated,
+        )
         own = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
@@ -256,8 +263,8 @@ class Rounds:
         accepts = counts & ((grads.weight != 0) | (options.on_nonfinite == "ignore"))
         merged = {"loss": loss, "grads": grads, "metrics": {}, "local": after}
 
-        def attempt(given: Tree) -> tuple[jax.Array, Tree, None]:
-            before = _of_one(replicated, *given)
+        def attempt(of_tower: Tree) -> tuple[jax.Array, Tree, None]:
+            before = _of_one(replicated, *of_tower)
             after, _ = self.fns.update(before, merged)
             if after.extra is not before.extra:
                 raise ValueError(
@@ -303,8 +310,11 @@ class Rounds:
             new = tj.apply_gradients(
                 sync.outer, old, move, loss=loss.value, trainable=lambda *_: True
             )
-            pair = (new.params, new.opt_state), (mine, before)
-            new = jax.tree.map(lambda x, y: jnp.where(move.weight > 0, x, y), *pair)
+            new = jax.tree.map(
+                lambda x, y: jnp.where(move.weight > 0, x, y),
+                (new.params, new.opt_state),
+                (mine, before),
+            )
             return *new, loss, faults.astype(jnp.int32)
 
         def go_on() -> tuple[Tree, ...]:
@@ -364,7 +374,10 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
 
 def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
     """The towers' values with the counters of a fragment at 0, if it was sent."""
-    reset = lambda x: jnp.where(is_due, jnp.zeros_like(x), x)  # noqa: E731
+
+    def reset(x: Any) -> Any:
+        return jnp.where(is_due, jnp.zeros_like(x), x)
+
     weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
     loss, faults = jax.tree.map(reset, (own.loss, own.faults))
     return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
@@ -377,8 +390,8 @@ def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
     state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
-    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
-    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
+    wide = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
+    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(wide)
     return jax.tree.map(lambda x: x[0], out)
 
 
@@ -402,7 +415,10 @@ def _chosen(tree: Tree, flags: Tree) -> Tree:
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
     """The tree, with the leaves that ``part`` has, which is None for the others."""
-    choose = lambda new, old: old if new is None else new  # noqa: E731
+
+    def choose(new: Any, old: Any) -> Any:
+        return old if new is None else new
+
     return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)
 
 

@@ -182,9 +182,9 @@ def ema_params(state: tj.TrainState) -> _Tree:
       >>> float(ema_params(tj.TrainState.create(jnp.float32(3.0), optimizer)))
       3.0
     """
-    found = _found(state.opt_state, _is_averaged)
-    if len(found) != 1:
-        count = len(found) or "no"
+    averages = _found(state.opt_state, _is_averaged)
+    if len(averages) != 1:
+        count = len(averages) or "no"
         raise ValueError(
             f"state.opt_state has {count} averages of the parameters. Build the step"
             " with tj.contrib.train_step(..., ema=0.999)."
@@ -193,12 +193,15 @@ def ema_params(state: tj.TrainState) -> _Tree:
     def value(x: Any, average: Any) -> Any:
         return x if average is None else average.astype(x.dtype)
 
-    return jax.tree.map(value, state.params, _filled(found[0].ema, state.params))
+    return jax.tree.map(value, state.params, _filled(averages[0].ema, state.params))
 
 
 def _filled(part: _Tree, whole: _Tree) -> _Tree:
     """A tree of the structure of ``whole``, None where ``part`` has None."""
-    is_none = lambda x: x is None  # noqa: E731
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
     leaves = jax.tree.leaves(part, is_leaf=is_none)
     structure = jax.tree.structure(whole)
     if len(leaves) != structure.num_leaves:
@@ -238,10 +241,10 @@ def _logging(fns: Any, log: tuple[str, ...]) -> Any:
     """The functions of a train step, with an update that gives more metrics."""
 
     def init(params: _Tree) -> dict[str, _Tree]:
-        made = fns.init(params)
+        state = fns.init(params)
         if "learning_rate" in log:
-            _learning_rate(made["opt_state"])
-        return made
+            _learning_rate(state["opt_state"])
+        return state
 
     def update(state: tj.TrainState, merged: _Tree) -> tuple[Any, ...]:
         after, metrics, *rest = fns.update(state, merged)
@@ -267,15 +270,15 @@ def _has_rate(x: Any) -> bool:
 
 def _learning_rate(opt_state: _Tree) -> jax.Array:
     """The one learning rate in an optimizer's state."""
-    found = _found(opt_state, _has_rate)
-    if len(found) != 1:
-        count = len(found) or "no"
+    with_rate = _found(opt_state, _has_rate)
+    if len(with_rate) != 1:
+        count = len(with_rate) or "no"
         raise ValueError(
             f"log='learning_rate': the optimizer's state has {count} learning rates,"
             " but must have one. Write optax.inject_hyperparams(optax.adamw)(schedule),"
             " which keeps it there. To log several, use extend= of tj.build_train_step."
         )
-    return found[0].hyperparams["learning_rate"]
+    return with_rate[0].hyperparams["learning_rate"]
 
 
 def _norm(merged: dict[str, Any]) -> jax.Array:

@@ -164,9 +164,9 @@ class DistributedDataset:
         """How many of its rows each tower of all processes counts."""
         counts = []
         for sizes in sizes_of_all:
-            given = [0] if sizes is None else sizes  # the process has ended
-            towers = self._towers // len(given)
-            counts += [batch_rows.counts_of_towers(n, rows, towers) for n in given]
+            sizes_here = [0] if sizes is None else sizes  # the process has ended
+            towers = self._towers // len(sizes_here)
+            counts += [batch_rows.counts_of_towers(n, rows, towers) for n in sizes_here]
         return np.concatenate(counts)
 
     def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
@@ -339,8 +339,8 @@ def _refuse_unlike_elements(taken: list[PyTree]) -> None:
 
     kinds = [jax.tree.map(without_rows, x) for x in taken]
     for tower, kind in enumerate(kinds):
-        what = f"Tower {tower}'s element of a step is not like tower 0's"
-        check_like("element", kind, kinds[0], what, "They may differ in dim 0 only.")
+        fault = f"Tower {tower}'s element of a step is not like tower 0's"
+        check_like("element", kind, kinds[0], fault, "They may differ in dim 0 only.")
 
 
 def _is_at_end(elements: Iterator[PyTree]) -> bool:

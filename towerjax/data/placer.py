@@ -129,8 +129,8 @@ def split_over_towers(
     ``args`` and ``bare`` are those of a `PlacedBatch`.
     """
     arrays, num_valid, _ = args
-    each = jax.tree.leaves(arrays)[0].shape[0] // num_towers
-    weights = batch_rows.row_weights(num_valid[:, None], 0, each)
+    rows_each = jax.tree.leaves(arrays)[0].shape[0] // num_towers
+    weights = batch_rows.row_weights(num_valid[:, None], 0, rows_each)
     return _per_tower(args, num_towers, bare), PerTower(weights)
 
 
@@ -270,8 +270,8 @@ class Placer:
             lambda x: jnp.asarray(native(x)), (rows, replicated)
         )
         towers = self.placement.num_towers
-        each = jax.tree.leaves(rows)[0].shape[0] // towers
-        counts = batch_rows.counts_of_towers(num_valid, each, towers)
+        rows_each = jax.tree.leaves(rows)[0].shape[0] // towers
+        counts = batch_rows.counts_of_towers(num_valid, rows_each, towers)
         return self._wrap((rows, jnp.asarray(counts), replicated), counts, None)
 
     def wrap_arrays(
@@ -299,8 +299,16 @@ class Placer:
             rows = num_rows(first)
         else:
             rows = first.shape[0] // self.placement.num_towers
-        given = args, counts, rows, signature, self.placement, fingerprint
-        return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
+        return PlacedBatch(
+            args,
+            counts,
+            rows,
+            signature,
+            self.placement,
+            fingerprint,
+            self.may_pad,
+            micro_batches=self._micro_batches,
+        )
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
         """``(rows, counts, replicated)``, padded to the least fitting earlier size."""

@@ -192,8 +192,8 @@ class _Kept:
         if number not in self._kept:
             raise StopIteration
         # In place of the loader's arrays.
-        made = self._kept[number] = place(self._kept[number])
-        return made
+        placed = self._kept[number] = place(self._kept[number])
+        return placed
 
     def position(self, number: int) -> Position:
         return Position(number)
@@ -267,9 +267,9 @@ class Source(Iterator[PyTree]):
         first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
-            made = self._cursor.take(number, place)
+            batch_made = self._cursor.take(number, place)
             self._taken = number
-            return made, self._cursor.position(number)
+            return batch_made, self._cursor.position(number)
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
             numbers = itertools.islice(itertools.count(first), most)
@@ -360,10 +360,10 @@ class Stream(Iterator[Placed]):
     def _open(self, position: dict[str, Any] | None) -> None:
         self._failure: str | None = None
         self._feed = feed = _Feed(self._depth)
-        self._made = made = self._begin(position, feed.stopped)
-        self.close: Callable[[], Any] = made.close
+        self._made = elements = self._begin(position, feed.stopped)
+        self.close: Callable[[], Any] = elements.close
         if self._depth:
-            args = made, feed, jax.config.read("jax_enable_x64")
+            args = elements, feed, jax.config.read("jax_enable_x64")
             named = {"name": "towerjax-prefetch", "daemon": True}
             self._thread = threading.Thread(target=_fill, args=args, **named)
             # Called once: by hand, by the garbage collector, for which the thread must

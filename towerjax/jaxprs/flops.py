@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import (
-    IDENTITIES,
-    PLAIN,
-    REDUCTIONS,
-    Site,
+from towerjax.jaxprs.params import (
     is_hidden,
     manual_axes,
     open_jaxpr,
     sub_jaxprs,
     trace_hidden,
-    user_line,
 )
+from towerjax.jaxprs.primitives import IDENTITIES, PLAIN, REDUCTIONS
+from towerjax.jaxprs.sites import Site, user_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +129,14 @@ def _of_inner(
     eqn, _ = site
     name = eqn.primitive.name
     trips = _trips(eqn)
-    each = []
+    counts = []
     for body in inner:
         is_call = trips == 1 and len(body.outvars) == len(used)
         flags = used if is_call else [True] * len(body.outvars)
-        each.append(_count(body, flags, is_again, site))
+        counts.append(_count(body, flags, is_again, site))
     if name == "cond":
-        return max(each, key=lambda x: x.products + x.recomputed)
-    total = sum(each, NO_FLOPS)
+        return max(counts, key=lambda x: x.products + x.recomputed)
+    total = sum(counts, NO_FLOPS)
     if trips is None:
         return total + Flops(0, 0, (_told(site, "counts as one trip"),))
     return total.times(trips)
@@ -164,9 +161,9 @@ def _trips(eqn: JaxprEqn) -> int | None:
     return 1
 
 
-def _told(site: Site, what: str) -> str:
+def _told(site: Site, says: str) -> str:
     line = user_line(site)
-    return f"{site[0].primitive.name} {what}" + (f", {line}" if line else "")
+    return f"{site[0].primitive.name} {says}" + (f", {line}" if line else "")
 
 
 def _shape(var: Any) -> tuple[int, ...]:

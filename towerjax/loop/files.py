@@ -20,10 +20,10 @@ from towerjax.types.options import check_text, refuse_option
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
-def checked_path(name: str, value: Any, what: str) -> epath.Path:
+def checked_path(name: str, value: Any, kind: str) -> epath.Path:
     """The absolute path of a file or folder; raise unless it can be one."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    check_text(name, text, f"the path of {what}")
+    check_text(name, text, f"the path of {kind}")
     has_scheme = _SCHEME.match(text)
     path = None
     with contextlib.suppress(KeyError):  # epath does not know the scheme
@@ -34,7 +34,7 @@ def checked_path(name: str, value: Any, what: str) -> epath.Path:
             " 'gs://bucket/run'. Write an address as text, because pathlib.Path makes"
             " one slash of two"
         )
-        refuse_option(name, value, f"the path of {what}: {where}")
+        refuse_option(name, value, f"the path of {kind}: {where}")
     return path
 
 
@@ -108,8 +108,8 @@ def opened_after(
 ) -> FileIO | StoredFile:
     """A file, open for writing after its first ``size`` bytes; None keeps all."""
     if not is_on_disk(path):
-        kept = path.read_bytes() if path.exists() else b""
-        return StoredFile(path, kept[:size], flush_s)
+        content = path.read_bytes() if path.exists() else b""
+        return StoredFile(path, content[:size], flush_s)
     file = open(path, "ab", buffering=0)
     if size is not None and size < os.fstat(file.fileno()).st_size:
         file.truncate(size)
@@ -134,9 +134,14 @@ def read_lines(
             yield json.loads(line), len(line)
 
 
+def as_line(fields: Mapping[str, Any]) -> bytes:
+    """Return an object as a line of JSON."""
+    return json.dumps(fields, allow_nan=False).encode() + b"\n"
+
+
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
     """Write an object as a line of JSON."""
-    append_bytes(file, json.dumps(fields, allow_nan=False).encode() + b"\n")
+    append_bytes(file, as_line(fields))
 
 
 def append_bytes(file: FileIO | StoredFile, content: bytes) -> None:

@@ -195,14 +195,14 @@ class History:
             for name in names:
                 check_choice("name", name, list(curves))
             curves = {name: curves[name] for name in names}
-        made, panels = picture(len(curves))
+        figure, panels = picture(len(curves))
         for panel, (name, lines) in zip(panels, curves.items(), strict=True):
             panel.set(xlabel="step", ylabel=name)
             for steps, values, form in lines:
                 label = "a step's" if form == "-" else "evaluated"
                 panel.plot(steps, values, form, markersize=3, lw=1, label=label)
             panel.legend(fontsize=7)
-        return made
+        return figure
 
     def _table(self, rows: int) -> Table:
         """The table of `table`, with a row for each shown step."""

@@ -78,16 +78,20 @@ class Loop:
         self._source = Source(batches)
         self._first = point.number
         if options.checkpointer is not None:
-            where = point.state, self._source, stack
-            self._saving = Saving(options.checkpointer, self._step, *where)
+            self._saving = Saving(
+                options.checkpointer, self._step, point.state, self._source, stack
+            )
             self._saving.resume(point)
         placement = self._step.strategy.placement
         peak = peak_flops_of_all(placement, options.peak_flops)
         throughput = Throughput(options.per_second, peak)
         self._log = HistoryLog(throughput)  # whose clock starts here
         with self.guard:
-            given = options.progress, point.number, self._end, self._source
-            self._progress = stack.enter_context(contextlib.closing(Progress(*given)))
+            self._progress = stack.enter_context(
+                contextlib.closing(
+                    Progress(options.progress, point.number, self._end, self._source)
+                )
+            )
         is_endless = isinstance(batches, Batches) and not batches.epochs
         if options.steps is None and is_endless:
             self._progress.note(
@@ -186,14 +190,14 @@ class Loop:
         self._progress.phase(self.point.number + 1, "compiling")
         folder = None if self._saving is None else self._saving.directory
         asked = {"audit": self._options.audit, "folder": folder}
-        made = self._step.prepare(self.point.state, placed, **asked)
+        prepared = self._step.prepare(self.point.state, placed, **asked)
         if self._saving is not None and (other := self._saving.compare_programs()):
             self._progress.note(f"goes on as another experiment: {other}")
-        if made.note:
-            self._progress.note(made.note)
-        self._log.aside_s += made.seconds
-        self._log.compile_s += time.perf_counter() - start_s - made.seconds
-        self._flops[placed.signature] = made.program.flops
+        if prepared.note:
+            self._progress.note(prepared.note)
+        self._log.aside_s += prepared.seconds
+        self._log.compile_s += time.perf_counter() - start_s - prepared.seconds
+        self._flops[placed.signature] = prepared.program.flops
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; for the ``last`` one wait until it is saved."""
@@ -309,8 +313,12 @@ class Loop:
         self._fetch(0)
         start_s = time.perf_counter()
         number = point.number
-        given = options.evaluate, self._state_to_evaluate(), options.eval_batches
-        values = evaluate(*given, prefetch=options.prefetch)
+        values = evaluate(
+            options.evaluate,
+            self._state_to_evaluate(),
+            options.eval_batches,
+            prefetch=options.prefetch,
+        )
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write(Record("eval", number, time.time(), values))

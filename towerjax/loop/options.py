@@ -107,10 +107,10 @@ class RunOptions:
         for name in self.per_second:
             check_text("per_second", name, "the name of a metric, such as 'tokens'")
         if self.peak_flops is not None:
-            what = "FLOP/s of one device, a finite number > 0, such as 989e12"
-            check_number("peak_flops", self.peak_flops, what)
+            form = "FLOP/s of one device, a finite number > 0, such as 989e12"
+            check_number("peak_flops", self.peak_flops, form)
             if not self.peak_flops > 0:
-                refuse_option("peak_flops", self.peak_flops, what)
+                refuse_option("peak_flops", self.peak_flops, form)
         rules_of(self.early_stopping)
         saving = self.checkpointer
         if saving is not None and not isinstance(saving, Checkpointer):
@@ -127,9 +127,9 @@ class RunOptions:
             check_evaluate(self.evaluate)
             check_batches("eval_batches", self.eval_batches, or_function=True)
         elif self.evaluate is not None or self.eval_batches is not None:
-            given = "evaluate" if self.eval_batches is None else "eval_batches"
+            option = "evaluate" if self.eval_batches is None else "eval_batches"
             raise ValueError(
-                f"evaluate and eval_batches need each other, but only {given} was"
+                f"evaluate and eval_batches need each other, but only {option} was"
                 " given. Pass both, or neither."
             )
         if self.eval_params is not None:

@@ -49,11 +49,16 @@ def _terminal_bar() -> Display:
             return False
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)
-    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     # Only `show` redraws: rich's refresh thread would compete with the run. Rich would
     # send output to stderr that belongs into a file or a pipe.
     takes = _is_terminal(sys.stdout)
-    bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=takes)
+    bar = Progress(
+        BarColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=takes,
+    )
     task = bar.add_task("starting", total=None)
     bar.start()
     bar.refresh()
@@ -103,8 +108,8 @@ def check_progress(progress: Any) -> None:
     if not isinstance(progress, Sequence) or isinstance(progress, str):
         check_choice("progress", progress, (None, True, False))
     elif not progress or not all(isinstance(name, str) for name in progress):
-        what = "None, True, False, or the names of metrics to show beside the loss"
-        refuse_option("progress", progress, what + ", such as ['accuracy']")
+        form = "None, True, False, or the names of metrics to show beside the loss"
+        refuse_option("progress", progress, form + ", such as ['accuracy']")
 
 
 def choose_display(progress: bool | None) -> Display:

@@ -172,13 +172,13 @@ def _require_same_work(
     if placement.num_processes == 1:
         return
     names = ("steps", "eval_every", "early_stopping")
-    given = {name: getattr(options, name) for name in names}
-    given["evaluate"] = options.evaluate is not None
-    given["eval_params"] = options.eval_params is not None
+    shared = {name: getattr(options, name) for name in names}
+    shared["evaluate"] = options.evaluate is not None
+    shared["eval_params"] = options.eval_params is not None
     if (saving := options.checkpointer) is not None:  # `Saving` compares the folder
-        given["checkpointer"] = dataclasses.replace(saving, directory="...")
-    given["WithState.every"] = [hook.every for hook in options.with_state]
-    work = ", ".join(f"{name}={x}" for name, x in given.items() if x)
+        shared["checkpointer"] = dataclasses.replace(saving, directory="...")
+    shared["WithState.every"] = [hook.every for hook in options.with_state]
+    work = ", ".join(f"{name}={x}" for name, x in shared.items() if x)
     require_same(
         "The work of tj.run",
         f"{work}, of {count_in_words(batches)}, from step {start}",

@@ -62,8 +62,8 @@ class EarlyStopping:
     min_steps: int = 0
 
     def __post_init__(self) -> None:
-        what = "the name of a metric, such as 'loss'"
-        check_text("EarlyStopping.metric", self.metric, what)
+        form = "the name of a metric, such as 'loss'"
+        check_text("EarlyStopping.metric", self.metric, form)
         sign_of("EarlyStopping.mode", self.metric, self.mode)
         if self.goal is None and self.patience is None:
             raise ValueError(
@@ -75,8 +75,8 @@ class EarlyStopping:
         goal = 0.0 if self.goal is None else self.goal
         if isinstance(goal, bool) or not (is_one_real(goal) and math.isfinite(goal)):
             refuse_option("goal", goal, "a finite number")
-        what = "a finite number >= 0, in the unit of the metric"
-        check_number("min_delta", self.min_delta, what)
+        form = "a finite number >= 0, in the unit of the metric"
+        check_number("min_delta", self.min_delta, form)
         check_whole("min_steps", self.min_steps, 0)
 
     def reason(self, values: Mapping[int, float]) -> str | None:
@@ -105,8 +105,8 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     given = () if early_stopping is None else early_stopping
     rules = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
-        what = "None, a tj.EarlyStopping(...), or a list of these"
-        refuse_option("early_stopping", early_stopping, what)
+        form = "None, a tj.EarlyStopping(...), or a list of these"
+        refuse_option("early_stopping", early_stopping, form)
     return rules
 
 
@@ -157,8 +157,8 @@ class Watch:
     def add(self, number: int, values: Mapping[str, Any]) -> None:
         """Add an evaluation; the same one counts once."""
         metrics = [x.metric for x in self._rules]
-        what = "EarlyStopping.metric"
-        self.go_on({x: {number: value_of(values, what, x)} for x in metrics})
+        option = "EarlyStopping.metric"
+        self.go_on({x: {number: value_of(values, option, x)} for x in metrics})
 
     def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:
         """Add evaluations, such as those of the run that is continued."""
@@ -194,18 +194,18 @@ class Point:
 
 def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
     """The metric of an evaluation that an option names, as one real number."""
-    what = f"{option}={metric!r}"
+    name = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)
         raise ValueError(
-            f"{what} is not a metric of the evaluation, which has {names}. Name one of"
+            f"{name} is not a metric of the evaluation, which has {names}. Name one of"
             " these."
         )
     value = values[metric]
     if not is_one_real(value):
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
         raise ValueError(
-            f"{what} must name a metric that is one real number, but its value is"
+            f"{name} must name a metric that is one real number, but its value is"
             f" {kind}."
         )
     return float(value)

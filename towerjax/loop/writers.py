@@ -9,7 +9,7 @@ import pathlib
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ from towerjax.loop.files import (
     StoredFile,
     absolute_path,
     append_bytes,
-    append_line,
+    as_line,
     checked_path,
     is_on_disk,
     opened_after,
@@ -222,34 +222,58 @@ class JsonLines:
 
         It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
         """
-        path = absolute_path(self.path)
-        with opening("JsonLines.path", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept, repeated = _kept(self, path, start, _json_lines)
-            file = opened_after(path, kept, _STORED_EVERY_S)
+        return _open_lines(self, start, _Lines(b"", _as_json_line, _json_lines))
 
-        def write(record: Record) -> None:
-            nonlocal repeated
-            # An evaluation that comes before any step repeats the one at the start.
-            if record.kind == "eval" and repeated is not None:
-                file.truncate(repeated)
-            repeated = None
-            metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
-            line = {**vars(record), "metrics": metrics}
-            if not line["rates"]:
-                del line["rates"]
-            with opening("JsonLines.path", path):
-                append_line(file, line)
-            if record.kind == "eval":
-                file.flush()
 
-        return Opened(write, file.close)
+def _as_json_line(record: Record) -> bytes:
+    metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
+    fields = {**vars(record), "metrics": metrics}
+    if not record.rates:
+        del fields["rates"]
+    return as_line(fields)
 
 
 def _json_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
     """Yield the kind, the step number and the size of each line of a `JsonLines`."""
     for line, length in read_lines(path, "kind", "a run"):
         yield line["kind"], line["step"], length
+
+
+class _Lines(NamedTuple):
+    """How a file has records as lines: its head, a record's lines, and all lines read.
+
+    ``read`` yields the kind, the step number and the size of each line.
+    """
+
+    head: bytes
+    of_record: Callable[[Record], bytes]
+    read: Callable[[epath.Path], Iterable[tuple[str, int, int]]]
+
+
+def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWriter:
+    """Open a file for writing after the lines of the first ``start`` steps."""
+    name = f"{type(options).__name__}.path"
+    path = absolute_path(options.path)
+    with opening(name, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        num_kept, repeated = _kept(options, path, start, lines.read)
+        file = opened_after(path, num_kept, _STORED_EVERY_S)
+        if not num_kept:
+            append_bytes(file, lines.head)
+
+    def write(record: Record) -> None:
+        nonlocal repeated
+        # An evaluation that comes before any step repeats the one at the start.
+        if record.kind == "eval" and repeated is not None:
+            file.truncate(repeated)
+        repeated = None
+        content = lines.of_record(record)
+        with opening(name, path):
+            append_bytes(file, content)
+        if record.kind == "eval":
+            file.flush()
+
+    return Opened(write, file.close)
 
 
 def _kept(
@@ -264,23 +288,23 @@ def _kept(
     """
     if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
         return None, None  # a pipe or a device has no earlier lines
-    kept = last = 0
+    num_kept = last = 0
     repeated = None
     for kind, step, length in lines(path):
         last = max(last, step)
         if last <= start:
             is_last = (step, kind) == (start, "eval")
-            repeated = (kept if repeated is None else repeated) if is_last else None
-            kept += length
+            repeated = (num_kept if repeated is None else repeated) if is_last else None
+            num_kept += length
     if start == 0 and last > 0 and not options.replace:
         writer = type(options).__name__
         raise _earlier(writer, path, f"an earlier run up to step {last}")
-    return kept, repeated
+    return num_kept, repeated
 
 
-def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
+def _earlier(writer: str, path: epath.Path, content: str) -> ValueError:
     return ValueError(
-        f"{writer}: {str(path)!r} holds {what}, but this run starts at step 0. Use"
+        f"{writer}: {str(path)!r} holds {content}, but this run starts at step 0. Use"
         f" another path, go on with that run's state, or write {writer}(path,"
         " replace=True)."
     )
@@ -352,30 +376,16 @@ class Csv:
 
         It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
         """
-        path = absolute_path(self.path)
-        with opening("Csv.path", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept, repeated = _kept(self, path, start, _csv_lines)
-            file = opened_after(path, kept, _STORED_EVERY_S)
-            if not kept:
-                append_bytes(file, _as_csv([_HEAD]))
+        head = _as_csv([_HEAD])
+        return _open_lines(self, start, _Lines(head, _as_csv_lines, _csv_lines))
 
-        def write(record: Record) -> None:
-            nonlocal repeated
-            if record.kind == "eval" and repeated is not None:
-                file.truncate(repeated)
-            repeated = None
-            numbers = curves("Csv", record)
-            rows = []
-            for tag, value in numbers.items():
-                kind, _, name = tag.partition("/")
-                rows.append((kind, record.step, record.time_s, name, repr(value)))
-            with opening("Csv.path", path):
-                append_bytes(file, _as_csv(rows))
-            if record.kind == "eval":
-                file.flush()
 
-        return Opened(write, file.close)
+def _as_csv_lines(record: Record) -> bytes:
+    rows = []
+    for tag, value in curves("Csv", record).items():
+        kind, _, name = tag.partition("/")
+        rows.append((kind, record.step, record.time_s, name, repr(value)))
+    return _as_csv(rows)
 
 
 def _as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
@@ -481,9 +491,8 @@ class TensorBoard:
         """
         logdir = absolute_path(self.logdir)
         # The SummaryWriter of tensorboardX waits for ever once its disk is full.
-        needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
-        files = require("tensorboardX.event_file_writer", *needs)
-        proto = require("tensorboardX.proto.event_pb2", *needs)
+        files = _tensorboardx("event_file_writer")
+        proto = _tensorboardx("proto.event_pb2")
         with opening("TensorBoard.logdir", logdir):
             logdir.mkdir(parents=True, exist_ok=True)
         there = logdir.iterdir() if logdir.exists() else ()
@@ -493,10 +502,13 @@ class TensorBoard:
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
             # tensorboardX opens files by this name; its own stores need other packages.
-            stored = lambda at: StoredFile(epath.Path(at.partition(":")[2]))  # noqa: E731
-            made = types.SimpleNamespace(open=stored)
-            stores = require("tensorboardX.record_writer", *needs)
-            stores.register_writer_factory("towerjax", made)
+
+            def stored(at: str) -> StoredFile:
+                return StoredFile(epath.Path(at.partition(":")[2]))
+
+            store = types.SimpleNamespace(open=stored)
+            stores = _tensorboardx("record_writer")
+            stores.register_writer_factory("towerjax", store)
             path = "towerjax:" + path
         # tensorboardX puts the second into the name, which two runs may share.
         events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
@@ -519,6 +531,12 @@ class TensorBoard:
                 flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
         return Opened(write, events.close)
+
+
+def _tensorboardx(module: str) -> Any:
+    """Import a module of tensorboardX; say what to install if it is not there."""
+    needs = "TensorBoard, other than tj.JsonLines(path),"
+    return require(f"tensorboardX.{module}", needs, "'towerjax[tensorboard]'")
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:

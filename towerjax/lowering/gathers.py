@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from towerjax.collectives.reduce import hide_complex
-from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.types import PyTree
@@ -75,32 +75,36 @@ def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) ->
         return fn(*treedef.unflatten(leaves))
 
     def first(leaves: list[Any]) -> tuple[PyTree, Any]:
-        given = [x.value for x in leaves]
+        of_leaves = [x.value for x in leaves]
         moved = [i for i, x in enumerate(leaves) if x.perturbed]
 
-        def differentiate(*given: Any) -> tuple[PyTree, Any]:
+        def differentiate(*of_leaves: Any) -> tuple[PyTree, Any]:
             def of(values: list[Any]) -> PyTree:
-                every = dict(enumerate(given)) | dict(zip(moved, values, strict=True))
+                every = dict(enumerate(of_leaves)) | dict(
+                    zip(moved, values, strict=True)
+                )
                 return fn(*treedef.unflatten(every.values()))
 
-            return jax.vjp(of, [given[i] for i in moved])
+            return jax.vjp(of, [of_leaves[i] for i in moved])
 
-        closed, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*given)
-        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)
+        closed, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*of_leaves)
+        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *of_leaves)
         out, pull = jax.tree.unflatten(jax.tree.structure(shapes), values)
         kept, of_pull = jax.tree.flatten(pull)
         results = closed.jaxpr.outvars[len(values) - len(kept) :]
-        made = _Made(closed, number, results)
-        kept = [None if i in made.numbers else x for i, x in enumerate(kept)]
+        recomputed = _Made(closed, number, results)
+        kept = [None if i in recomputed.numbers else x for i, x in enumerate(kept)]
 
         def back(shards: list[Any], kept: list[Any], grads: PyTree) -> list[Any]:
-            again = dict(zip(made.numbers, made.values(shards), strict=True))
+            again = dict(
+                zip(recomputed.numbers, recomputed.values(shards), strict=True)
+            )
             every = [again.get(i, x) for i, x in enumerate(kept)]
             (found,) = of_pull.unflatten(every)(grads)
             new = dict(zip(moved, found, strict=True))
             return [new.get(i) for i in range(len(leaves))]
 
-        return out, jax.tree_util.Partial(back, given[:number], kept)
+        return out, jax.tree_util.Partial(back, of_leaves[:number], kept)
 
     def last(back: Any, grads: PyTree) -> tuple[list[Any]]:
         return (back(jax.tree.map(_instantiated, grads, is_leaf=_is_zero)),)
@@ -126,22 +130,22 @@ class _Made:
 
     def __init__(self, closed: Any, number: int, results: list[Any]) -> None:
         body = closed.jaxpr
-        given = {*body.invars[:number]}
+        shards = {*body.invars[:number]}
         others = {*body.invars[number:]}
         # A value of another trace may be gone when these results are recomputed.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}
         eqns = list[Any]()
-        made = set[Any]()
+        of_shards = set[Any]()
         for eqn in body.eqns:
             operands = {x for x in eqn.invars if not isinstance(x, Literal)}
             effects = [x for x in eqn.effects if not hasattr(x, "name")]  # of an axis
             if effects or not others.isdisjoint(operands):
                 others |= {*eqn.outvars}
-            elif not (given | made).isdisjoint(operands):
-                made |= {*eqn.outvars}
+            elif not (shards | of_shards).isdisjoint(operands):
+                of_shards |= {*eqn.outvars}
                 eqns.append(eqn)
-        is_made = [not isinstance(x, Literal) and x in made for x in results]
+        is_made = [not isinstance(x, Literal) and x in of_shards for x in results]
         self.numbers = [i for i, yes in enumerate(is_made) if yes]
         self._results = [results[i] for i in self.numbers]
         self._closed = closed

@@ -21,7 +21,10 @@ def map_in_turn(
     depend on ``D``. So ``number`` hides that there is one trip, and the row is a slice
     of two.
     """
-    twice = lambda x: jnp.concatenate([x, x])  # noqa: E731
+
+    def twice(x: Any) -> Any:
+        return jnp.concatenate([x, x])
+
     rows = towers if size > 1 else jax.tree.map(twice, towers)
 
     def of_tower(i: jax.Array) -> PyTree:
@@ -47,7 +50,10 @@ def _index_of_own_kernels(i: jax.Array) -> jax.Array:
     collective, which does not exist on one device, or a sort (openxla/xla,
     ``small_while_loop_hoisting_pass.cc``).
     """
-    least = lambda i: lax.sort(jnp.stack([i, jnp.iinfo(i.dtype).max]))[0]  # noqa: E731
+
+    def least(i: Any) -> Any:
+        return lax.sort(jnp.stack([i, jnp.iinfo(i.dtype).max]))[0]
+
     return lax.platform_dependent(i, cpu=least, default=lambda i: i)
 
 

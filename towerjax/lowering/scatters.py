@@ -9,8 +9,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.jaxprs.equation import open_jaxpr
 from towerjax.jaxprs.interpreter import as_call, with_programs
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.mesh.placement import Placement
 
 

@@ -12,8 +12,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.jaxprs.equation import ELEMENTWISE, IDENTITIES
 from towerjax.jaxprs.interpreter import evaluate_eqn
+from towerjax.jaxprs.primitives import ELEMENTWISE, IDENTITIES
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.gathers import gather, gather_cast, scatter
 from towerjax.mesh.placement import Placement, split_spec
@@ -41,11 +41,13 @@ class Shards:
 
         ``specs`` are two prefix trees, with the specs of leaves that are not shards.
         """
-        treedefs = (self.args, self.given), (self.out, self.wanted)
 
-        def each(prefix: PyTree, treedef: Any, dims: SplitDims) -> PyTree:
+        def with_dims(prefix: PyTree, treedef: Any, dims: SplitDims) -> PyTree:
             leaves = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-            is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+
+            def is_spec(x: Any) -> bool:
+                return isinstance(x, PartitionSpec)
+
             all_specs = jax.tree.broadcast(prefix, leaves, is_leaf=is_spec)
             flat_specs = jax.tree.leaves(all_specs, is_leaf=is_spec)
             pairs = zip(flat_specs, dims, strict=True)
@@ -53,8 +55,11 @@ class Shards:
                 [x if at is None else split_spec(at) for x, at in pairs]
             )
 
-        first, last = map(each, specs, *zip(*treedefs, strict=True))
-        return first, last
+        of_args, of_results = specs
+        return (
+            with_dims(of_args, self.args, self.given),
+            with_dims(of_results, self.out, self.wanted),
+        )
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """``fn`` as a function of arrays, which gets a `Shard` for each sharded one.
@@ -150,8 +155,8 @@ class Shard:
         """Return the inverse of `tree_flatten`."""
         (source, sink) = arrays
         (dim, dtype, is_trained, exact) = meta
-        how = {"sink": sink, "is_trained": is_trained, "exact": exact}
-        return cls(source, dim, dtype=dtype, **how)
+        options = {"sink": sink, "is_trained": is_trained, "exact": exact}
+        return cls(source, dim, dtype=dtype, **options)
 
     @property
     def data(self) -> jax.Array:
@@ -277,23 +282,23 @@ class Targets:
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
                 return value
-            how: Any = {"dtype": x.dtype, "is_trained": True}
+            options: Any = {"dtype": x.dtype, "is_trained": True}
             if is_scattered:
-                return Shard(value, x.dim, **how)
-            return Shard(x.data, x.dim, sink=value, **how)
+                return Shard(value, x.dim, **options)
+            return Shard(x.data, x.dim, sink=value, **options)
 
-        each = self.treedef.flatten_up_to(values)
-        return self.treedef.unflatten(map(of, self.leaves, each, self.scattered))
+        parts = self.treedef.flatten_up_to(values)
+        return self.treedef.unflatten(map(of, self.leaves, parts, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
         """The gradients by `values`, with a `Shard` for each that is scattered."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
-        each = [
+        grads_of_shards = [
             Shard(g, x.dim) if is_scattered else g for x, g, is_scattered in triples
         ]
-        return self.treedef.unflatten(each)
+        return self.treedef.unflatten(grads_of_shards)
 
 
 class Uniform:
@@ -388,7 +393,10 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     shapes = {x.shape for x in avals if x.ndim}
     if any(map(jnp.ndim, numbers)) or len(dims) > 1 or len(shapes) > 1:
         return None
-    make = lambda: evaluate_eqn(eqn, [whole(x) for x in operands])[0]  # noqa: E731
+
+    def make() -> Any:
+        return evaluate_eqn(eqn, [whole(x) for x in operands])[0]
+
     [out] = evaluate_eqn(eqn, [shard(x) for x in operands])
     return [first.of(out, make=make)]
 

@@ -23,8 +23,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import loop_sizes, open_jaxpr, scopes_of
 from towerjax.jaxprs.interpreter import Interpreter, eqn_context, evaluate_eqn
+from towerjax.jaxprs.params import loop_sizes, open_jaxpr
+from towerjax.jaxprs.sites import scopes_of
 from towerjax.lowering.gathers import gathering_again
 from towerjax.lowering.sharded_values import (
     Shard,
@@ -46,7 +47,10 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
     """Return the shapes of a tree's leaves; for a `Shard` that of its whole value."""
-    of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+
+    def of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
     return jax.tree.map(of, tree, is_leaf=is_shard)
 
 
@@ -135,11 +139,11 @@ class _Body:
                 is_stored = var in self._stored and is_shard(x)
                 walk.values[var] = x.of(x.data) if is_stored else x
         results = [walk.read(x) for x in self._body.outvars]
-        made = set[Any]()
+        known = set[Any]()
         for eqn in self._body.eqns:
-            made |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
+            known |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
         for number, dim in self._sums.items():
-            if self._body.outvars[number] not in made:
+            if self._body.outvars[number] not in known:
                 results[number] = scatter_shard(results[number], dim)
         return results
 
@@ -243,7 +247,10 @@ class _Body:
             return [whole(x) for x in body.run([*held, *carry])]
 
         first = [whole(x) for x in operands[until:]]
-        again = lambda carry: goes_on.run([*of_cond, *carry])[0]  # noqa: E731
+
+        def again(carry: Any) -> Any:
+            return goes_on.run([*of_cond, *carry])[0]
+
         return lax.while_loop(again, step, first)
 
 

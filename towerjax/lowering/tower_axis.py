@@ -6,7 +6,6 @@ axis is replaced by one over the device axis and the local towers.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,24 +19,16 @@ from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.reduce import add_rows, gather_over_towers
-from towerjax.jaxprs.equation import (
-    PLAIN,
-    all_eqns,
-    is_hidden,
-    named_axes,
-    open_jaxpr,
-    sub_jaxprs,
-    trace_hidden,
-    user_line,
-)
 from towerjax.jaxprs.interpreter import Interpreter, as_call, with_programs
+from towerjax.jaxprs.params import is_hidden, named_axes, open_jaxpr, trace_hidden
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import eqns_inside, user_line
 from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS
 from towerjax.lowering.in_turn import map_in_turn, scan_and_add
 from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 from towerjax.types.trees import has_tracers, parts_of, put_parts
 
-# JAX itself reduces over several axes at once.
 _MULTI_AXIS = frozenset("psum pmax pmin".split())
 _CUSTOM = frozenset("custom_jvp_call custom_vjp_call".split())
 
@@ -161,53 +152,80 @@ class _Lowering:
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Return an equation that does for these devices what it does for one tower."""
         axes = named_axes(eqn)
         if self.axes.tower_axis in axes:
-            is_reduction = eqn.primitive.name in _MULTI_AXIS
-            if is_reduction and eqn.params.get("axis_index_groups") is None:
-                return self._rename_axis(eqn)
-            if self.axes.names == (DEVICE_AXIS,):
-                return self._rename_axis(eqn)
-            return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
-        own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(axes)
-        if own:
-            instead = _ALONE if self.axes.in_turn else _TOGETHER
-            raise ValueError(
-                f"{user_line((eqn, None))} names the axis {own.pop()!r}, which leaves"
-                f" out towers if several share a device. {instead}"
-            )
+            return self._lower_collective(eqn)
+        if not {DEVICE_AXIS, LOCAL_AXIS}.isdisjoint(axes):
+            self._refuse_device_axis(eqn)
         if eqn.primitive.name == "custom_vmap_call":
             # Its vmap rule may compute something else than its call does for one tower.
             return as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])), self._env)
         params = dict(with_programs(eqn, self.lower).params)
         if eqn.primitive.name in _CUSTOM:
-            rules = self._rules
-            if eqn.primitive.name == "custom_vjp_call" and self._meets_inside(eqn):
-                call = params["call_jaxpr"]
-                fn = jaxpr_as_fun(call)
-                params["call_jaxpr"] = self._with_own_results(fn, call.in_avals)
-                rules = {**rules, "fwd_jaxpr_thunk": self._lower_forward}
-            for key in rules.keys() & params.keys():
-                new = functools.partial(rules[key], params[key])
-                params[key] = wrap_init(new, debug_info=params[key].debug_info)
-        if any([params[key] is not value for key, value in eqn.params.items()]):
+            params = self._with_lowered_rules(eqn, params)
+        is_changed = [params[key] is not value for key, value in eqn.params.items()]
+        if any(is_changed):
             return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
+
+    def _lower_collective(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Return a collective over the axes of these devices, or one that emulates it.
+
+        JAX itself reduces over several axes; other collectives know one axis.
+        """
+        has_groups = eqn.params.get("axis_index_groups") is not None
+        takes_several_axes = eqn.primitive.name in _MULTI_AXIS and not has_groups
+        if takes_several_axes or self.axes.names == (DEVICE_AXIS,):
+            return self._rename_axis(eqn)
+        return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
+
+    def _refuse_device_axis(self, eqn: JaxprEqn) -> None:
+        """Refuse a collective that names an axis of ours, which leaves out towers."""
+        [axis, *_] = [x for x in named_axes(eqn) if x in (DEVICE_AXIS, LOCAL_AXIS)]
+        instead = _ALONE if self.axes.in_turn else _TOGETHER
+        raise ValueError(
+            f"{user_line((eqn, None))} names the axis {axis!r}, which leaves out towers"
+            f" if several share a device. {instead}"
+        )
+
+    def _with_lowered_rules(
+        self, eqn: JaxprEqn, params: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the params of a custom derivative, with rules that are lowered, too.
+
+        ``params`` are those of the equation with its programs lowered.
+        """
+        rules = self._rules
+        if eqn.primitive.name == "custom_vjp_call" and self._meets_inside(eqn):
+            call = params["call_jaxpr"]
+            of_each = self._with_own_results(jaxpr_as_fun(call), call.in_avals)
+            params = {**params, "call_jaxpr": of_each}
+            rules = {**rules, "fwd_jaxpr_thunk": self._lower_forward}
+        lowered = {
+            key: wrap_init(
+                functools.partial(rules[key], params[key]),
+                debug_info=params[key].debug_info,
+            )
+            for key in rules.keys() & params.keys()
+        }
+        return params | lowered
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
         """Return the results of a custom derivative rule, with its program lowered."""
         traced = []
-        trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
+
+        def trace() -> None:
+            traced.extend(rule.call_wrapped(*zeros))
+
         jax.make_jaxpr(trace, axis_env=self._env)()
         return self.lower(traced[0]), *traced[1:]
 
     def _meets_inside(self, eqn: JaxprEqn) -> bool:
         """Whether towers run together, and communicate in an equation's function."""
         is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
-        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-        return is_together and any(
-            self.axes.tower_axis in named_axes(each) for each in inside
-        )
+        axis = self.axes.tower_axis
+        return is_together and any(axis in named_axes(x) for x in eqns_inside(eqn))
 
     def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
         """The result of `_lower_rule` for a forward in which towers communicate."""
@@ -235,8 +253,8 @@ class _Lowering:
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
-            given = put_parts(jax.Array, args, arrays)
-            out[:] = [fn(*given)]
+            with_arrays = put_parts(jax.Array, args, arrays)
+            out[:] = [fn(*with_arrays)]
             return parts_of(jax.Array, out)
 
         arrays = parts_of(jax.Array, args)
@@ -267,11 +285,13 @@ class _Lowering:
 
     def _rename_axis(self, eqn: JaxprEqn) -> JaxprEqn:
         key = "axes" if "axes" in eqn.params else "axis_name"
-        given = eqn.params[key]
+        names_before = eqn.params[key]
         names = self.axes.names
-        if isinstance(given, tuple):
-            each = [names if x == self.axes.tower_axis else (x,) for x in given]
-            new: Any = tuple(x for part in each for x in part)
+        if isinstance(names_before, tuple):
+            renamed = [
+                names if x == self.axes.tower_axis else (x,) for x in names_before
+            ]
+            new: Any = tuple(x for part in renamed for x in part)
         else:
             [new] = names
         params = {**eqn.params, key: new}
@@ -402,9 +422,11 @@ def over_local_towers(
     these shapes and as many towers, on any devices. ``is_lowered``: whether
     ``tower_fn`` is lowered already and runs as it is; not if towers run together.
     """
-    how = tower_fn, axes, {} if programs is None else programs, name
-    lower = functools.partial(lowered_program, *how)
-    run = tower_fn if is_lowered else functools.partial(run_lowered, *how)
+    programs = {} if programs is None else programs
+    lower = functools.partial(lowered_program, tower_fn, axes, programs, name)
+    run = tower_fn
+    if not is_lowered:
+        run = functools.partial(run_lowered, tower_fn, axes, programs, name)
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap over one tower would still turn convolutions into grouped ones.

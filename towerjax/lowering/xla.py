@@ -138,7 +138,7 @@ def _merge_in(block: Any, inverses: bool) -> None:
             op.erase()
         return same
 
-    for op in [each.operation for each in block.operations]:
+    for op in [view.operation for view in block.operations]:
         for region in op.regions:
             for inside in region.blocks:
                 _merge_in(inside, inverses)
@@ -182,14 +182,16 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
             return merged(fn(*args).owner).results[0]
 
     def cast(x: Any, kind: Any) -> Any:
-        given = ir.RankedTensorType(x.type)
-        to = ir.RankedTensorType.get(given.shape, kind)
-        return x if given == to else add(stablehlo.convert, to, x)
+        wide_divisor = ir.RankedTensorType(x.type)
+        to = ir.RankedTensorType.get(wide_divisor.shape, kind)
+        return x if wide_divisor == to else add(stablehlo.convert, to, x)
 
     x = cast(x, wide)
-    given = cast(divisor, wide)
-    ones = ir.DenseElementsAttr.get_splat(given.type, ir.FloatAttr.get(wide, 1.0))
-    inverse = add(stablehlo.divide, add(stablehlo.constant, ones), given)
+    wide_divisor = cast(divisor, wide)
+    ones = ir.DenseElementsAttr.get_splat(
+        wide_divisor.type, ir.FloatAttr.get(wide, 1.0)
+    )
+    inverse = add(stablehlo.divide, add(stablehlo.constant, ones), wide_divisor)
     inverse = add(stablehlo.broadcast_in_dim, x.type, inverse, list(dims))
     product = cast(add(stablehlo.multiply, x, inverse), kind)
     op.result.replace_all_uses_with(product)

@@ -110,15 +110,23 @@ def build_step(
     check_function("update_fn", update_fn, "update_fn(state, merged)")
 
     def planned(strategy: Strategy, options: StepOptions) -> Plan:
-        how: dict[str, Any] = {"rows_used_later": True}
-        each = tuple(pass_of(fn, strategy, options, **how) for fn in tower_fns)
+        fields: dict[str, Any] = {"rows_used_later": True}
+        passes = tuple(pass_of(fn, strategy, options, **fields) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
-        given = strategy, options, PassesInOrder(each), update_fn
         states = StatePolicy(strategy)
-        return training_plan(*given, states, needs_examples=False, remade=planned)
+        return training_plan(
+            strategy,
+            options,
+            PassesInOrder(passes),
+            update_fn,
+            states,
+            needs_examples=False,
+            remade=planned,
+        )
 
-    of_batch = micro_batches, remainder, on_nonfinite, guard
-    options = StepOptions(*of_batch, donate, max_programs, audit)
+    options = StepOptions(
+        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, audit
+    )
     return step_of(planned(with_specs(strategy, specs), options))
 
 
@@ -130,8 +138,7 @@ def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step
 
     passes = PassesInOrder((Pass(tower_fn, strategy, reads_local=True),))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
-    given = strategy, of_step, passes, results, Read(strategy)
-    return step_of(unguarded_plan(*given))
+    return step_of(unguarded_plan(strategy, of_step, passes, results, Read(strategy)))
 
 
 @api_boundary

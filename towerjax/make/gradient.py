@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.jaxprs.equation import forwarded_inputs
+from towerjax.jaxprs.flow import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.passes.derivative import LossSums
@@ -169,10 +169,10 @@ def call_refusing_writes(
 
     def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
         params, tower = jax.tree.unflatten(treedef, leaves)
-        given = {"params": params, "local": tower.local, "extra": tower.extra}
-        before = _object_leaves(given)
+        modules = {"params": params, "local": tower.local, "extra": tower.extra}
+        before = _object_leaves(modules)
         returned = loss_fn(params, rows, tower, *merged)
-        lost = {x: y for x, y in given.items() if getattr(returned, x, None) is None}
+        lost = {x: y for x, y in modules.items() if getattr(returned, x, None) is None}
         after = {x: y for x, y in _object_leaves(lost).items() if x in before}
         pairs = {x: (before[x], y) for x, y in after.items() if y is not before[x]}
         return returned, pairs

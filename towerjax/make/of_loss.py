@@ -66,8 +66,9 @@ class LossPass:
         params = self.params_of(state, *merged)
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
-            given = with_trained(trained, params), *args
-            return call_refusing_writes(self.loss_fn, *given)
+            return call_refusing_writes(
+                self.loss_fn, with_trained(trained, params), *args
+            )
 
         of_tower = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
         part = trained_part(params, self.trainable)

@@ -162,8 +162,13 @@ def apply_gradients(
     part = trained_part(state.params, trainable)
     structure = jax.tree.structure(grads, is_leaf=is_rows)
     if structure == jax.tree.structure(state.params):
-        keep = lambda x, own: None if own is None else x  # noqa: E731
-        is_leaf = lambda x: x is None or is_rows(x)  # noqa: E731
+
+        def keep(x: Any, trained: Any) -> Any:
+            return None if trained is None else x
+
+        def is_leaf(x: Any) -> bool:
+            return x is None or is_rows(x)
+
         grads = jax.tree.map(keep, grads, part, is_leaf=is_leaf)
     check_like_params(grads, part)
     grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
@@ -178,9 +183,9 @@ def apply_gradients(
         return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
 
     shapes = jax.tree.map(shape_of, updates, part, is_leaf=is_rows)
-    what = "The optimizer's updates do not have the shapes of the parameters"
+    fault = "The optimizer's updates do not have the shapes of the parameters"
     advice = "Return an update of the shape of each parameter."
-    check_like("params", shapes, part, what, advice)
+    check_like("params", shapes, part, fault, advice)
     after = optax.apply_updates(part, updates)
     culprit = "the optimizer's updates"
     after = check_types(part, after, "state.params", culprit)
@@ -226,8 +231,8 @@ def pass_loss(
             extra_args.pop("value")
             return inner.update(updates, state, params, **extra_args)
         except (AttributeError, TypeError) as error:
-            what = f"The optimizer's update failed: {error}."
-            raise ValueError(f"{what} {_NEEDS_MORE}.") from error
+            fault = f"The optimizer's update failed: {error}."
+            raise ValueError(f"{fault} {_NEEDS_MORE}.") from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
@@ -273,15 +278,17 @@ def _planned(
     options: StepOptions,
 ) -> Plan:
     """Return the plan of a loss and an update on these towers."""
-    own = loss.with_own_gradient
+    of_own_gradient = loss.with_own_gradient
     trained = functools.partial(trained_part, trainable=update.trainable)
-    fns = StepFunctions(own, update, update.init, trained, strategy, options)
+    fns = StepFunctions(
+        of_own_gradient, update, update.init, trained, strategy, options
+    )
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if extend is not None:
         fns = extend(fns)
         makes["local"] = lambda params: fns.init(params).get("local", {})
     # Else towers return gradients of their own.
-    tower = loss if fns.tower == own else fns.tower
+    tower = loss if fns.tower == of_own_gradient else fns.tower
     fields: dict[str, Any] = {"loss_reduction": loss.loss_reduction}
     fields["rows_used_later"] = update.update_extra is not None
     return training_plan(
@@ -385,8 +392,9 @@ def build_train_step(
         "loss_reduction", loss_reduction, (None, Reduction.SUM, Reduction.MEAN)
     )
     check_trainable(trainable)
-    of_batch = micro_batches, remainder, on_nonfinite, guard
-    options = StepOptions(*of_batch, donate, max_programs, audit)
+    options = StepOptions(
+        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, audit
+    )
     if extend is not None:
         check_function("extend", extend, "extend(fns)")
     if update_extra is not None:

@@ -166,8 +166,8 @@ class Absent:
 
 
 def _gpu_devices(absent: Absent) -> list[Any]:
-    each = len(absent) // absent.num_hosts
-    options = {"topology": f"1x{absent.num_hosts}x{each}"}
+    gpus_each = len(absent) // absent.num_hosts
+    options = {"topology": f"1x{absent.num_hosts}x{gpus_each}"}
     options["target_config"] = absent.text
     try:
         topology = topologies.get_topology_desc(platform="cuda", **options)

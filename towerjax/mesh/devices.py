@@ -90,13 +90,13 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
         raise ValueError(f"num_gpus=0 chooses the CPU, but {_WITHOUT_CPU}")
     names: list[str] = []
     for process in range(jax.process_count()):
-        own = [i for i, d in enumerate(devices) if d.process_index == process]
-        if len(own) < wanted:
+        places = [i for i, d in enumerate(devices) if d.process_index == process]
+        if len(places) < wanted:
             raise ValueError(
                 f"num_gpus={gpus} asks for more GPUs than process {process} has,"
-                f" {len(own)}. Ask for at most that many, or name the devices."
+                f" {len(places)}. Ask for at most that many, or name the devices."
             )
-        names += [f"{platform}:{i}" for i in own[:wanted]]
+        names += [f"{platform}:{i}" for i in places[:wanted]]
     return tuple(names)
 
 

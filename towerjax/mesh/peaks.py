@@ -49,16 +49,16 @@ def peak_flops_of(kind: str) -> float | None:
     return next((peak for name, peak in _PEAKS.items() if kind.startswith(name)), None)
 
 
-def peak_flops_of_all(placement: Placement, given: float | None) -> float | None:
+def peak_flops_of_all(placement: Placement, of_one: float | None) -> float | None:
     """The FLOP/s of all devices of a strategy together; None if unknown.
 
-    ``given`` is the number for one device, or None to look it up.
+    ``of_one`` is the number for one device, or None to look it up.
     """
     absent = placement.absent
-    if given is None and absent is not None:
-        given = peak_flops_of(absent.kind)
-    elif given is None:
-        each = [peak_flops_of(x.device_kind) for x in placement.jax_devices]
-        known = [x for x in each if x is not None]
-        return sum(known) if len(known) == len(each) else None
-    return None if given is None else given * len(placement.devices)
+    if of_one is None and absent is not None:
+        of_one = peak_flops_of(absent.kind)
+    elif of_one is None:
+        peaks = [peak_flops_of(x.device_kind) for x in placement.jax_devices]
+        known = [x for x in peaks if x is not None]
+        return sum(known) if len(known) == len(peaks) else None
+    return None if of_one is None else of_one * len(placement.devices)

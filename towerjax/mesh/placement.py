@@ -147,9 +147,9 @@ class Placement:
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
             return self.devices.index(device) // self.devices_each
-        what = "has no tower" if device not in self.devices else f"has {k} towers"
+        fault = "has no tower" if device not in self.devices else f"has {k} towers"
         raise ValueError(
-            f"{device} {what} of those on {', '.join(self.devices)}. Name the tower by"
+            f"{device} {fault} of those on {', '.join(self.devices)}. Name the tower by"
             " its number."
         )
 
@@ -250,19 +250,19 @@ class Placement:
         Within a tower, a leaf is split like its parameter in ``params``.
         """
         leaves, treedef = jax.tree.flatten(values)
-        each = jax.tree.leaves(jax.tree.broadcast(layouts, values))
+        of_leaves = jax.tree.leaves(jax.tree.broadcast(layouts, values))
         specs = self.specs_within(values, params)
-        made: dict[PartitionSpec, NamedSharding] = {}
-        found = []
-        for layout, x, spec in zip(each, leaves, specs, strict=True):
+        by_spec: dict[PartitionSpec, NamedSharding] = {}
+        shardings = []
+        for layout, x, spec in zip(of_leaves, leaves, specs, strict=True):
             if layout is Layout.SHARDED:
                 spec = split_spec(self.split_dim(x, spec), spec)
             elif layout is not Layout.MIRRORED:
                 spec = SPECS[layout]
-            if spec not in made:
-                made[spec] = NamedSharding(self.mesh, spec)
-            found.append(made[spec])
-        return treedef.unflatten(found)
+            if spec not in by_spec:
+                by_spec[spec] = NamedSharding(self.mesh, spec)
+            shardings.append(by_spec[spec])
+        return treedef.unflatten(shardings)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
         """The spec of each leaf over a tower's devices: that of its parameter."""
@@ -312,15 +312,15 @@ class Placement:
         return max(dims, key=lambda i: shape[i]) if dims else None
 
 
-def _check_owners(devices: tuple[Device, ...], each: int) -> None:
+def _check_owners(devices: tuple[Device, ...], devices_each: int) -> None:
     """Raise unless this process owns all devices, or each equally many, in order."""
     owners = [device.process_index for device in devices]
-    groups = [owners[i : i + each] for i in range(0, len(owners), each)]
+    groups = [owners[i : i + devices_each] for i in range(0, len(owners), devices_each)]
     if torn := [group for group in groups if len({*group}) > 1]:
         raise ValueError(
-            f"A tower of {each} devices would belong to the processes"
-            f" {sorted({*torn[0]})}, but must be in one. Name a multiple of {each}"
-            " devices of each process."
+            f"A tower of {devices_each} devices would belong to the processes"
+            f" {sorted({*torn[0]})}, but must be in one. Name a multiple of"
+            f" {devices_each} devices of each process."
         )
     if set(owners) == {jax.process_index()}:
         return

@@ -57,9 +57,9 @@ def require_same(what: str, text: str, advice: str) -> None:
         return
     _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
-    own = np.frombuffer(digest, np.uint8)
+    number = np.frombuffer(digest, np.uint8)
     with says_if_alone(f"{what} is compared between processes"):
-        all_of_them = np.asarray(multihost_utils.process_allgather(own))
+        all_of_them = np.asarray(multihost_utils.process_allgather(number))
     differing = [
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
     ]
@@ -161,8 +161,8 @@ def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says")
             failure = error
             message = json.dumps({"error": str(error)}).encode()
     size = int(from_first_process(np.array(len(message))))
-    own = np.frombuffer(message, np.uint8) if message else np.zeros(size, np.uint8)
-    answer = json.loads(from_first_process(own).tobytes())
+    content = np.frombuffer(message, np.uint8) if message else np.zeros(size, np.uint8)
+    answer = json.loads(from_first_process(content).tobytes())
     if failure is not None:
         raise failure
     if "error" in answer:

@@ -131,21 +131,21 @@ def check_split(
             f"specs= gives {spec!r:.200} for {name}. Return a"
             " jax.sharding.PartitionSpec, or None for a leaf that is not split."
         )
-    told = f"specs= gives {spec} for {name}{list(shape)}"
+    fault = f"specs= gives {spec} for {name}{list(shape)}"
     named = [axis for entry in spec for axis in axes_of(entry)]
     if unknown := [x for x in named if x not in sizes]:
         raise ValueError(
-            f"{told}, but {', '.join(map(repr, unknown))} is not an axis within a"
+            f"{fault}, but {', '.join(map(repr, unknown))} is not an axis within a"
             f" tower; within=... has {', '.join(map(repr, sizes)) or 'none'}. To split"
             " over towers write tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
-        raise ValueError(f"{told}, which has more entries than the array has dims.")
+        raise ValueError(f"{fault}, which has more entries than the array has dims.")
     for i, entry in enumerate(spec):
         count = math.prod(sizes[axis] for axis in axes_of(entry))
         if shape[i] % count:
             raise ValueError(
-                f"{told}, but {shape[i]}, the size of dim {i}, is not a multiple of"
+                f"{fault}, but {shape[i]}, the size of dim {i}, is not a multiple of"
                 f" the {count} devices. Split another dim, or make it"
                 f" {-(-shape[i] // count) * count}."
             )

@@ -73,11 +73,11 @@ def place(
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
     if on_host and placement.num_processes > 1:
-        own = [copy_to_host(key_data(leaves[i])) for i in on_host]
-        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
+        on_each_host = [copy_to_host(key_data(leaves[i])) for i in on_host]
+        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in on_each_host)
         advice = "Run the same program on every process."
         require_same("The value to place on devices", f"{treedef}: {kinds}", advice)
-        for i, first in zip(on_host, from_first_process(own), strict=True):
+        for i, first in zip(on_host, from_first_process(on_each_host), strict=True):
             leaves[i] = like_key(first, leaves[i])
     return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts, params)
 

@@ -208,13 +208,13 @@ class Pairs:
     def ids(self) -> tuple[tuple[str, Any], ...]:
         """``(what, ids)`` of labels and predictions; raise unless they are ids."""
         both = ("labels", self.labels), ("predictions", self.predictions)
-        for what, x in both:
+        for name, x in both:
             dtype = jnp.result_type(x)
             if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
                 raise ValueError(
-                    f"{self.name} got {what} of dtype {dtype}, but class ids must be"
+                    f"{self.name} got {name} of dtype {dtype}, but class ids must be"
                     " integers or booleans. Write jnp.argmax(logits, axis=-1),"
-                    f" probabilities > 0.5, or {what}.astype(jnp.int32) of ids that are"
+                    f" probabilities > 0.5, or {name}.astype(jnp.int32) of ids that are"
                     " floats."
                 )
         return both
@@ -222,10 +222,10 @@ class Pairs:
     def are_equal(self) -> jax.Array:
         """Where ids are equal as numbers, in any dtypes; raise if one overflows."""
         ids = self.ids()
-        for what, x in ids if not all(is_known(x) for _, x in ids) else ():
+        for name, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:
                 raise ValueError(
-                    f"{self.name} got {what} with the id {wrapped}, which would wrap"
+                    f"{self.name} got {name} with the id {wrapped}, which would wrap"
                     " round in 32 bits. Give smaller ids, or enable jax_enable_x64."
                 )
         have_one_sign, a, b = _as_unsigned(self.labels, self.predictions)

@@ -147,12 +147,12 @@ def check_merge(state: Any) -> None:
     """Raise unless merging keeps the state's structure, shapes and dtypes."""
     name = type(getattr(state, "metric", state)).__name__
     merged = _trace_merge(name, merge_parts, state)
-    what = f"The merge of two {name}"
+    merge_of = f"The merge of two {name}"
     advice = (
         "Keep shapes and dtypes. To concatenate, do so on the host with the results of"
         " a predict step."
     )
-    check_like("it", merged, state, f"{what} changes the state", advice)
+    check_like("it", merged, state, f"{merge_of} changes the state", advice)
 
 
 def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any:

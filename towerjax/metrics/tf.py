@@ -287,10 +287,10 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
     check_whole(f"{pairs.name}: num_classes", num_classes)
     ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
-    for what, x in pairs.ids():
+    for name, x in pairs.ids():
         x = widen(x)  # compared before the cast, in which 64 bits would wrap round
         valid = (x >= 0) & (x < num_classes)
-        pairs.require(what, x, valid, remedy)
+        pairs.require(name, x, valid, remedy)
         ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))
     return *ids, pairs.weights.reshape(-1)
 

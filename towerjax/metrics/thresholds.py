@@ -155,12 +155,12 @@ def auc(
     """
     check_choice("auc: curve", curve, get_args(Curve))
     area = _area_under_roc if curve == "ROC" else _area_under_pr
-    given = num_thresholds if thresholds is None else _rising("auc", thresholds)
-    if isinstance(given, tuple) and (given[0] < 0 or given[-1] > 1):
+    limits = num_thresholds if thresholds is None else _rising("auc", thresholds)
+    if isinstance(limits, tuple) and (limits[0] < 0 or limits[-1] > 1):
         raise ValueError(
             f"auc got thresholds={thresholds!r}, which must lie between 0 and 1."
         )
-    return _curves(Pairs("auc", labels, predictions, weight), given, area)
+    return _curves(Pairs("auc", labels, predictions, weight), limits, area)
 
 
 def _at_nearest(
@@ -202,8 +202,7 @@ def sensitivity_at_specificity(
       0.5
     """
     pairs = Pairs("sensitivity_at_specificity", labels, predictions, weight)
-    rates = "sensitivity", "specificity"
-    return _at_nearest(pairs, *rates, specificity, num_thresholds)
+    return _at_nearest(pairs, "sensitivity", "specificity", specificity, num_thresholds)
 
 
 def specificity_at_sensitivity(
@@ -228,8 +227,7 @@ def specificity_at_sensitivity(
       num_thresholds: As for `auc`.
     """
     pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
-    rates = "specificity", "sensitivity"
-    return _at_nearest(pairs, *rates, sensitivity, num_thresholds)
+    return _at_nearest(pairs, "specificity", "sensitivity", sensitivity, num_thresholds)
 
 
 def precision_at_thresholds(

@@ -236,10 +236,14 @@ def mean_of(
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         # By lax: each function of jnp is traced by itself, in a step's first call.
-        own = weights.astype(x.dtype)
+        weights_of_dtype = weights.astype(x.dtype)
         zero = lax.full_like(x, 0)
-        own = lax.broadcast_in_dim(own, x.shape, range(weights.ndim))
-        return lax.select(lax.ne(own, zero), lax.mul(x, own), zero).sum(axis)
+        weights_of_dtype = lax.broadcast_in_dim(
+            weights_of_dtype, x.shape, range(weights.ndim)
+        )
+        return lax.select(
+            lax.ne(weights_of_dtype, zero), lax.mul(x, weights_of_dtype), zero
+        ).sum(axis)
 
     total = jax.tree.map(weighted_sum, values)
     return Weighted(total, weights.astype(dtype).sum())

@@ -16,12 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import (
-    EXTREMES,
-    IDENTITIES,
-    PLAIN,
-    SUMS,
-    Site,
+from towerjax.jaxprs.flow import refs
+from towerjax.jaxprs.params import (
     given_name,
     is_foreign,
     is_hidden,
@@ -31,12 +27,11 @@ from towerjax.jaxprs.equation import (
     named_axes,
     names_in,
     open_jaxpr,
-    refs,
-    scopes_of,
     sub_jaxprs,
     trace_hidden,
-    user_line,
 )
+from towerjax.jaxprs.primitives import EXTREMES, IDENTITIES, PLAIN, SUMS
+from towerjax.jaxprs.sites import Site, scopes_of, user_line
 from towerjax.jaxprs.tags import DEVICE_AXIS, TOWER_AXIS
 from towerjax.proof import findings
 from towerjax.proof.marks import (

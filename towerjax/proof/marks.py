@@ -6,18 +6,9 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend.core import JaxprEqn, Literal
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import (
-    REDUCTIONS,
-    SUMS,
-    Site,
-    groups,
-    is_full,
-    is_in_mean,
-    named_axes,
-    outwards,
-    scopes_of,
-    user_line,
-)
+from towerjax.jaxprs.params import groups, is_full, named_axes
+from towerjax.jaxprs.primitives import REDUCTIONS, SUMS
+from towerjax.jaxprs.sites import Site, is_in_mean, outwards, scopes_of, user_line
 from towerjax.proof.findings import Collective, Hang
 
 

@@ -10,17 +10,9 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from towerjax.jaxprs.equation import (
-    Site,
-    all_sites,
-    is_hidden,
-    is_ref,
-    named_axes,
-    open_jaxpr,
-    outwards,
-    trace_hidden,
-    user_line,
-)
+from towerjax.jaxprs.flow import is_ref
+from towerjax.jaxprs.params import is_hidden, named_axes, open_jaxpr, trace_hidden
+from towerjax.jaxprs.sites import Site, all_sites, outwards, user_line
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.findings import Analysis, ReplicationError

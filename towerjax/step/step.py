@@ -121,11 +121,11 @@ class Step(Generic[_Result]):
         prove = self.checks.prove_traced
 
         def fn(state: TrainState, batch: PyTree) -> _Result:
-            given = self.plan.states.as_state(state)
+            checked_state = self.plan.states.as_state(state)
             placed = self.placer.fit_traced(batch)
-            hook = functools.partial(prove, self, state=given, batch=placed)
-            out = self.programs.trace(split_state(given), placed, hook)
-            return self.plan.states.result(given, out, placed)
+            hook = functools.partial(prove, self, state=checked_state, batch=placed)
+            out = self.programs.trace(split_state(checked_state), placed, hook)
+            return self.plan.states.result(checked_state, out, placed)
 
         return api_boundary(fn)
 
@@ -160,8 +160,8 @@ class Step(Generic[_Result]):
             gradient; ``local`` has no reduction; or a device is not on this machine.
         """
         makes = self.trained.plan.states.makes
-        given = {"opt_state": opt_state, "local": local, "extra": extra, "rng": rng}
-        return first_state(self.strategy, makes, params, **given)
+        parts = {"opt_state": opt_state, "local": local, "extra": extra, "rng": rng}
+        return first_state(self.strategy, makes, params, **parts)
 
     @property
     def trained(self) -> "Step[_Result]":
@@ -291,8 +291,8 @@ class Step(Generic[_Result]):
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
         """
-        given = {"opt_state": opt_state, "local": local, "extra": extra}
-        return first_shapes(self.strategy, self.plan.states.made, params, **given)
+        parts = {"opt_state": opt_state, "local": local, "extra": extra}
+        return first_shapes(self.strategy, self.plan.states.made, params, **parts)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """Return the batch, checked, padded or cut, and placed with its towers.
@@ -485,8 +485,8 @@ class Step(Generic[_Result]):
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
         """Make the error for a refused step, with the locations that are known."""
-        how = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
-        return NonFiniteError(number % 2**32, locations, **how)
+        options = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
+        return NonFiniteError(number % 2**32, locations, **options)
 
 
 TrainStep: TypeAlias = Step[tuple[TrainState, Metrics]]

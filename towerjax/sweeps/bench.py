@@ -105,9 +105,10 @@ def bench(
     file = of_grid.RecordFile(results, about | {"work": work})
     stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
     todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
-    counts = len(configs) - len(todo), len(configs)
-    with of_grid.counted(progress, "configuration", *counts) as (show, note):
-        for number, config in enumerate(todo, counts[0]):
+    done = len(configs) - len(todo)
+    counter = of_grid.counted(progress, "configuration", done, len(configs))
+    with counter as (show, note):
+        for number, config in enumerate(todo, done):
             show(number, text := of_grid.describe(config))
             measured = _measured(work, config, timeout_s)
             if measured["status"] == "mistyped":
@@ -301,12 +302,12 @@ def check_losses(
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
     """The figures, from each contender's seconds ``[rounds, 1 or 2]``."""
-    own = seconds[""]
-    values = {"step_s": own[:, 0], "return_s": own[:, -1]}
+    own_seconds = seconds[""]
+    values = {"step_s": own_seconds[:, 0], "return_s": own_seconds[:, -1]}
     peers = {f"over {name}": x for name, x in seconds.items() if name}
-    values |= {name: own[:, 0] / x[:, 0] for name, x in peers.items()}
+    values |= {name: own_seconds[:, 0] / x[:, 0] for name, x in peers.items()}
     figures = {name: vars(interval_of_median(x)) for name, x in values.items()}
-    return {"rounds_s": own[:, 0].tolist(), "figures": figures}
+    return {"rounds_s": own_seconds[:, 0].tolist(), "figures": figures}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,10 @@ class RowTable(Shown):
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)
-        text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)  # noqa: E731
+
+        def text(x: Any) -> Any:
+            return f"{x:.4g}" if isinstance(x, float) else str(x)
+
         cells = tuple(tuple(text(row.get(name, "")) for name in names) for row in rows)
         return (Table(f"{len(rows)} {self.title}", tuple(names), cells),)
 

@@ -151,7 +151,7 @@ class Sweep(RowTable):
         """
         if over is None:
             over = [name for name in self.configs[0] if name == "seed"]
-        made, (panel,) = picture()
+        figure, (panel,) = picture()
         panel.set(xlabel="step", ylabel=metric)
         for label, rows in self.curves(metric, over=over).items():
             if rows.ndim != 2:
@@ -164,7 +164,7 @@ class Sweep(RowTable):
             panel.plot(steps, rows.mean(0), lw=1.5, label=label)
             panel.fill_between(steps, rows.min(0), rows.max(0), alpha=0.25, lw=0)
         panel.legend(fontsize=8)
-        return made
+        return figure
 
 
 @api_boundary
@@ -309,12 +309,12 @@ class _Work:
         self, fixed: Config, step: Step, state: TrainState
     ) -> tuple[TrainState, History]:
         """The last state and the history of one training."""
-        given: Any = as_reusable("batches", self.batches, "every training needs all")
-        if callable(given):
-            names = fixed if given is self.batches else {}
-            given = given(**names)
+        source: Any = as_reusable("batches", self.batches, "every training needs all")
+        if callable(source):
+            names = fixed if source is self.batches else {}
+            source = source(**names)
         with _explain_tracing(self.traced):
-            return run(step, state, given, steps=self.steps, progress=False)
+            return run(step, state, source, steps=self.steps, progress=False)
 
 
 def _train_all(
@@ -412,7 +412,7 @@ def _trained(
     failed: BaseException | None = None
     left: list[tuple[Config, TrainState]] = []
     for i, config in enumerate(configs):
-        own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
+        metrics = {k: members.of_member(x, i) for k, x in history.metrics.items()}
         member = members.member(state, i)
         evaluation = None
         if failed is None or isinstance(failed, Exception):  # not after Ctrl-C
@@ -425,7 +425,7 @@ def _trained(
         yield {
             "config": config,
             "seconds": round(seconds, 3),
-            "metrics": {name: json_value(name, x) for name, x in own.items()},
+            "metrics": {name: json_value(name, x) for name, x in metrics.items()},
             "evaluation": evaluation,
         }
     if failed is not None:

@@ -37,20 +37,20 @@ def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..
     """
     plain: Any = inspect.unwrap(outer)
     code = getattr(plain, "__code__", None)
-    found = [x for x in _within(code) if x.co_name == name] if code else []
-    if len(found) != 1:
+    codes = [x for x in _within(code) if x.co_name == name] if code else []
+    if len(codes) != 1:
         raise ValueError(
-            f"{len(found)} functions named {name!r} are defined in {outer!r:.200}: name"
+            f"{len(codes)} functions named {name!r} are defined in {outer!r:.200}: name"
             " the one that is."
         )
-    [own] = found
-    if {*closed} != {*own.co_freevars}:
+    [found_code] = codes
+    if {*closed} != {*found_code.co_freevars}:
         raise ValueError(
-            f"{name} takes {listed(own.co_freevars) or 'nothing'} from around it, and"
-            f" was given {listed([*closed]) or 'nothing'}."
+            f"{name} takes {listed(found_code.co_freevars) or 'nothing'} from around"
+            f" it, and was given {listed([*closed]) or 'nothing'}."
         )
-    cells = tuple(types.CellType(closed[x]) for x in own.co_freevars)
-    return types.FunctionType(own, plain.__globals__, name, None, cells)
+    cells = tuple(types.CellType(closed[x]) for x in found_code.co_freevars)
+    return types.FunctionType(found_code, plain.__globals__, name, None, cells)
 
 
 def _within(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -69,11 +69,11 @@ class ResumedReport:
     def __str__(self) -> str:
         before, after = self.steps
         are = "value is" if len(self.compared) == 1 else "values are"
-        told = (
+        text = (
             f"{len(self.compared)} {are} the same after {before} + {after} steps, with"
             f" a restart between, as after {before + after} at once"
         )
-        return "\n".join([told, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([text, *(f"note: {note}" for note in self.notes)])
 
 
 class _Stages(NamedTuple):
@@ -153,13 +153,13 @@ def same_resumed(
     named = name_function(FORM, make, or_devices=False)
     check_whole("devices", devices)
     check_rtol(rtol)
-    given = check_wholes("steps", steps)
-    if len(given) != 2:
+    numbers = check_wholes("steps", steps)
+    if len(numbers) != 2:
         raise ValueError(
             f"steps={steps!r} must be two numbers, the steps before and after the"
             " restart."
         )
-    before, after = given
+    before, after = numbers
 
     def called(label: str, *args: Any) -> _Stages:
         return call_in_process(label, devices, *args, timeout_s=timeout_s)
@@ -168,18 +168,18 @@ def same_resumed(
         for name in ("at_once", "stopped", "again"):
             os.makedirs(f"{folder}/{name}")
         whole = f"{before + after} steps at once"
-        at_once = called(whole, _at_once, named, given, f"{folder}/at_once")
+        at_once = called(whole, _at_once, named, numbers, f"{folder}/at_once")
         label = f"{before} steps"
-        stopped = called(label, _stopped, named, given, f"{folder}/stopped")
+        stopped = called(label, _stopped, named, numbers, f"{folder}/stopped")
         label = f"{after} more steps"
-        resumed = called(label, _resumed, named, given, f"{folder}/stopped")
-        found, advice = _differences(at_once, stopped, resumed, given, rtol)
-        if found and not at_once.between:
-            again = called(whole, _at_once, named, given, f"{folder}/again")
+        resumed = called(label, _resumed, named, numbers, f"{folder}/stopped")
+        findings, advice = _differences(at_once, stopped, resumed, numbers, rtol)
+        if findings and not at_once.between:
+            again = called(whole, _at_once, named, numbers, f"{folder}/again")
             _refuse_random(at_once.end, again.end)
-    if found:
+    if findings:
         of = f"a restart after step {before}"
-        raise SplitError([dataclasses.replace(x, of=of) for x in found], advice)
+        raise SplitError([dataclasses.replace(x, of=of) for x in findings], advice)
     names = [*at_once.end, *at_once.batches, *at_once.results]
     is_one_epoch = at_once.came_twice is False
     note = _ONE_EPOCH.format(steps=before + after)
@@ -198,27 +198,30 @@ def _differences(
     _refuse_random(at_once.between, stopped.between)
     saved = stopped.between
     restored = resumed.between
-    found = dict[str, Refuted]()
+    findings = dict[str, Refuted]()
     advice = list[str]()
     for name, told in _unlike(restored, saved, "restored", "saved", rtol):
-        found[name] = Refuted(name, told)
+        findings[name] = Refuted(name, told)
         if _same_bits(restored.get(name), resumed.made.get(name)):
             advice.append(f"{name}: {_AS_MADE}")
-    words = "after the restart", "without it"
-    for name, told in _unlike(resumed.batches, at_once.batches, *words, rtol):
-        found[name] = Refuted(name, told)
-    if any(name in at_once.batches for name in found):
+    other_batches = _unlike(
+        resumed.batches, at_once.batches, "after the restart", "without it", rtol
+    )
+    for name, why in other_batches:
+        findings[name] = Refuted(name, why)
+    if any(name in at_once.batches for name in findings):
         advice.append(_OTHER_BATCHES)
     has_seen = bool(at_once.between)
-    is_elsewhere = has_seen and not found
-    words = f"after {before} + {after} steps", f"after {before + after} at once"
+    is_elsewhere = has_seen and not findings
+    in_two = f"after {before} + {after} steps"
+    in_one = f"after {before + after} at once"
     for stage in ("end", "results"):
-        pair = getattr(resumed, stage), getattr(at_once, stage)
-        for name, told in _unlike(*pair, *words, rtol):
-            found.setdefault(name, Refuted(name, told))
-    if is_elsewhere and found:
+        ends = getattr(resumed, stage)
+        for name, told in _unlike(ends, getattr(at_once, stage), in_two, in_one, rtol):
+            findings.setdefault(name, Refuted(name, told))
+    if is_elsewhere and findings:
         advice.append(_ELSEWHERE)
-    return [*found.values()], advice
+    return [*findings.values()], advice
 
 
 def _unlike(
@@ -255,9 +258,9 @@ def _same_bits(x: np.ndarray | None, y: np.ndarray | None) -> bool:
 
 
 def _refuse_random(first: _Leaves, again: _Leaves) -> None:
-    for name, told in _unlike(first, again, "in one process", "in another", 0.0):
+    for name, why in _unlike(first, again, "in one process", "in another", 0.0):
         raise NotAudited(
-            f"training is not deterministic even without a restart: {name} is {told}."
+            f"training is not deterministic even without a restart: {name} is {why}."
             " Draw from a key or a seed that make() sets"
         )
 
@@ -301,9 +304,9 @@ def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
         case (state, batches):
             loop = _Loop(training._replace(state=state), iter(batches))
         case _:
-            told = f"returned {types_of(restored)}"
+            fault = f"returned {types_of(restored)}"
             raise ToldError(
-                ValueError(f"restore must return (state, batches), but {told}.")
+                ValueError(f"restore must return (state, batches), but {fault}.")
             )
     between = _arrays("state", loop.state)
     return loop.seen(range(before, before + after), made, between)
@@ -353,30 +356,30 @@ class _Loop:
             return gave
         if isinstance(gave, tuple) and jax.tree.structure(gave[0]) == structure:
             return gave[0]
-        told = f"returned {types_of(gave)}"
+        fault = f"returned {types_of(gave)}"
         raise ToldError(
             ValueError(
                 "step(state, batch) must return the new state, with the same structure,"
-                f" or a tuple that begins with it, but {told}."
+                f" or a tuple that begins with it, but {fault}."
             )
         )
 
 
 def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
     """The result of ``make``: the parts of a loop, or ``train(folder, steps)``."""
-    made = find_function(named, jax.device_count())()
-    match made:
+    training = find_function(named, jax.device_count())()
+    match training:
         case (step, state, batches, save, restore) if callable(save):
             return _Training(step, state, batches, save, restore)
         case (Step() as step, state, batches):
             return functools.partial(_train, step, state, batches)
-        case _ if callable(made) and not isinstance(made, Step):
-            return made
-    told = f"returned {types_of(made)}"
+        case _ if callable(training) and not isinstance(training, Step):
+            return training
+    fault = f"returned {types_of(training)}"
     raise ToldError(
         ValueError(
             f"{FORM} must return (step, state, batches) with a step of towerjax, (step,"
-            f" state, batches, save, restore), or train(folder, steps), but {told}."
+            f" state, batches, save, restore), or train(folder, steps), but {fault}."
         )
     )
 

@@ -198,10 +198,12 @@ def assert_same(
         if name in right:
             lines += _difference(name, left[name], right[name], rtol, bits)
     if lines:
-        how = "bit by bit" if bits else f"rtol={rtol:g}"
+        tolerance = "bit by bit" if bits else f"rtol={rtol:g}"
         shown = "".join(f"\n  * {line}" for line in few(lines))
         count = len(left.keys() | right.keys())
-        raise AssertionError(f"{len(lines)} of {count} leaves differ ({how}):{shown}")
+        raise AssertionError(
+            f"{len(lines)} of {count} leaves differ ({tolerance}):{shown}"
+        )
 
 
 def _read_tree(tree: PyTree) -> PyTree:
@@ -292,5 +294,5 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )
-    made: Any = step_of(step.plan.remade(strategy, options), placer=placer)
-    return made
+    alone: Any = step_of(step.plan.remade(strategy, options), placer=placer)
+    return alone

@@ -115,14 +115,14 @@ def _combine(
     combine: Callable[[jax.Array, jax.Array], jax.Array],
     sign: str,
 ) -> Variable:
-    what = f"assign_{combine.__name__}"
-    value = _given(strategy, variable, value, what)
+    verb = f"assign_{combine.__name__}"
+    value = _given(strategy, variable, value, verb)
     if isinstance(variable, MirroredVar):
         new = jax.tree.map(combine, variable.value, fit(variable, value))
-        _warn_if_dropped(what)
+        _warn_if_dropped(verb)
         return _replace_value(variable, new)
     raise ValueError(
-        f"strategy.{what} of {label(variable)} is unclear. To change each tower's copy"
+        f"strategy.{verb} of {label(variable)} is unclear. To change each tower's copy"
         f" write strategy.update(v, lambda x: x {sign} value). To change the one value"
         " that strategy.read_var(v) makes of the copies write strategy.assign(v,"
         f" strategy.read_var(v) {sign} value)."
@@ -163,7 +163,7 @@ def update_var(
         check_towers(variable, self.num_towers)
         copies = unwrap(self, variable)
     try:
-        news = [plain(fn(own, *args, **kwargs)) for own in copies]
+        news = [plain(fn(copy_of_tower, *args, **kwargs)) for copy_of_tower in copies]
     except AttributeError as error:
         error.add_note(
             "For update, fn(value) must return the new value: lambda x, g: x - 0.1 * g."

@@ -99,9 +99,11 @@ def call_for_each_tower(
     check_flag("run_concurrently", run_concurrently)
     check_callable("fn", fn, "fn(tower, *args)")
     hash(fn)  # raises here, and not deep inside of jit
-    given = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
-    given = map_parts(TowerLocal, values.copies_by_leaf, given)
-    leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
+    native = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
+    native = map_parts(TowerLocal, values.copies_by_leaf, native)
+    leaves, treedef = jax.tree.flatten(
+        native, is_leaf=lambda x: isinstance(x, PerTower)
+    )
     rows = []
     arrays = []
     kinds = []

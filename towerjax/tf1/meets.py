@@ -97,9 +97,9 @@ def differentiate(
 
     params = jax.tree.map(jnp.asarray, params)
     leaves, treedef = jax.tree.flatten(params)
-    given = PARAMETERS.bind(*leaves)
+    marked = PARAMETERS.bind(*leaves)
     traced = TracedLoss.of(of_one_mean, params)
-    (loss, rest), _ = traced.of_micro_batch(treedef.unflatten(given), [])
+    (loss, rest), _ = traced.of_micro_batch(treedef.unflatten(marked), [])
     rest = map_parts(jax.Array, lax.stop_gradient, rest)
     shapes = params
     if traced.lookups.eqns:
@@ -107,12 +107,12 @@ def differentiate(
     wide = map_gradients(
         lambda x: jax.ShapeDtypeStruct(x.shape, widen_dtype(x.dtype)), shapes
     )
-    each, of_grads = jax.tree.flatten(wide)
-    grads = [jax.core.ShapedArray(x.shape, x.dtype) for x in each]
+    shapes_of_grads, of_grads = jax.tree.flatten(wide)
+    grads = [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes_of_grads]
     addends, of_loss = jax.tree.flatten(loss)
     outcomes = DIFFERENTIATE.bind(
         *map(jnp.asarray, addends),
-        *given,
+        *marked,
         treedef=of_loss,
         trained=treedef,
         grads=tuple(_with_all_rows(grads, _times_joined(shapes, count))),

@@ -58,6 +58,9 @@ def map_elements(
             "map: fn returned IndexedRows, which cannot be stacked. Return"
             " rows.to_dense()."
         )
-    own = [results[t :: self.num_towers] for t in range(self.num_towers)]
-    stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
-    return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))
+    by_tower = [results[t :: self.num_towers] for t in range(self.num_towers)]
+
+    def stack(*xs: Any) -> Any:
+        return jnp.stack([jnp.asarray(x) for x in xs])
+
+    return PerTower(tuple(jax.tree.map(stack, *group) for group in by_tower if group))

@@ -16,10 +16,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 import towerjax as tj
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.jaxprs.interpreter import Interpreter
-from towerjax.jaxprs.parts import Parts
-from towerjax.lowering.dependents import dependents
+from towerjax.jaxprs.interpreter import Interpreter, Parts
+from towerjax.jaxprs.sites import scopes_of, sites_over, user_line
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means
 from towerjax.step.passes.accumulators import is_typed
@@ -62,11 +60,10 @@ class SplitProgram:
     ) -> None:
         self._closed = closed
         self._axis = axis
-        given = closed.jaxpr.invars
-        self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
-        own = given[num_mirrored:]
-        self._own_vars = dependents(closed.jaxpr, own, axis, (MEET, DIFFERENTIATE))
+        inputs = closed.jaxpr.invars
+        self._local_vars = {*inputs[num_mirrored : num_mirrored + num_local]}
         self._parts = Parts(closed, (MEET, DIFFERENTIATE), PARAMETERS)
+        self._own_vars = self._parts.dependents(inputs[num_mirrored:], axis)
         self._results, self._treedef = self._placed_results(tree)
         self.num_passes = self._count_passes()
 
@@ -190,10 +187,9 @@ class SplitProgram:
 
     def line_of_met_sum(self) -> str | None:
         """The line where towers communicate in a loss whose sum is differentiated."""
-        for site in all_sites(self._closed):
-            if self._axis in named_axes(site[0]) and tags.OF_A_SUM in scopes_of(site):
-                return user_line(site)
-        return None
+        sites = sites_over(self._closed, {self._axis})
+        of_sums = [site for site in sites if tags.OF_A_SUM in scopes_of(site)]
+        return user_line(of_sums[0]) if of_sums else None
 
     def line_of_own_parameters(self) -> str | None:
         """Return the line of a loss with parameters that differ from tower to tower."""

@@ -63,9 +63,9 @@ class MultiStepContext:
             reductions.update({name: x for name, (x, _) in given.items()})
             return out, {name: x for name, (_, x) in given.items()}
 
-        out, own = call_for_each_tower(self.strategy, tower_fn, *args, **kwargs)
+        out, per_tower = call_for_each_tower(self.strategy, tower_fn, *args, **kwargs)
         for name, reduction in reductions.items():
-            self.set_last_step_output(name, own[name], reduction)
+            self.set_last_step_output(name, per_tower[name], reduction)
         return out
 
     def set_last_step_output(
@@ -136,22 +136,22 @@ def _run_steps(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)
-        what = (
+        fault = (
             "run_steps_on_dataset: a step returned a carry of another type than it was"
             " given"
         )
         advice = "Return a carry with the tree, shapes and dtypes of initial."
-        check_like("initial", after, carry, what, advice)
+        check_like("initial", after, carry, fault, advice)
         values.update(ctx.non_tensor_outputs)
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(0, carry)
-    kept = TracedCall.of(values, steps, jaxpr)
+    call_kept = TracedCall.of(values, steps, jaxpr)
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
     # Placed as before, so that the next call uses the same program.
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
-    return lax.with_sharding_constraint(carry, shardings), outputs, kept
+    return lax.with_sharding_constraint(carry, shardings), outputs, call_kept
 
 
 @functools.partial(jax.jit, static_argnames="strategy")
@@ -234,8 +234,9 @@ def run_steps_on_dataset(
     arrays = _stack([batch.args for batch in filled], strategy=self)
     count = place_by_type(np.int32(len(batches)), self.placement)
     carry = _on_devices(self, _stack_own(initial, self.num_towers))
-    given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
-    carry, outputs, values = run_traced(_run_steps, *given)
+    carry, outputs, values = run_traced(
+        _run_steps, self.placement, (self, fn, batches[0].bare), carry, arrays, count
+    )
     ctx = MultiStepContext(self)
     ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
     ctx.non_tensor_outputs = dict(values)

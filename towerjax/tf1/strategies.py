@@ -94,8 +94,9 @@ class Verbs:
             tj.cluster.initialize()
         else:
             named = tj.cluster.parse_spec(cluster_spec, task_type, task_id)
-            at = named.coordinator, named.num_processes, named.process_id
-            tj.cluster.initialize(*at)
+            tj.cluster.initialize(
+                named.coordinator, named.num_processes, named.process_id
+            )
         return copy.copy(self)  # without the cached placement
 
 

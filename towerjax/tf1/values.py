@@ -51,7 +51,9 @@ def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
             refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
         return x
 
-    is_whole = lambda x: isinstance(x, PerTower | variables.Variable)  # noqa: E731
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, PerTower | variables.Variable)
+
     return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
 
 
@@ -157,9 +159,9 @@ def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyT
 
 def refuse_per_tower(values: PyTree, what: str) -> None:
     """Raise if a value differs from tower to tower."""
-    if own := parts_of(PerTower | tj.TowerLocal, values):
+    if per_tower := parts_of(PerTower | tj.TowerLocal, values):
         raise ValueError(
             f"{what}: Expected value to be mirrored across towers, got a"
-            f" {type(own[0]).__name__}. Reduce it first, with strategy.reduce or"
+            f" {type(per_tower[0]).__name__}. Reduce it first, with strategy.reduce or"
             " strategy.read_var, or assign in a tower, with tower.assign."
         )

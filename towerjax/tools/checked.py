@@ -29,6 +29,7 @@ from towerjax.check.programs.same import (
     takes_nothing,
 )
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
+from towerjax.proof.equal.says import Says
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
@@ -91,7 +92,9 @@ def check_program(
     lists = lists_of_devices(numbers)
     check_takes(form, maker, lists[max(numbers)])
     with explained_list():
-        programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
+        programs = {
+            n: UserProgram(form, maker(devices)) for n, devices in lists.items()
+        }
     is_answered = _prove(lambda: proved_on(programs), looked)
     if is_answered and not always_run and use_what_is_given(programs, lists):
         _tell_of_no_run(looked)
@@ -119,13 +122,13 @@ def _prove(
     looked.faults += [
         Fault("equality", x.leaf, f"{x.leaf}: {x.why}")
         for x in proof.equal
-        if x.says == "refuted"
+        if x.says is Says.REFUTED
     ]
-    return bool(proof.equal) and all(x.says != "unknown" for x in proof.equal)
+    return bool(proof.equal) and all(x.says is not Says.UNKNOWN for x in proof.equal)
 
 
 def _tell_of_no_run(looked: Looked) -> None:
-    answer = "refuted" if looked.faults else "proved"
+    answer = Says.REFUTED if looked.faults else Says.PROVED
     looked.told.append(_NOT_RUN.format(answer))
 
 

@@ -83,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
         )
-        for name, kind, what, *more in options:
+        for name, kind, help_text, *more in options:
             flag = {"action": "store_const", "const": kind}
-            how: Any = {"type": kind} if callable(kind) else flag
+            keywords: Any = {"type": kind} if callable(kind) else flag
             name, _, dest = name.partition("=")
-            how |= {"dest": dest} if dest else {}
-            command.add_argument(name, help=what, **how, **dict(*more))
+            keywords |= {"dest": dest} if dest else {}
+            command.add_argument(name, help=help_text, **keywords, **dict(*more))
         command.set_defaults(run=run)
     return run_parsed(parser.parse_args(arguments))
 
@@ -100,11 +100,11 @@ def run_parsed(options: argparse.Namespace) -> int:
     is a mistake of the user, an ``OSError`` a refusal of the system: both are printed
     without a traceback, unless ``options.traceback``.
     """
-    given = vars(options)
-    name, run, traceback = (given.pop(x) for x in ("name", "run", "traceback"))
+    arguments = vars(options)
+    name, run, traceback = (arguments.pop(x) for x in ("name", "run", "traceback"))
     sys.path.insert(0, "")
     try:
-        return run(**given)
+        return run(**arguments)
     except BrokenPipeError:
         # The reader has gone: Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -182,9 +182,9 @@ def audit(make_step: str, json: bool = False) -> int:
     except SplitError as error:
         findings = list(map(dataclasses.asdict, error.findings))
         return show(error, {"same": False, "findings": findings}, json, FAULT)
-    told = told_of(unproved) if unproved else "proved equal to one tower"
+    text = told_of(unproved) if unproved else "proved equal to one tower"
     fields = {"same": True, "unproved": unproved, **dataclasses.asdict(outcome)}
-    return show(f"{told}\n{outcome}", fields, json)
+    return show(f"{text}\n{outcome}", fields, json)
 
 
 def check(
@@ -246,11 +246,11 @@ def check(
         write_baseline(new_baseline, make, looked.faults)
         entries = read_baseline(new_baseline, make)
     faults, meant, left = split_meant(looked.faults, entries)
-    told = [*looked.told, *told_of_faults(faults, words)]
-    told += [f"meant: {x.text}" for x in meant]
-    told += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
-    told = ["\n".join(x.splitlines()[:SCREEN]) for x in told]
-    told += annotations(faults) if github else []
+    texts = [*looked.told, *told_of_faults(faults, words)]
+    texts += [f"meant: {x.text}" for x in meant]
+    texts += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
+    texts = ["\n".join(x.splitlines()[:SCREEN]) for x in texts]
+    texts += annotations(faults) if github else []
     outcome = {
         "same": not looked.faults,
         "findings": [dataclasses.asdict(x) for x in faults],
@@ -258,7 +258,7 @@ def check(
         "notes": looked.notes,
     }
     code = FAULT if faults else OK
-    return show("\n".join(told), outcome | looked.fields, json, code)
+    return show("\n".join(texts), outcome | looked.fields, json, code)
 
 
 def report(
@@ -315,8 +315,8 @@ def _devices_of(text: str) -> Absent:
     if Absent.is_topology(text):
         return Absent(text)
     if not (target and number.isdecimal()):
-        how = f"write --on {target or text}:8"
-        raise ValueError(f"--on {text!r} does not say how many devices; {how}.")
+        remedy = f"write --on {target or text}:8"
+        raise ValueError(f"--on {text!r} does not say how many devices; {remedy}.")
     return Absent(target, int(number))
 
 

@@ -60,11 +60,11 @@ def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
         "comparison": f"Results of a run depend on the number of {words.many}:",
     }
     for kind, head in heads.items():
-        found = [x for x in faults if x.kind == kind]
-        lines = [f"  - {x.text}" for x in found[:_SHOWN]]
-        lines += [f"  and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
-        advice = dict.fromkeys(x.advice for x in found if x.advice)
-        if found:
+        of_kind = [x for x in faults if x.kind == kind]
+        lines = [f"  - {x.text}" for x in of_kind[:_SHOWN]]
+        lines += [f"  and {len(of_kind) - _SHOWN} more"] * (len(of_kind) > _SHOWN)
+        advice = dict.fromkeys(x.advice for x in of_kind if x.advice)
+        if of_kind:
             yield "\n".join([head, *lines, *advice])
 
 
@@ -75,12 +75,12 @@ def annotations(faults: Iterable[Fault]) -> list[str]:
 
 def _annotation(fault: Fault) -> str:
     where = ""
-    if found := _LINE.search(str(fault)):
-        path = pathlib.Path(found[1])
+    if match := _LINE.search(str(fault)):
+        path = pathlib.Path(match[1])
         if path.is_file():
             root = os.environ.get("GITHUB_WORKSPACE", ".")
             file = _escaped(os.path.relpath(path, root), ":,")
-            where = f" file={file},line={found[2]},title=towerjax check"
+            where = f" file={file},line={match[2]},title=towerjax check"
     return f"::error{where}::{_escaped(str(fault))}"
 
 

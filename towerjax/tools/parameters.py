@@ -114,7 +114,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     files = require("safetensors", "load_parameters", "'towerjax[safetensors]'")
     where = checked_path("path", path, "a file")
     try:
-        found = dict(files.deserialize(where.read_bytes()))
+        stored = dict(files.deserialize(where.read_bytes()))
     except (OSError, files.SafetensorError) as error:
         raise ValueError(
             f"path={str(where)!r} cannot be read: {error}. Name a file of"
@@ -123,7 +123,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     named = _named(like, "/", shapes=True)
     there = {
         name: f"{_DTYPES.get(x['dtype'], x['dtype'])}{list(x['shape'])}"
-        for name, x in found.items()
+        for name, x in stored.items()
     }
     if problems := unlike(there, {name: _kind(x) for name, x in named}):
         raise ValueError(
@@ -131,7 +131,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
             " Pass a tree with the names, shapes and dtypes that were saved."
         )
     arrays = [
-        np.frombuffer(found[name]["data"], x.dtype).reshape(x.shape).copy()
+        np.frombuffer(stored[name]["data"], x.dtype).reshape(x.shape).copy()
         for name, x in named
     ]
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
@@ -167,7 +167,7 @@ def _named(
 ) -> list[tuple[str, Any]]:
     """``(name, array)`` of each leaf, in tree order."""
     refuse_unheld("params", params, shapes=shapes)
-    found = []
+    named = []
     for path, box in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box):
         [leaf] = jax.tree.leaves(box)
         name = jax.tree_util.keystr(path, simple=True, separator=separator)
@@ -177,14 +177,14 @@ def _named(
                 " hold. Pass the parameters alone, such as nnx.split(model, nnx.Param,"
                 " ...)[1], or pass jax.random.key_data of the key."
             )
-        found.append((name or "params", leaf))
-    names = [name for name, _ in found]
+        named.append((name or "params", leaf))
+    names = [name for name, _ in named]
     if twice := sorted({x for x in names if names.count(x) > 1}):
         raise ValueError(
             f"Two parameters have the name {twice[0]!r}, because their keys contain"
             f" {separator!r}. Give flat_parameters another separator=, or rename a key."
         )
-    return found
+    return named
 
 
 # Dtypes by safetensors' names; its own reader knows only NumPy's dtypes.

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from towerjax.jaxprs.equation import arrays_in
+from towerjax.jaxprs.sites import arrays_in
 from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS
 from towerjax.lowering.scatters import hold_indexed
 from towerjax.lowering.sharded_values import Shards

@@ -89,9 +89,10 @@ class OnTowers:
         analysis = analyse(self.jaxpr, names, axis, axes.num_towers)
         if placement.shares_devices:
             refuse_draws(analysis)
-        counts = axes.num_towers, placement.num_devices
-        own = placement.tower_mesh.axis_names
-        refuse_in_towers(analysis, self.jaxpr, *counts, own)
+        axis_names = placement.tower_mesh.axis_names
+        refuse_in_towers(
+            analysis, self.jaxpr, axes.num_towers, placement.num_devices, axis_names
+        )
         shared = placement.shares_devices
         refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
         return analysis
@@ -115,15 +116,20 @@ class OnTowers:
         """The results of all devices as global values; each device runs ``finish``."""
         # The towers' program is the one that was proved.
         axes = self._placement.axes
-        run = device_fn = self._on_device(axes, self.programs)
-        if finish is not None:
-            run = lambda *args: finish(device_fn(*args))  # noqa: E731
+        device_fn = self._on_device(axes, self.programs)
+
+        def finished(*args: Any) -> Any:
+            results = device_fn(*args)
+            return results if finish is None else finish(results)
+
+        run = device_fn if finish is None else finished
         # Where each tower is alone on a device, so is the whole device's.
-        is_proved = run is device_fn and axes == self.axes
+        is_proved = finish is None and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
         place = self._placement
-        layouts = (self._in_layouts, out_layouts)
-        return over_devices(run, place, *layouts, traced=traced, shards=shards)(*args)
+        return over_devices(
+            run, place, self._in_layouts, out_layouts, traced=traced, shards=shards
+        )(*args)
 
 
 @jax.tree_util.register_static
@@ -150,7 +156,7 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
     """
     if placement.num_processes > 1 and not is_traced(args):
         traced = jitted.trace(call, *args)  # kept by JAX for the call below
-        if not (kept := traced.out_info[-1]).is_agreed:
+        if not (call_kept := traced.out_info[-1]).is_agreed:
             require_same(
                 "A function on all towers",
                 fingerprint_of_program(traced, traced.lower()),
@@ -158,18 +164,18 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
                 " of the program: give it arrays, np.float32(x), of which the first"
                 " process's are used.",
             )
-            kept.is_agreed = True
-    *out, kept = jitted(call, *args)
-    if kept.closes_over and kept.first is not call:
+            call_kept.is_agreed = True
+    *out, call_kept = jitted(call, *args)
+    if call_kept.closes_over and call_kept.first is not call:
         raise ValueError(
             "A tower function closes over arrays that a strategy has placed, such as a"
             " variable's value, or gets them in an object that is no pytree:"
-            f" {kept.closes_over}. It was traced with those of its first call, and is"
-            " called again. Pass them as arguments, of fn(tower, variable):"
+            f" {call_kept.closes_over}. It was traced with those of its first call, and"
+            " is called again. Pass them as arguments, of fn(tower, variable):"
             " strategy.call_for_each_tower(fn, variable); or in the carry of"
             " run_steps_on_dataset."
         )
-    return *out, kept.value
+    return *out, call_kept.value
 
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -229,8 +235,8 @@ def _on_device(
     ) -> tuple[PyTree, PyTree]:
         tower = tower_of(strategy, axes, tower_id)
         with in_tower_fn():
-            made, wanted, rest = tower_fn(tower, rows[1:], arrays)
-        return (), (made, Static((tuple(wanted), rest)))
+            output, wanted, rest = tower_fn(tower, rows[1:], arrays)
+        return (), (output, Static((tuple(wanted), rest)))
 
     def run(rows: list[jax.Array], arrays: list[jax.Array]) -> PyTree:
         return over_local_towers(
@@ -270,5 +276,5 @@ def _run(
         return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
 
     layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
-    kept = TracedCall.of((mirrored, rest), call, towers.jaxpr)
-    return towers.run(layouts, args, finish), kept
+    call_kept = TracedCall.of((mirrored, rest), call, towers.jaxpr)
+    return towers.run(layouts, args, finish), call_kept

@@ -219,6 +219,6 @@ def check_local(before: PyTree, after: PyTree) -> PyTree:
         "Start from tower.local, or give step.init(local=...) what the loss function"
         " returns."
     )
-    what = "TowerOutput.local must be like tower.local"
-    check_like("local", after, before, what, advice)
+    fault = "TowerOutput.local must be like tower.local"
+    check_like("local", after, before, fault, advice)
     return after

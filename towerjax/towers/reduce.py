@@ -59,7 +59,9 @@ def reduce_values(
         # They lie where reduced arrays do.
         return out if is_traced(out) else values.copy_to(out, self.placement.devices)
 
-    is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, PerTower | IndexedRows)
+
     out = jax.tree.map(reduced, value, is_leaf=is_leaf)
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
@@ -115,13 +117,13 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
     def grouped(part: Any) -> Any:
         # Both fields of a mean are reduced the same way, even if the weight is
         # replicated.
-        own = parts_of(PerTower, part)
-        if any(values.is_tuple(x.values) for x in own):  # whose shapes may differ
+        per_tower = parts_of(PerTower, part)
+        if any(values.is_tuple(x.values) for x in per_tower):  # whose shapes may differ
             return PerTower(tuple(values.values_of_towers(part, num_towers)))
         rows = jax.tree.map(
             stack_field, part, is_leaf=lambda x: isinstance(x, PerTower)
         )
-        return PerTower(rows) if own else part
+        return PerTower(rows) if per_tower else part
 
     def by_leaf(x: PerTower) -> PyTree:
         rows = x.values

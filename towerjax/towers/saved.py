@@ -111,12 +111,12 @@ def _refuse_another_tree(like: PyTree, saved: PyTree) -> None:
     try:
         jax.tree.structure(like, is_leaf=is_variable).flatten_up_to(saved)
     except ValueError as error:
-        own, given = (
+        names, names_given = (
             [name for name, _ in named_leaves("saved", tree, is_leaf=is_variable)]
             for tree in (like, saved)
         )
-        lacks = [x for x in own if not any(y.startswith(x) for y in given)]
-        more = [y for y in given if not any(y.startswith(x) for x in own)]
+        lacks = [x for x in names if not any(y.startswith(x) for y in names_given)]
+        more = [y for y in names_given if not any(y.startswith(x) for x in names)]
         raise ValueError(
             "restored_values: the tree saved has another structure than the tree like."
             f" It lacks {listed(lacks) or 'nothing'}; it has besides"

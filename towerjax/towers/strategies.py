@@ -1,16 +1,18 @@
-"""The strategies Mirrored and OneDevice: towers, their devices and their options."""
+"""The strategies Mirrored and OneDevice: towers, devices, options and methods."""
 
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import jax
 
 from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
 from towerjax.collectives.ops import ChecksDevices
+from towerjax.data.batch_rows import Remainder
+from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.start import require_joined
@@ -21,10 +23,19 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.specs import Specs
-from towerjax.towers.methods import StrategyMethods, explain_names_of_tensorflow
+from towerjax.towers.reduce import reduce_values
+from towerjax.towers.values import StrategyFields, unwrap
 from towerjax.types.boundary import api_boundaries
-from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
+from towerjax.types.notes import explain_missing
+from towerjax.types.options import (
+    cast_ints,
+    check_choice,
+    check_takes,
+    check_whole,
+    short_repr,
+)
 from towerjax.types.refusals import a_type
+from towerjax.types.version import page
 
 # Compilers fuse, and so round, the arithmetic of a few elements in other ways than that
 # of many. Shards of at least this many elements have the bits of whole arrays.
@@ -32,6 +43,113 @@ _EXACT_RUN = 128
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@api_boundaries
+class StrategyMethods(StrategyFields):
+    """The methods of every strategy: pure functions of all towers' values.
+
+    They are called outside of a step. A value is a pytree: its ``PerTower`` leaves and
+    ``TowerLocal`` variables hold one value per tower, and its other leaves are
+    replicated. With several processes, the first process's replicated values are used.
+    Each method raises a ``ValueError`` for a value with another number of towers than
+    the strategy, for a per-tower value where one value is needed, for a dtype that no
+    device holds, and for devices that are not there.
+    """
+
+    reduce = reduce_values
+    unwrap = unwrap
+
+    __repr__ = short_repr
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options alone, since the devices of a placement do not pickle."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def _class_like(cls, plain: _Class) -> _Class:
+        """Return the class for strategies that are made from this one."""
+        return plain
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The names of the devices that the towers run on, in tower order."""
+        return self.placement.devices
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        *,
+        split: Split = "batch",
+        remainder: Remainder = "pad",
+        micro_batches: int = 1,
+    ) -> DistributedDataset:
+        """The data set as placed batches, one per step, for steps and ``tj.run``.
+
+        The order is kept. ``prefetch_on_device`` batches are placed in advance.
+
+        Args:
+          source: An iterable of batches, a loader (Grain, ``tf.data``, PyTorch), or a
+            function without arguments that returns one. Then every process reads all of
+            it and places the rows of its own towers. Or a function of an
+            `InputContext`, which returns the batches of its own process alone.
+          split: ``"batch"`` splits each element, a global batch, over the towers.
+            ``"elements"`` gives each tower an element of its own, so that a step takes
+            ``T`` elements, as TensorFlow's ``MirroredStrategy`` did.
+          remainder: What to do with rows that the towers cannot share evenly, and when
+            elements or a process's batches run out: ``"pad"`` with rows of weight 0,
+            ``"drop"`` them, or raise an ``"error"``.
+          micro_batches: The step's own number, which must divide a tower's rows, too.
+
+        Returns:
+          A `DistributedDataset`.
+
+        Raises:
+          ValueError: ``source`` cannot be iterated, or an option is wrong.
+
+        Example:
+          >>> import numpy as np, towerjax as tj
+          >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+          >>> batches = [np.arange(4), np.arange(4, 7)]
+          >>> for placed in strategy.distribute_dataset(batches):
+          ...     print(placed.arrays.tolist(), placed.counts.tolist())
+          [0, 1, 2, 3] [2, 2]
+          [4, 5, 6, 6] [2, 1]
+        """
+        options = InputOptions(split, remainder, micro_batches, self.prefetch_on_device)
+        return DistributedDataset(self.placement, source, options)
+
+
+METHODS_OF_TENSORFLOW = """
+    assign assign_add assign_sub batch_reduce broadcast call_for_each_tower configure
+    create_var fetch map read_var regroup run_steps_on_dataset select_tower update
+""".split()
+PROPERTIES_OF_TENSORFLOW = """
+    between_graph is_single_tower parameter_devices should_checkpoint should_init
+    should_save_summary worker_device_index
+""".split()
+
+
+_OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
+
+
+def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
+    """A ``__getattr__`` that says which strategy of ``tj.tf1`` has such a name."""
+    notes = {}
+    for kind, names in (
+        ("method", METHODS_OF_TENSORFLOW),
+        ("property", PROPERTIES_OF_TENSORFLOW),
+    ):
+        for x in names:
+            notes[x] = (
+                f"{x} is a {kind} of tj.tf1.{name}: write"
+                f" strategy = tj.tf1.{name}(...), with the same options."
+            )
+    return explain_missing(_OTHERS, **notes)
 
 
 @api_boundaries
@@ -118,8 +236,12 @@ class Mirrored(StrategyMethods):
             if self.towers is not None and self.towers % groups:
                 below = self.towers // groups * groups
                 use = f"{below} or {below + groups}" if below else below + groups
-                each = self._each
-                are = "devices" if each == 1 else f"groups of {each} devices"
+                devices_each = self._each
+                are = (
+                    "devices"
+                    if devices_each == 1
+                    else f"groups of {devices_each} devices"
+                )
                 raise ValueError(
                     f"towers={self.towers} is not a multiple of the {groups} {are}, so"
                     f" they cannot share the towers evenly. Use towers={use}, or"
@@ -147,9 +269,9 @@ class Mirrored(StrategyMethods):
         if not isinstance(self.devices, Absent):
             require_joined()
         devices = self._devices()
-        each = self._each
-        groups = _count_groups(len(devices), each)
-        _check_ops(self.cross_tower_ops, devices[::each])
+        devices_each = self._each
+        groups = _count_groups(len(devices), devices_each)
+        _check_ops(self.cross_tower_ops, devices[::devices_each])
         return Placement(
             devices=devices,
             num_towers=self.towers or groups,
@@ -194,10 +316,10 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     A tower has ``size`` devices.
     """
     processes = jax.process_count()
-    each = len(names) // processes
-    if each < size:
-        _count_groups(each, size)
-    counts = range(1, each // size + 1)
+    devices_each = len(names) // processes
+    if devices_each < size:
+        _count_groups(devices_each, size)
+    counts = range(1, devices_each // size + 1)
     fitting = [n * size for n in counts if towers % (n * processes) == 0]
     if not fitting:
         raise ValueError(
@@ -205,7 +327,7 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
             " must run equally many towers each. Use"
             f" towers={-(-towers // processes) * processes}."
         )
-    starts = range(0, each * processes, each)
+    starts = range(0, devices_each * processes, devices_each)
     return tuple(x for i in starts for x in names[i : i + fitting[-1]])
 
 
@@ -295,10 +417,10 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
     placement = strategy.placement
     here = jax.process_index()
     pairs = zip(placement.devices, placement.jax_devices, strict=True)
-    own = [name for name, device in pairs if device.process_index == here]
+    names_here = [name for name, device in pairs if device.process_index == here]
     within = tuple((name, 1 if narrow else size) for name, size in placement.within)
     return strategy._class_like(Mirrored)(
-        devices=own[: 1 if narrow else placement.devices_each],
+        devices=names_here[: 1 if narrow else placement.devices_each],
         towers=towers,
         tower_loop=placement.tower_loop,  # type: ignore[arg-type]
         axis_name=strategy.axis_name,
@@ -360,8 +482,8 @@ def _is_schedule(x: Any) -> bool:
 
 
 def _check_choices(strategy: Mirrored) -> None:
-    given = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
-    if len([x for x in given if x is not None]) > 1:
+    choices = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
+    if len([x for x in choices if x is not None]) > 1:
         raise ValueError(
             "devices, num_gpus and num_gpus_per_worker exclude each other. Give one of"
             " them."
@@ -450,15 +572,16 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
     return tuple((name, int(size)) for name, size in pairs)
 
 
-def _count_groups(devices: int, each: int) -> int:
-    """The number of groups of ``each`` devices; raise if some devices are left over."""
-    if devices % each:
+def _count_groups(devices: int, devices_each: int) -> int:
+    """Count the groups of ``devices_each`` devices; raise if some are left over."""
+    if devices % devices_each:
         fitting = [str(n) for n in range(2, devices + 1) if devices % n == 0]
         axes = f"Give towers {' or '.join(fitting)} devices, or name" * bool(fitting)
+        enough = -(-devices // devices_each) * devices_each
         raise ValueError(
-            f"within=... makes a tower of {each} devices, which does not divide the"
-            f" {devices} devices. {axes or 'Name'} a multiple of {each}; on CPUs say"
-            f" jax.config.update('jax_num_cpu_devices', {-(-devices // each) * each})"
-            " before JAX is used."
+            f"within=... makes a tower of {devices_each} devices, which does not divide"
+            f" the {devices} devices. {axes or 'Name'} a multiple of {devices_each}; on"
+            f" CPUs say jax.config.update('jax_num_cpu_devices', {enough}) before JAX"
+            " is used."
         )
-    return devices // each
+    return devices // devices_each

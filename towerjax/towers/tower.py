@@ -201,8 +201,8 @@ class Tower:
                 return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
             if not isinstance(leaf, PerTower):
                 return leaf
-            what = "a PerTower that merge_fn returned"
-            return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, what))
+            name = "a PerTower that merge_fn returned"
+            return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, name))
 
         # Every tower computes the same function of the same gathered values, so that
         # nothing is sent back, and JAX can differentiate it.
@@ -408,9 +408,16 @@ def tower_of(
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)
-    told = PassContext(axes, **context)
-    given = tower_id, axes.num_towers, local, strategy, extra, told
-    return Tower(*given, micro_batches=micro_batches)
+    pass_context = PassContext(axes, **context)
+    return Tower(
+        tower_id,
+        axes.num_towers,
+        local,
+        strategy,
+        extra,
+        pass_context,
+        micro_batches=micro_batches,
+    )
 
 
 def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:

@@ -246,10 +246,10 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
 
 
 def _holds(dtype: Any, value: Any) -> bool:
-    given = jnp.result_type(value)
-    if given == dtype:
+    dtype_given = jnp.result_type(value)
+    if dtype_given == dtype:
         return True
-    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, given)]
+    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, dtype_given)]
     return not any(extended) and promote_dtypes(dtype, value) == dtype
 
 
@@ -381,8 +381,8 @@ def read_local(local: PyTree) -> PyTree:
     """
     named = named_leaves("tree", local, is_leaf=is_variable)
     problems = []
-    own = [(name, x) for name, x in named if is_local(x)]
-    for name, x in own:
+    local_leaves = [(name, x) for name, x in named if is_local(x)]
+    for name, x in local_leaves:
         refuse_own_copy(x)
         has_keys = any(map(is_key, jax.tree.leaves(x.value)))
         is_none = x.reduction is Reduction.NONE
@@ -397,7 +397,7 @@ def read_local(local: PyTree) -> PyTree:
             " own with strategy.unwrap."
         )
     with says_if_alone("tower-local values are read"):
-        values = wait_on_cpus(_read_all([x for _, x in own]))
+        values = wait_on_cpus(_read_all([x for _, x in local_leaves]))
     return plain(put_parts(TowerLocal, local, values))
 
 

@@ -40,8 +40,11 @@ def api_boundary(fn: _F) -> _F:
             raise  # by itself it adds no frame
 
     # The wrapper has the globals of the function, by which doctest finds it.
-    parts = enter.__code__, fn.__globals__, fn.__name__, None, enter.__closure__
-    return functools.wraps(fn)(types.FunctionType(*parts))  # type: ignore[return-value]
+    return functools.wraps(fn)(
+        types.FunctionType(
+            enter.__code__, fn.__globals__, fn.__name__, None, enter.__closure__
+        )
+    )  # type: ignore[return-value]
 
 
 def api_boundaries(cls: _C) -> _C:

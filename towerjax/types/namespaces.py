@@ -21,8 +21,8 @@ def furnish(space: ModuleType) -> ModuleType:
     """Give a public module, and those in it, a ``__dir__`` and advice on names."""
     name = space.__name__
     modules = _MODULES.get(name.rpartition(".")[2], [])
-    for each in modules:
-        if isinstance(inner := vars(space).get(each), ModuleType):
+    for module in modules:
+        if isinstance(inner := vars(space).get(module), ModuleType):
             furnish(inner)
 
     def names() -> list[str]:

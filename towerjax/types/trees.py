@@ -136,7 +136,10 @@ def _device_dtype_of(dtype: Any, _: bool) -> Any:
 
 def shapes_of(tree: PyTree) -> PyTree:
     """Replace each array by the shape and dtype that it has on a device."""
-    of = lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))  # noqa: E731
+
+    def of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))
+
     return jax.tree.map(of, tree)
 
 
@@ -195,3 +198,8 @@ def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
         named = [name for name, _ in named_leaves(root, value)]
         names += named if root else names_by_key(value)
     return names
+
+
+def key_name(entry: Any) -> str:
+    """Return an entry of a key path as one word."""
+    return jax.tree_util.keystr((entry,), simple=True)

@@ -12,14 +12,17 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from towerjax.check.audit.kept import program_hash
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
-from towerjax.check.comparison import GRADIENT, Finding, SplitError
+from towerjax.check.comparison import Finding, SplitError
 from towerjax.check.equality.of_step import (
     StepToProve,
     advice_on_bare_loss,
     equalities_of,
 )
-from towerjax.jaxprs.equation import PLAIN, Site, all_sites, user_line
+from towerjax.check.leaf_name import LeafPart, leaf_of, part_of
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
@@ -162,7 +165,7 @@ def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> lis
     """What ``loss_reduction=`` makes of a bare loss, if one of the leaves is one."""
     passes = case.audit.step.plan.passes.each
     said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
-    is_of_loss = any(x.startswith(("loss", GRADIENT)) for x in leaves)
+    is_of_loss = any(part_of(x) is not LeafPart.OTHER for x in leaves)
     is_told = "loss_reduction=" in advice.remedy
     return [advice_on_bare_loss(said[0])] if said and is_of_loss and not is_told else []
 
@@ -190,10 +193,10 @@ def _refuted(case: Case) -> Explained | None:
     known = dict[str, Advice]()
     refuted = _refuted_in(case.audit)
     for name in case.names:
-        is_of_loss = name.startswith(GRADIENT) and not case.audit.is_own
-        root = "loss" if is_of_loss else name
+        follows = part_of(name) is LeafPart.GRADIENT and not case.audit.is_own
         for x in refuted:
-            if x.leaf == root or x.leaf.startswith((f"{root}.", f"{root}[")):
+            leaf = leaf_of(x.leaf)
+            if leaf.part is LeafPart.LOSS if follows else leaf_of(name).holds(leaf):
                 known.setdefault(name, Advice(x.why, x.advice))
     if not known:
         return None
@@ -204,9 +207,17 @@ def _refuted(case: Case) -> Explained | None:
 def _refuted_in(audit: Audit) -> list[Equality]:
     """The leaves that the proof refutes, because they are off by a factor."""
     step = audit.step
-    given = step.plan, step.strategy, step.state, step.batch
-    found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
-    return [x for x in found if x.says == "refuted"]
+    answers = equalities_of(
+        StepToProve(
+            step.plan,
+            step.strategy,
+            step.state,
+            step.batch,
+            rows=audit.each,
+            padded=audit.pads,
+        )
+    )
+    return [x for x in answers if x.says is Says.REFUTED]
 
 
 def _of_several_devices(case: Case) -> Explained | None:
@@ -225,9 +236,9 @@ def _of_a_shared_key(case: Case) -> Explained | None:
 
 
 def _of_an_own_key(case: Case) -> Explained | None:
-    own = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
-    advice = _with_lines(_BY_OWN_KEY, own)
-    return Explained(case.names, advice) if any(map(user_line, own)) else None
+    draws = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
+    advice = _with_lines(_BY_OWN_KEY, draws)
+    return Explained(case.names, advice) if any(map(user_line, draws)) else None
 
 
 def _draws_in(case: Case) -> list[Site]:
@@ -248,12 +259,12 @@ def _of_padding(case: Case) -> Explained | None:
 
 def _reason_of(case: Case, leaf: str) -> str:
     """The reason, with a line, for which the proof stopped for a leaf; "" for none."""
-    roots = (leaf, "loss") if leaf.startswith(GRADIENT) else (leaf,)
-    for root in roots:
-        for name, why in case.audit.step.reasons.items():
-            if name == root or name.startswith((f"{root}.", f"{root}[")):
-                return why
-    return ""
+    reasons = case.audit.step.reasons
+    asked = leaf_of(leaf)
+    whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
+    if asked.part is LeafPart.GRADIENT:
+        whys += [why for name, why in reasons.items() if part_of(name) is LeafPart.LOSS]
+    return whys[0] if whys else ""
 
 
 def _of_the_proof(case: Case) -> Explained | None:
@@ -271,12 +282,12 @@ def _of_the_proof(case: Case) -> Explained | None:
 
 def _of_own_gradients(case: Case) -> Explained | None:
     """The leaves, if gradients or values made from them differ, and no loss does."""
-    is_made_of_it = case.audit.is_own or any(GRADIENT in x for x in case.names)
+    parts = [part_of(x) for x in case.names]
+    is_made_of_it = case.audit.is_own or LeafPart.GRADIENT in parts
     has_gradients = any(
         _TRANSPOSED in str(x[0].source_info.name_stack) for x in case.sites
     )
-    has_loss = any(x.startswith("loss") for x in case.names)
-    is_it = is_made_of_it and has_gradients and not has_loss
+    is_it = is_made_of_it and has_gradients and LeafPart.LOSS not in parts
     return Explained(case.names, _BY_OWN_GRADIENT) if is_it else None
 
 
@@ -334,7 +345,10 @@ def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
 
 def _of_first_tower(local: PyTree) -> list[str]:
     """The names of the variables that are read as the first tower's value."""
-    is_one = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, TowerLocal)
+
     pairs = jax.tree_util.tree_leaves_with_path(local, is_leaf=is_one)
     return [
         f"local{jax.tree_util.keystr(path)}"
@@ -393,6 +407,6 @@ def _size_along(eqn: JaxprEqn) -> int | None:
     if "length" in params:
         return params["length"]
     axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]
-    given = next((x for x in axes if x is not None), -1)
-    axis = given[0] if isinstance(given, tuple) else given
+    named = next((x for x in axes if x is not None), -1)
+    axis = named[0] if isinstance(named, tuple) else named
     return shape[axis] if shape else None

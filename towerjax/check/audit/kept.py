@@ -18,7 +18,8 @@ from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.check.comparison import AuditReport, NotAudited
-from towerjax.jaxprs.equation import all_eqns, all_jaxprs, open_jaxpr
+from towerjax.jaxprs.params import open_jaxpr
+from towerjax.jaxprs.sites import all_eqns, all_jaxprs
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.run.trace import Traced
@@ -120,9 +121,9 @@ def hash_of_programs(
 
 def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays whose numbers a jaxpr's text does not show, or not all of them."""
-    for each in all_jaxprs(jaxpr):
-        yield from getattr(each, "consts", ())
-        for eqn in open_jaxpr(each).eqns:
+    for program in all_jaxprs(jaxpr):
+        yield from getattr(program, "consts", ())
+        for eqn in open_jaxpr(program).eqns:
             yield from (x.val for x in eqn.invars if isinstance(x, Literal))
 
 
@@ -161,9 +162,9 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
     """The fields of the program's report, or None if there is no valid record."""
     for folder in folders:
         with contextlib.suppress(Exception):
-            kept = json.loads(_read_text(folder, program))
-            fields = kept["report"]
-            if kept["seal"] == _seal(program, fields) and _report_of(fields):
+            stored = json.loads(_read_text(folder, program))
+            fields = stored["report"]
+            if stored["seal"] == _seal(program, fields) and _report_of(fields):
                 return fields
     return None
 
@@ -179,8 +180,8 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
     for name, kind in kinds.items():
         value = fields[name]
         [kind, *several] = get_args(kind) or [kind]
-        each = value if several else [value]
-        if not isinstance(each, list) or any(type(x) is not kind for x in each):
+        items = value if several else [value]
+        if not isinstance(items, list) or any(type(x) is not kind for x in items):
             raise ValueError(
                 f"{name} of a report is {shown(value)}, which has another type than the"
                 " field."
@@ -229,12 +230,12 @@ def _read_text(folder: str, program: str) -> bytes:
 def _path(folder: str, program: str) -> Any:
     """The file of an audit result, on this machine or in a store."""
     is_stored = "://" in folder
-    made = epath.Path(folder) if is_stored else pathlib.Path(folder)
-    return made / "audited" / f"{program}.json"
+    root = epath.Path(folder) if is_stored else pathlib.Path(folder)
+    return root / "audited" / f"{program}.json"
 
 
 def _refuse_links(path: pathlib.Path) -> None:
     """Raise for a symbolic link, which may lead anywhere."""
-    for each in (path.parent, path):
-        if each.is_symlink():
-            raise OSError(f"{each} is a symbolic link")
+    for place in (path.parent, path):
+        if place.is_symlink():
+            raise OSError(f"{place} is a symbolic link")

@@ -47,22 +47,22 @@ class Splits:
           draws: Whether the tower function draws random numbers.
         """
         in_order = np.arange(2 * self.each)
-        found = [self.first]
-        made = functools.partial(self.of_rows, is_made=True)
+        splits = [self.first]
+        split_of = functools.partial(self.of_rows, is_made=True)
         if draws:
-            found.append(self.of_rows("evenly", in_order, word=DRAWS[1]))
+            splits.append(self.of_rows("evenly", in_order, word=DRAWS[1]))
         if pads:
             uneven = in_order[: self.each + self.each // 2]
-            how = {"word": DRAWS[1], "is_short": True}
-            found.append(self.of_rows("unevenly", uneven, **how))
+            options = {"word": DRAWS[1], "is_short": True}
+            splits.append(self.of_rows("unevenly", uneven, **options))
         at_random = np.random.default_rng(0).permutation(2 * self.each)
         by_size = np.argsort(_sizes_of_rows(self.first, 2 * self.each), kind="stable")
-        found += [self.of_rows("permuted", at) for at in (at_random, by_size)]
-        found.append(made(f"at step {_LATE:,}", in_order, step=_LATE))
+        splits += [self.of_rows("permuted", at) for at in (at_random, by_size)]
+        splits.append(split_of(f"at step {_LATE:,}", in_order, step=_LATE))
         if pads:
-            found.append(made("one row in all", in_order[:1], is_short=True))
-        found += _made_of(self.first, self.each)
-        return [*found, made("of other parameters", in_order, moves=True)]
+            splits.append(split_of("one row in all", in_order[:1], is_short=True))
+        splits += _made_of(self.first, self.each)
+        return [*splits, split_of("of other parameters", in_order, moves=True)]
 
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
@@ -83,10 +83,12 @@ def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
         f"one row times {_LARGER}": _with_a_large_row,
         "masked on the second tower": functools.partial(_masked, each=each),
     }
-    made = {name: _with_arrays(split.rows, change) for name, change in changes.items()}
+    changed = {
+        name: _with_arrays(split.rows, change) for name, change in changes.items()
+    }
     return [
         RowsToRun(name, rows, order=split.order, is_made=True)
-        for name, rows in made.items()
+        for name, rows in changed.items()
         if rows is not None
     ]
 
@@ -98,13 +100,13 @@ def _with_arrays(
     rows, held = without_replicated(batch)
     leaves, tree = jax.tree.flatten(rows, is_leaf=is_sparse)
     fixed = [is_sparse(x) or is_key(x) for x in leaves]
-    made = [
+    changed = [
         None if is_fixed else change(np.asarray(x))
         for x, is_fixed in zip(leaves, fixed, strict=True)
     ]
-    if all(x is None for x in made):
+    if all(x is None for x in changed):
         return None
-    pairs = zip(leaves, made, strict=True)
+    pairs = zip(leaves, changed, strict=True)
     rows = tree.unflatten([old if new is None else new for old, new in pairs])
     return with_replicated(rows, [Whole(x) for x in held])
 

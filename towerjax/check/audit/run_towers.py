@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.check.comparison import (
-    GRADIENT,
     Compared,
     Leaves,
     NotAudited,
@@ -21,13 +20,14 @@ from towerjax.check.comparison import (
     rounding_of,
     rounding_of_dtypes,
 )
+from towerjax.check.leaf_name import LeafName, LeafPart
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.private_jax import least_effort
 from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means
-from towerjax.step.passes.accumulators import is_typed, key_name
+from towerjax.step.passes.accumulators import is_typed
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.run.trace import Traced, trace
@@ -36,7 +36,7 @@ from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
 from towerjax.types import PerTower, PyTree, Reduction, Rows
-from towerjax.types.trees import is_key, map_parts, named_leaves
+from towerjax.types.trees import is_key, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
 """Two words to make draws from: one that dropout keeps, and one that it drops."""
@@ -95,8 +95,8 @@ class Towers:
         self._placer.expect([rows])
         plan = dataclasses.replace(plan, passes=passes or plan.passes)
         self._plan = plan.towers_on(on_group).merging()
-        own = dataclasses.replace(state, local=_local_of(state.local, number))
-        self.state = place(own, self._placement, STATE_LAYOUT, state.params)
+        of_towers = dataclasses.replace(state, local=_local_of(state.local, number))
+        self.state = place(of_towers, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}
         self.traced: Traced | None = None
         self._was_repeated = False
@@ -163,8 +163,10 @@ class Towers:
         if params is None and split.moves:
             params = self._params_for(split)
         if params is not None:
-            where = self._placement, STATE_LAYOUT.params, params
-            state = dataclasses.replace(state, params=place(params, *where))
+            state = dataclasses.replace(
+                state,
+                params=place(params, self._placement, STATE_LAYOUT.params, params),
+            )
         return state
 
     def _args(
@@ -194,8 +196,9 @@ def compare(
         near = functools.cache(functools.partial(one_tower.nearby, alone))
         for towers in several:
             got = towers(together).values
-            given = together.name, got, whole.values, near, whole.rtols
-            yield Compared(towers.number, *given)
+            yield Compared(
+                towers.number, together.name, got, whole.values, near, whole.rtols
+            )
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
@@ -206,13 +209,13 @@ def _local_of(local: PyTree, number: int) -> PyTree:
             x = copy_to_host(x)
             return x[np.minimum(np.arange(max(number, 2)), len(x) - 1)]
 
-        own = jax.tree.map(rows, variable.value)
+        value = jax.tree.map(rows, variable.value)
         if number > 1:
-            return dataclasses.replace(variable, value=own)
+            return dataclasses.replace(variable, value=value)
         if variable.reduction is Reduction.NONE:
-            as_one = jax.tree.map(lambda x: x[:1], own)
+            as_one = jax.tree.map(lambda x: x[:1], value)
         else:
-            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, own))
+            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, value))
             as_one = jax.tree.map(lambda x: x[None], read_local(both))
         return dataclasses.replace(variable, value=as_one)
 
@@ -241,24 +244,25 @@ def _leaves_of(
     """The merged results of each pass by leaf name; ``Rows`` in the batch's order."""
     leaves = Leaves()
     rtols = dict[str, float]()
-    kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
-    kept = kept if order is None else kept[np.argsort(order)]
+    places = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
+    places = places if order is None else places[np.argsort(order)]
 
     def in_order(rows: Rows) -> PyTree:
-        return jax.tree.map(lambda x: x[kept], rows.value)
+        return jax.tree.map(lambda x: x[places], rows.value)
 
     for number, tree in enumerate(merged, 1):
-        prefix = f"pass {number}: " if len(merged) > 1 else ""
         tree = map_parts(Rows, in_order, tree)
-        is_one = lambda x: is_typed(x) or isinstance(x, Means)  # noqa: E731
+
+        def is_one(x: Any) -> bool:
+            return is_typed(x) or isinstance(x, Means)
+
         pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one)
         for path, leaf in pairs:
-            first = key_name(path[0]) if path else "result"
-            root = GRADIENT if first == "grads" else first
-            name = prefix + root + jax.tree_util.keystr(path[1:])
+            name = LeafName.at(path)
+            name = name.in_pass(number) if len(merged) > 1 else name
             values = _reals(name, _value_of(leaf))
             leaves |= values
-            if root != GRADIENT:
+            if name.part is not LeafPart.GRADIENT:
                 rtols |= dict.fromkeys(values, _rounding_of_sums(leaf))
     return Merged(leaves, rtols)
 
@@ -279,9 +283,12 @@ def _value_of(leaf: Any) -> PyTree:
     return compute(leaf) if has_value(leaf) or isinstance(leaf, Means) else leaf
 
 
-def _reals(name: str, value: PyTree) -> Leaves:
-    """The leaves of a value by their names, as dense real arrays."""
-    dense = lambda x: x.to_dense() if is_rows(x) else x  # noqa: E731
+def _reals(name: LeafName, value: PyTree) -> Leaves:
+    """Return the leaves of a value by their names, as dense real arrays."""
+
+    def dense(x: Any) -> Any:
+        return x.to_dense() if is_rows(x) else x
+
     value = jax.tree.map(dense, value, is_leaf=is_rows)
-    named = named_leaves(name, value, is_leaf=lambda x: x is None)
-    return {each: as_reals(x) for each, x in named}
+    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda x: x is None)
+    return {name.within(path): as_reals(x) for path, x in pairs}

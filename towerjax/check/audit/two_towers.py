@@ -13,7 +13,6 @@ from towerjax.check.audit.kept import too_large
 from towerjax.check.audit.later_batches import Splits
 from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
 from towerjax.check.comparison import (
-    GRADIENT,
     RAISED_ON_OTHER_ROWS,
     AuditReport,
     Compared,
@@ -23,7 +22,8 @@ from towerjax.check.comparison import (
     join_reports,
     judge,
 )
-from towerjax.jaxprs.equation import all_eqns
+from towerjax.check.leaf_name import LeafPart, part_of
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
 from towerjax.proof.findings import ReplicationError
@@ -76,16 +76,18 @@ class Audit:
         self._passes: Passes | None = None  # used instead of the step's
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
-        fits = lambda: too_large(state.params, 1) is None  # noqa: E731
+
+        def fits() -> bool:
+            return too_large(state.params, 1) is None
+
         is_wide = step.strategy.placement.devices_each > 1
         self.is_narrow = is_wide and call_on_first_process(fits)
         self._trace()
 
     def towers(self, number: int, **how: Any) -> Towers:
         """The step on this number of towers."""
-        given = self.step.plan, self.step.strategy, number, self._state
         how = {"rows": 2 * self.each, "passes": self._passes} | how
-        return Towers(*given, **how)
+        return Towers(self.step.plan, self.step.strategy, number, self._state, **how)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
         """The step on one tower; if it is padded, it has more padding than two."""
@@ -123,9 +125,9 @@ class Audit:
             raise
         except RAISED_ON_OTHER_ROWS as error:
             lines = str(error).splitlines() or [""]
-            what = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+            fault = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
             refused = NotAudited(
-                f"its function, traced for other rows and keys, raises {what}"
+                f"its function, traced for other rows and keys, raises {fault}"
             )
             for note in getattr(error, "__notes__", ()):
                 refused.add_note(note)
@@ -216,8 +218,8 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 def _rounding_decides(report: AuditReport) -> str | None:
     """The note that rounding decides most gradients, which ends an audit; or None."""
-    gradients = [x for x in report.compared if GRADIENT in x]
-    decided = [x for x in report.by_rounding if GRADIENT in x]
+    gradients = [x for x in report.compared if part_of(x) is LeafPart.GRADIENT]
+    decided = [x for x in report.by_rounding if part_of(x) is LeafPart.GRADIENT]
     if 2 * len(decided) <= len(gradients):
         return None
     return (

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from towerjax.check.comparison import GRADIENT
+from towerjax.check.leaf_name import GRADIENT, LeafName, LeafPart, leaf_of, part_of
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf
@@ -21,14 +21,11 @@ from towerjax.step.passes.accumulators import (
     SAME,
     SHOWN,
     Returned,
-    key_name,
 )
 from towerjax.step.passes.one_pass import Pass
 from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.trees import map_parts
 
-# The fields of `Sum` and `Weighted` that have a tree.
-_HELD_IN = jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum")
 _MERGES = {
     ADDED: Merge.SUM,
     SHOWN: Merge.SUM,
@@ -52,33 +49,34 @@ def leaves_of_tower(
       tree: What the tower returns, as `Returned` values.
       variables: For each tower-local variable the input that it becomes, or None.
     """
-    leaves = _leaves_of(tree, variables)
+    leaves = _leaves_of(tree, variables, pass_.loss)
     if pass_.merges_sums:
         leaves = _gradients_as_means(leaves, pass_.loss, tree.get(pass_.loss))
     if pass_.loss_reduction is Reduction.SUM:
-        leaves = _losses_as_sums(leaves, pass_.loss)
+        leaves = _losses_as_sums(leaves)
     return leaves
 
 
-def _leaves_of(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
+def _leaves_of(
+    tree: PyTree, variables: Sequence[int | None], loss: str
+) -> list[MergedLeaf]:
     """Return the leaves as they merge by their types."""
     becomes = iter(variables)
-    is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, Returned | PerTower)
+
     leaves: list[MergedLeaf] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
-        first = key_name(path[0]) if path else "result"
-        root = GRADIENT if first == "grads" else first
-        # The type that holds the gradients is not part of their names.
-        is_held = root == GRADIENT and path[1:2] and path[1] in _HELD_IN
-        name = root + jax.tree_util.keystr(path[2 if is_held else 1 :])
+        name = LeafName.at(path, loss)
         if isinstance(x, PerTower):
             count = len(jax.tree.leaves(x))
             leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
         elif x.how is CARRIED:
             count = len(jax.tree.leaves(x))
             leaves += [
-                dataclasses.replace(each, becomes=next(becomes, None))
-                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
+                dataclasses.replace(leaf, becomes=next(becomes, None))
+                for leaf in [MergedLeaf(name, Merge.PER_TOWER)] * count
             ]
         else:
             leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
@@ -93,38 +91,40 @@ def _gradients_as_means(
     The gradient of a sum of several means is already divided. The gradients of a list
     of losses have the order of the losses.
     """
-    suffixes = [f"[{i}]" for i in range(len(losses))] if type(losses) is list else [""]
+    places: list[tuple[Any, ...]] = [()]
+    if type(losses) is list:
+        places = [(jax.tree_util.SequenceKey(i),) for i in range(len(losses))]
     merged = [*leaves]
-    for suffix in suffixes:
-        weights = [
-            x.weight
-            for x in leaves
-            if x.name.startswith(loss + suffix) and x.merge is Merge.MEAN
-        ]
+    for place in places:
+        of_loss = [x for x in leaves if leaf_of(x.name).is_at(loss, *place)]
+        weights = [x.weight for x in of_loss if x.merge is Merge.MEAN]
         for i, leaf in enumerate(leaves):
-            is_sum = leaf.merge is Merge.SUM
-            if is_sum and len(weights) == 1 and leaf.name.startswith(GRADIENT + suffix):
-                how = {"merge": Merge.MEAN, "weight": weights[0]}
-                merged[i] = dataclasses.replace(leaf, **how)
+            is_gradient = leaf_of(leaf.name).is_at(GRADIENT, *place)
+            if is_gradient and leaf.merge is Merge.SUM and len(weights) == 1:
+                merged[i] = dataclasses.replace(
+                    leaf, merge=Merge.MEAN, weight=weights[0]
+                )
     return merged
 
 
-def _losses_as_sums(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
+def _losses_as_sums(leaves: list[MergedLeaf]) -> list[MergedLeaf]:
     """Return the leaves with losses and gradients that are added and not divided."""
-    roots = "loss", loss, GRADIENT
     return [
         dataclasses.replace(x, merge=Merge.SUM, weight=None)
-        if x.name.startswith(roots) and x.merge is Merge.MEAN
+        if part_of(x.name) is not LeafPart.OTHER and x.merge is Merge.MEAN
         else x
         for x in leaves
     ]
 
 
 def _leaves_of_returned(
-    name: str, value: PyTree, merge: Merge, start: int
+    name: LeafName, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
-    """The leaves of one value, with the weights of means and the indices of tables."""
-    is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
+    """Return the leaves of one value, with weights of means and indices of tables."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, Weighted | IndexedRows)
+
     leaves: list[MergedLeaf] = []
     if getattr(value, "counts_towers", False):  # it depends on towers by design
         merge = Merge.PER_TOWER
@@ -133,12 +133,12 @@ def _leaves_of_returned(
     if merge is Merge.OTHER and (merges := _merges_of_state(value)):
         flat = jax.tree_util.tree_leaves_with_path(value)
         return [
-            MergedLeaf(name + jax.tree_util.keystr(path), how, state=name)
-            for (path, _), how in zip(flat, merges, strict=True)
+            MergedLeaf(name.within(path), merge, state=name)
+            for (path, _), merge in zip(flat, merges, strict=True)
         ]
     pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
-        within = name + jax.tree_util.keystr(path)
+        within = name.within(path)
         if isinstance(x, IndexedRows):  # its values, then its indices
             at = start + len(leaves) + 1
             leaves.append(MergedLeaf(within, merge, indices=at))
@@ -151,8 +151,7 @@ def _leaves_of_returned(
         flat = jax.tree_util.tree_leaves_with_path(x)
         weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
         leaves += [
-            MergedLeaf(within + jax.tree_util.keystr(at[1:]), Merge.MEAN, weight)
-            for at, _ in flat[:-1]
+            MergedLeaf(within.within(at[1:]), Merge.MEAN, weight) for at, _ in flat[:-1]
         ]
         leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
     return leaves
@@ -161,17 +160,16 @@ def _leaves_of_returned(
 def _merges_of_state(state: PyTree) -> list[Merge]:
     """How a metric state merges each of its leaves; empty if that is not known."""
     number = len(jax.tree.leaves(state))
-    merge = lambda one, other: one.merge(other)  # noqa: E731
-    jaxpr = jax.make_jaxpr(merge)(state, state).jaxpr
+    jaxpr = jax.make_jaxpr(type(state).merge)(state, state).jaxpr
     makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
-    found = []
+    merges = []
     for i, out in enumerate(jaxpr.outvars[:number]):
         maker = None if isinstance(out, Literal) else makers.get(out)
         pair = {jaxpr.invars[i], jaxpr.invars[number + i]}
         if maker is None or {*maker.invars} != pair:
             return []
-        found.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
-    return found
+        merges.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
+    return merges
 
 
 def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.check.comparison import GRADIENT
-from towerjax.check.equality.told import WHOLE_STEP, StepEquality
+from towerjax.check.equality.told import StepEquality
 from towerjax.check.equality.traced_passes import (
     NotTracedError,
     PassToProve,
     StepToProve,
     traced_passes,
 )
+from towerjax.check.leaf_name import WHOLE_STEP, LeafPart, leaf_of, part_of, whole_pass
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
-from towerjax.jaxprs.equation import all_eqns, all_sites, named_axes, user_line
+from towerjax.jaxprs.sites import all_sites, sites_over, user_line
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
@@ -33,6 +33,7 @@ from towerjax.proof.equal.one_tower import (
     worst_of,
 )
 from towerjax.proof.equal.same_path import way_of
+from towerjax.proof.equal.says import Says
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.types import Reduction
@@ -69,7 +70,7 @@ def equalities_of(step: StepToProve) -> list[Equality]:
 
 def _of_whole_step(why: str) -> list[Equality]:
     """One unknown result for all leaves of a step."""
-    return [Equality(WHOLE_STEP, "unknown", why)]
+    return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
@@ -90,7 +91,7 @@ def _equalities(step: StepToProve) -> list[Equality]:
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
         traced, answers = _of_programs(step, alone)
-        programs = [x for each in traced for x in each.programs]
+        programs = [x for of_pass in traced for x in of_pass.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return answers
     return worst_of(answers + _of_programs(step, whole)[1])
@@ -107,7 +108,7 @@ def _of_programs(
     """
     traced = traced_passes(step, passes)
     answers = _of_passes(traced, step)
-    unknown = any(x.says == "unknown" for x in answers)
+    unknown = any(x.says is Says.UNKNOWN for x in answers)
     if not unknown or step.rows != step.strategy.placement.row_shards:
         return traced, answers
     examples = None if step.examples is None else 2 * step.examples
@@ -119,10 +120,10 @@ def _of_programs(
         return traced, answers
     if not all(map(_take_one_way, traced, again)):
         return traced, answers
-    proved = {x.leaf for x in _of_passes(again, doubled) if x.says == "proved"}
+    proved = {x.leaf for x in _of_passes(again, doubled) if x.says is Says.PROVED}
     return traced, [
-        dataclasses.replace(x, says="proved", why="")
-        if x.says == "unknown" and x.leaf in proved
+        dataclasses.replace(x, says=Says.PROVED, why="")
+        if x.says is Says.UNKNOWN and x.leaf in proved
         else x
         for x in answers
     ]
@@ -134,10 +135,10 @@ def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
     Its own program and one tower's have to take the same way.
     """
 
-    def of(each: PassToProve) -> tuple[TowerProgram, TowerProgram]:
-        [own, *_] = [x for x in each.programs if x.towers > 1]
-        [*_, one_tower] = [x for x in each.programs if x.towers == 1]
-        return own, one_tower
+    def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:
+        [several, *_] = [x for x in of_pass.programs if x.towers > 1]
+        [*_, one_tower] = [x for x in of_pass.programs if x.towers == 1]
+        return several, one_tower
 
     pairs = zip(of(single), of(doubled), strict=True)
     own, one_tower = [way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs]
@@ -153,33 +154,48 @@ def line_of_own_devices(traced: Traced) -> str:
 
 def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
     """The answers for all passes; those for a later one hold if those before it do."""
-    found = []
-    for number, each in enumerate(traced, 1):
-        if why := _why_not_walked(each):
+    answers = []
+    for number, of_pass in enumerate(traced, 1):
+        if why := _why_not_walked(of_pass):
             equalities = [
-                Equality(x.name, "unknown", why)
-                for x in each.outputs
+                Equality(x.name, Says.UNKNOWN, why)
+                for x in of_pass.outputs
                 if x.merge is not Merge.PER_TOWER
             ]
         else:
-            equalities = _asked(each, each.outputs, step)
-            read = "" if number < len(traced) else _read_in_parts(step.plan)
-            equalities = _with_sums(equalities, each, step, read)
-            equalities = [_with_reduction(x, each) for x in equalities]
-        prefix = f"pass {number}: " if len(traced) > 1 else ""
-        found += [x.named_in(prefix) for x in equalities]
-        if number < len(traced) and any(x.says != "proved" for x in equalities):
-            rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
+            equalities = _asked(of_pass, of_pass.outputs, step)
+            is_last = number == len(traced)
+            keys = _keys_read_in_parts(step.plan) if is_last else ()
+            equalities = _with_sums(equalities, of_pass, step, keys)
+            equalities = [_with_reduction(x, of_pass) for x in equalities]
+        if len(traced) > 1:
+            equalities = [_in_pass(x, number) for x in equalities]
+        answers += equalities
+        if number < len(traced) and any(x.says is not Says.PROVED for x in equalities):
+            rest = [whole_pass(i) for i in range(number + 1, len(traced) + 1)]
             why = f"the results of pass {number} are not proved"
-            return found + [Equality(name, "unknown", why) for name in rest]
-    return found
+            return answers + [Equality(name, Says.UNKNOWN, why) for name in rest]
+    return answers
+
+
+def _in_pass(equality: Equality, number: int) -> Equality:
+    """Return the answer for a leaf of one of several passes."""
+    leaf = leaf_of(equality.leaf).in_pass(number)
+    state = leaf_of(equality.state).in_pass(number) if equality.state else ""
+    return dataclasses.replace(equality, leaf=leaf, state=state)
 
 
 def _asked(
-    each: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
+    of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    given = each.programs, each.inputs, outputs
-    return equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+    """Ask the proof for these leaves of a pass."""
+    return equal_to_one_tower(
+        of_pass.programs,
+        of_pass.inputs,
+        outputs,
+        axes=of_pass.axes,
+        padded=step.padded,
+    )
 
 
 _BARE = {
@@ -191,18 +207,18 @@ _OR_A_MEAN = (
 )
 
 
-def advice_on_bare_loss(how: Reduction) -> str:
+def advice_on_bare_loss(reduction: Reduction) -> str:
     """What a bare loss has to be, of which ``loss_reduction=how`` was said."""
-    return f"loss_reduction={how.name} {_BARE[how]}{_OR_A_MEAN}"
+    return f"loss_reduction={reduction.name} {_BARE[reduction]}{_OR_A_MEAN}"
 
 
-def _with_reduction(equality: Equality, each: PassToProve) -> Equality:
+def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
     """The refutation of a bare loss, with advice on its ``loss_reduction``."""
-    how = each.loss_reduction
-    is_loss = equality.leaf.startswith(("loss", GRADIENT))
-    if how is None or not is_loss or equality.says != "refuted":
+    reduction = of_pass.loss_reduction
+    is_loss = part_of(equality.leaf) is not LeafPart.OTHER
+    if reduction is None or not is_loss or equality.says is not Says.REFUTED:
         return equality
-    return dataclasses.replace(equality, advice=advice_on_bare_loss(how))
+    return dataclasses.replace(equality, advice=advice_on_bare_loss(reduction))
 
 
 _READ_IN_PARTS = (
@@ -211,51 +227,62 @@ _READ_IN_PARTS = (
 )
 
 
-def _read_in_parts(plan: Plan) -> str | None:
-    """The start of the names of means whose sum may be read alone; None for none.
+def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
+    """Return the keys of means whose sum may be read alone; None if there are none.
 
     An update that towers trace is given the values of means, and not their sums.
     """
     if not plan.accepts or plan.passes.hold_update:
         return None
-    return "extra" if plan.keeps_local else ""  # update_extra is given that
+    return ("extra",) if plan.keeps_local else ()  # update_extra is given that
 
 
 def _with_sums(
-    found: Sequence[Equality], each: PassToProve, step: StepToProve, read: str | None
+    equalities: Sequence[Equality],
+    of_pass: PassToProve,
+    step: StepToProve,
+    keys: tuple[str, ...] | None,
 ) -> list[Equality]:
-    """The answers, which for these means need an equal sum and an equal weight, too."""
-    leaves = each.outputs
-    pairs = [
-        (x.name, leaves[x.weight].name)
-        for x in leaves
-        if x.weight is not None and read is not None and x.name.startswith(read)
+    """Return the answers; the means at ``keys`` need an equal sum and weight, too."""
+    leaves = of_pass.outputs
+    weight_of = {
+        leaf.name: leaves[leaf.weight].name
+        for leaf in leaves
+        if leaf.weight is not None and keys is not None
+        if leaf_of(leaf.name).is_at(*keys)
+    }
+    if not weight_of:
+        return [*equalities]
+    added = {*weight_of.keys(), *weight_of.values()}
+    sums = [
+        MergedLeaf(leaf.name, Merge.SUM if leaf.name in added else Merge.PER_TOWER)
+        for leaf in leaves
     ]
-    parts = {name for pair in pairs for name in pair}
-    if not parts:
-        return [*found]
-    merges = [Merge.SUM if x.name in parts else Merge.PER_TOWER for x in leaves]
-    alone = [MergedLeaf(x.name, how) for x, how in zip(leaves, merges, strict=True)]
-    same = {x.leaf for x in _asked(each, alone, step) if x.says == "proved"}
-    odd = {pair[0] for pair in pairs if not same.issuperset(pair)}
+    answers = _asked(of_pass, sums, step)
+    equal = {answer.leaf for answer in answers if answer.says is Says.PROVED}
+    unequal = {
+        mean for mean, weight in weight_of.items() if not {mean, weight} <= equal
+    }
     return [
-        Equality(x.leaf, "unknown", _READ_IN_PARTS)
-        if x.leaf in odd and x.says == "proved"
+        dataclasses.replace(x, says=Says.UNKNOWN, why=_READ_IN_PARTS)
+        if x.leaf in unequal and x.says is Says.PROVED
         else x
-        for x in found
+        for x in equalities
     ]
 
 
-def _why_not_walked(each: PassToProve) -> str:
+def _why_not_walked(of_pass: PassToProve) -> str:
     """The reason why nothing can be said about a pass; "" if something can."""
-    if not each.has_same_leaves:
+    if not of_pass.has_same_leaves:
         return "towers return different leaves for another number of towers"
-    if each.in_micro_batches and any(_meets(x.jaxpr, each.axes) for x in each.programs):
+    if of_pass.in_micro_batches and any(
+        _meets(x.jaxpr, of_pass.axes) for x in of_pass.programs
+    ):
         return "towers communicate about the rows of one micro-batch each"
     return ""
 
 
 def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
     """Whether towers communicate."""
-    calls = [x for x in all_eqns(jaxpr) if x.primitive.name != "axis_index"]
-    return any({*named_axes(x)} & {*axes} for x in calls)
+    names = {eqn.primitive.name for eqn, _ in sites_over(jaxpr, axes)}
+    return bool(names - {"axis_index"})

@@ -7,8 +7,10 @@ have several, so that a state which is computed from them depends on the split.
 import jax
 from jax.extend.core import Literal
 
-from towerjax.jaxprs.equation import needed_eqns, user_line
+from towerjax.jaxprs.flow import needed_eqns
+from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree
 
@@ -35,7 +37,9 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
         if _is_per_tower(x):
             per_tower |= dict.fromkeys(of_value, jax.tree_util.keystr(path[-1:]))
     is_state = jax.tree.leaves(_of_state(traced.shapes))
-    results = [v for v, kept in zip(program.outvars, is_state, strict=True) if kept]
+    results = [
+        v for v, is_kept in zip(program.outvars, is_state, strict=True) if is_kept
+    ]
     eqns = needed_eqns(program.eqns, results)
     for v, line in [
         *[(v, user_line((eqn, None))) for eqn in eqns for v in eqn.invars],
@@ -45,7 +49,7 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
             at = f", at {line}" if line else ""
             name = per_tower[v]
             why = f"it reads {name}, which each tower has a value of its own of{at}"
-            return [Equality(UPDATE, "unknown", why)]
+            return [Equality(UPDATE, Says.UNKNOWN, why)]
     return []
 
 

@@ -4,14 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from towerjax.check.comparison import GRADIENT, Refuted, SplitError
+from towerjax.check.comparison import Refuted, SplitError
+from towerjax.check.leaf_name import WHOLE_STEP, LeafPart, leaf_of
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
 NO_ROWS = "step.fn is traced without rows; run step.audit before"
-WHOLE_STEP = "step"
-"""The name in place of leaves if a step cannot be traced for other rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepEquality:
         """The reason for each leaf that is not proved equal to one tower, by name."""
         if not self.leaves:
             return {WHOLE_STEP: "its towers merge nothing, so each keeps its result"}
-        return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
+        return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
         """The same results and more of them."""
@@ -49,18 +49,20 @@ class StepEquality:
             return self
         why = f"a shard_map over a tower's own devices, {line}"
         leaves = [
-            dataclasses.replace(x, says="unknown", why=why) if x.says == "proved" else x
+            dataclasses.replace(x, says=Says.UNKNOWN, why=why)
+            if x.says is Says.PROVED
+            else x
             for x in self.leaves
         ]
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def refuse(self) -> None:
         """Raise if a leaf is proved to depend on the split."""
-        refuted = [x for x in self.leaves if x.says == "refuted"]
+        refuted = [x for x in self.leaves if x.says is Says.REFUTED]
         if refuted:
-            found = [Refuted(x.leaf, x.why) for x in refuted]
+            findings = [Refuted(x.leaf, x.why) for x in refuted]
             advice = dict.fromkeys(x.advice for x in refuted if x.advice)
-            raise SplitError(found, advice)
+            raise SplitError(findings, advice)
 
     def is_open(self, leaf: str) -> bool:
         """Whether a leaf, by the name that the audit has for it, is not proved.
@@ -69,11 +71,15 @@ class StepEquality:
         the gradient is not proved either. An audit compares the values that a metric
         state computes, and the proof its fields.
         """
-        unproved = [x.state or x.leaf for x in self.leaves if x.says != "proved"]
-        if any(x.startswith("loss") for x in unproved):
-            unproved.append(GRADIENT)
-        return WHOLE_STEP in unproved or any(
-            x.startswith(leaf) or leaf.startswith(x) for x in unproved
+        asked = leaf_of(leaf)
+        open_leaves = [x for x in self.leaves if x.says is not Says.PROVED]
+        unproved = [leaf_of(x.state or x.leaf) for x in open_leaves]
+        is_gradient = asked.part is LeafPart.GRADIENT
+        return any(
+            x.holds(asked)
+            or asked.holds(x)
+            or (is_gradient and x.part is LeafPart.LOSS and x.number == asked.number)
+            for x in unproved
         )
 
     def __str__(self) -> str:
@@ -103,5 +109,5 @@ def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)
     reasons = [f"{', '.join(few(x))} ({why})" for why, x in leaves_of.items()]
-    told = f"not proved equal to one tower: {listed(reasons)}"
-    return f"{told}. {sample}" if sample else told
+    text = f"not proved equal to one tower: {listed(reasons)}"
+    return f"{text}. {sample}" if sample else text

@@ -222,7 +222,10 @@ def _trace_passes(
 
     own, replicated = without_replicated(step.batch)
     counts = jax.ShapeDtypeStruct((number,), jnp.int32)
-    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+
+    def is_shape(x: Any) -> bool:
+        return isinstance(x, jax.ShapeDtypeStruct)
+
     replicated = jax.tree.map(
         lambda x: x if is_shape(x) else jnp.asarray(x), replicated
     )
@@ -278,8 +281,9 @@ def _trace_tower(
         arguments = Arguments.of(pass_, axes, *given)
         if in_micro_batches:
             run = functools.partial(call_tower, pass_, axes)
-            towers = run, axes, arguments.own, index, *arguments.replicated
-            sums, (tree, _) = over_local_towers(*towers, stack_sums=False)
+            sums, (tree, _) = over_local_towers(
+                run, axes, arguments.own, index, *arguments.replicated, stack_sums=False
+            )
             return put_sums(first(tree), sums)
         tower = TracedTower.of(pass_, axes, programs, arguments)
         sums, (tree, _) = over_towers(tower)
@@ -298,7 +302,10 @@ def _inputs_of(
 
     An evaluation reads the mean of the towers' variables, which is what one tower has.
     """
-    is_local = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+
+    def is_local(x: Any) -> bool:
+        return isinstance(x, TowerLocal)
+
     inputs = []
     for x in jax.tree.leaves(step.state, is_leaf=is_local):
         is_read_as_one = pass_.reads_local and is_local(x)

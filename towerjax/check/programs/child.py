@@ -128,10 +128,10 @@ def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
 
 def _devices_in_use() -> frozenset[Device]:
     """The devices that hold arrays, and those for which programs were compiled."""
-    found = {x for array in jax.live_arrays() for x in array.sharding.device_set}
+    devices = {x for array in jax.live_arrays() for x in array.sharding.device_set}
     for program in jax.devices()[0].client.live_executables():
-        found.update(program.local_devices())
-    return frozenset(found)
+        devices.update(program.local_devices())
+    return frozenset(devices)
 
 
 @contextlib.contextmanager

@@ -123,8 +123,8 @@ def compare_runs(
             "there is nothing to compare, because no result has finite numbers and"
             " nothing was changed in place. Return the new state from fn"
         )
-    hows = sorted(differing, key=lambda how: how == _KEYS)
-    notes = [f"{listed(differing[how])}: {how}" for how in hows]
+    hows = sorted(differing, key=lambda reduction: reduction == _KEYS)
+    notes = [f"{listed(differing[reduction])}: {reduction}" for reduction in hows]
     notes += _unseen(first, reports[0], [x.why for x in reads.values() if x.why])
     joined = join_reports(reports)
     return dataclasses.replace(joined, of=of, first=at_first, notes=tuple(notes))
@@ -173,7 +173,7 @@ def refuse_other_run(again: Seen, first: Seen) -> None:
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
     """The results of a call for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
-    none = Value(None, is_state=False, is_key=False)
+    none = Value(None, is_state=False, is_key=False, is_returned=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
 
 
@@ -189,17 +189,18 @@ def _pairs(
     Results that differ from device to device are added to ``differing``.
     """
     others = sorted(got.keys() ^ want.keys())
-    if names := [name for name in others if name.startswith("result")]:
+    both = {**got, **want}
+    if names := [name for name in others if both[name].is_returned]:
         raise ValueError(
             f"{named} the program returns different results: {listed(names)}. Return"
             " the same for each number."
         )
     pairs: dict[str, tuple[Any, Any]] = dict.fromkeys(others, (None, None))
     for name in [name for name in want if name in got]:
-        *pair, how = _as_compared(got[name], want[name], rtol)
+        *pair, reduction = _as_compared(got[name], want[name], rtol)
         pairs[name] = pair[0], pair[1]
-        if how:
-            differing.setdefault(how, {})[name] = None
+        if reduction:
+            differing.setdefault(reduction, {})[name] = None
     return pairs
 
 
@@ -224,7 +225,7 @@ def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
         return x, copies, ""
     ways = (
         (x, copies, ""),
-        *[(of(x, axis=0, keepdims=True), y, how) for of, how in _HOST],
+        *[(of(x, axis=0, keepdims=True), y, reduction) for of, reduction in _HOST],
     )
     return next((way for way in ways if _are_close(*way[:2], rtol)), ways[0])
 
@@ -263,6 +264,6 @@ def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
     factors = [dict.fromkeys(x.factors) for x in reads]
     several = {x: None for some in factors for x in some}
     changing = [x for x in several if not all(x in some for some in factors)]
-    lines = dict.fromkeys(f"{line} ({how})" for line, how, _ in changing)
+    lines = dict.fromkeys(f"{line} ({operation})" for line, operation, _ in changing)
     if lines:
         yield (f"A factor or divisor depends on {of} at {'; '.join([*lines][:3])}.")

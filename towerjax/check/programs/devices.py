@@ -27,28 +27,28 @@ _USED_AS_A_NUMBER = (
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
     """The different numbers of devices; raise unless the first is 1."""
-    given = list(dict.fromkeys(check_wholes("devices", numbers)))
+    different = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
-    is_plain = given[0] == 1 and len(given) > 1
+    is_plain = different[0] == 1 and len(different) > 1
     if not is_plain:
-        others = [str(x) for x in given if x != 1] or ["2"]
+        others = [str(x) for x in different if x != 1] or ["2"]
         raise ValueError(
             f"{wrong}: devices=(1, {', '.join(others)}), or --devices 1"
             f" {' '.join(others)}."
         )
-    if at_most is not None and max(given) > at_most:
+    if at_most is not None and max(different) > at_most:
         raise ValueError(
             f"devices={numbers!r}, but there are only {at_most} devices. On CPUs write"
-            f' jax.config.update("jax_num_cpu_devices", {max(given)}) before JAX is'
+            f' jax.config.update("jax_num_cpu_devices", {max(different)}) before JAX is'
             " used."
         )
-    return given
+    return different
 
 
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
     """The list of devices to give to ``make``, for each number of devices."""
-    given = check_numbers(numbers, len(jax.devices()))
-    return {number: jax.devices()[:number] for number in given}
+    counts = check_numbers(numbers, len(jax.devices()))
+    return {number: jax.devices()[:number] for number in counts}
 
 
 @contextlib.contextmanager
@@ -80,14 +80,14 @@ def refuse_others(
     used = frozenset(x for x in used if x.platform == given[0].platform)
     if used == {*given} or (len(given) == 1 and not used):
         return
-    told = "does not say on which devices it runs"
+    fault = "does not say on which devices it runs"
     if used:
         names = ", ".join(sorted(map(canonical_device_name, used)))
         devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
-        told = f"runs on {devices}, {names}, as its arguments, results and meshes say"
+        fault = f"runs on {devices}, {names}, as its arguments, results and meshes say"
     raise ValueError(
-        f"{named.format(len(given))} {told}. {remedy}, and return an array that lies on"
-        " them."
+        f"{named.format(len(given))} {fault}. {remedy}, and return an array that lies"
+        " on them."
     )
 
 

@@ -22,7 +22,7 @@ from towerjax.check.programs.traced import (
     traced_arrays,
 )
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
-from towerjax.jaxprs.equation import is_ref
+from towerjax.jaxprs.flow import is_ref
 from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
@@ -35,6 +35,7 @@ from towerjax.proof.equal.kinds import (
     copy,
 )
 from towerjax.proof.equal.one_tower import Equality, worst_of
+from towerjax.proof.equal.says import Says
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.written_out import kinds_by_matches
 from towerjax.types.refusals import listed
@@ -68,14 +69,14 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
     Returns:
       The proof's answer for each numeric result, the worst of all pairs.
     """
-    found = list[Equality]()
+    answers = list[Equality]()
     first, *others = sorted(programs.items())
     pairs = itertools.pairwise([first, *others])
     if _may_be_written_out(programs, words):
         pairs = ((first, other) for other in others)
     for pair in pairs:
-        found += _of_pair(dict(pair), words)
-    return worst_of(found)
+        answers += _of_pair(dict(pair), words)
+    return worst_of(answers)
 
 
 def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
@@ -89,12 +90,12 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
     leaves = _named_results(first)
     try:
         _refuse_unlike(first, second)
-        each = _said_of_results(programs, words)
+        of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        each = [("unknown", words.reason(str(error)))] * len(leaves)
+        of_results = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
     return [
         Equality(name, *said)
-        for (name, x), said in zip(leaves, each, strict=True)
+        for (name, x), said in zip(leaves, of_results, strict=True)
         if isinstance(x, jax.ShapeDtypeStruct)
     ]
 
@@ -107,23 +108,23 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
         raise ProgramsDifferError(
             "arguments or results differ between numbers of towers"
         )
-    for each in (first, second):
-        jaxpr = each.traced.jaxpr.jaxpr
+    for program in (first, second):
+        jaxpr = program.traced.jaxpr.jaxpr
         if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
             raise ProgramsDifferError("it takes a Ref, which it may write")
-        if each.unseen:
+        if program.unseen:
             raise ProgramsDifferError(
-                f"it changes {listed(each.unseen)} in place, which the proof does not"
-                " follow"
+                f"it changes {listed(program.unseen)} in place, which the proof does"
+                " not follow"
             )
-        numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
+        numbers = [name for name, x in _of_states(program) if _is_python_number(x)]
         if numbers:
             raise ProgramsDifferError(
                 f"{listed(numbers)} comes back as a result but is a Python number, of"
                 " which the trace has only one value. Pass an array"
             )
-        for told in each.splits_draws:
-            raise ProgramsDifferError(told)
+        for why in program.splits_draws:
+            raise ProgramsDifferError(why)
 
 
 def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
@@ -145,7 +146,7 @@ def _is_python_number(x: Any) -> bool:
 
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
-) -> list[tuple[str, str]]:
+) -> list[tuple[Says, str]]:
     """The proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
@@ -160,25 +161,25 @@ def _said_of_results(
         kinds = walk.closed(*jaxprs, ins)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
-    found = []
+    answers = []
     for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
         says, why = _said_of_result(walk.sizes, value, *both)
-        if says == "refuted":
+        if says is Says.REFUTED:
             why = words.of_power(value.power, causes.of_power(number))
-        elif says == "unknown":
+        elif says is Says.UNKNOWN:
             why = words.of_unknown(why, causes.of_unknown(number))
-        found.append((says, why))
-    return found
+        answers.append((says, why))
+    return answers
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     """The kind of an argument: the same for all, or stacked for the devices."""
-    told = f"{name} is a different array for another number of towers"
-    unknown = Unknown(why=told)
+    why = f"{name} is a different array for another number of towers"
+    unknown = Unknown(why=why)
     try:
         walk.sizes.axes(first, second)
     except ProgramsDifferError:
-        raise ProgramsDifferError(f"{told}: {first.shape}, {second.shape}") from None
+        raise ProgramsDifferError(f"{why}: {first.shape}, {second.shape}") from None
     if first.dtype != second.dtype:
         return unknown
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (first, second)):
@@ -187,47 +188,47 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
         return unknown
     a, b = [np.asarray(key_data(x)) for x in (first, second)]
     if a.shape == b.shape:
-        found = walk.constant(a, b)
+        value = walk.constant(a, b)
         # An argument that grows with the devices is another argument, and no mistake.
-        is_same = not isinstance(found, Unknown) and not found.power
-        return _any_value(found) if is_same else unknown
+        is_same = not isinstance(value, Unknown) and not value.power
+        return _any_value(value) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
         return unknown
     if a.shape[1:] == b.shape[1:]:
-        found = walk.constant(a[0], b[0])
+        value = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
-        if isinstance(found, Unknown) or found.power or not are_copies:
+        if isinstance(value, Unknown) or value.power or not are_copies:
             return Unknown(why=f"each tower is given a different {name}")
-        return Stacked(_any_value(found).power, of=Copy)
+        return Stacked(_any_value(value).power, of=Copy)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
         return Stacked(of=TowerRows)
     return unknown
 
 
-def _any_value(found: Kind) -> Kind:
+def _any_value(value: Kind) -> Kind:
     """The kind without its value, because another call may have another value."""
-    return copy() if isinstance(found, Zero) else copy(found.power)
+    return copy() if isinstance(value, Zero) else copy(value.power)
 
 
 def _said_of_result(
     sizes: Sizes, value: Kind, first: Any, second: Any
-) -> tuple[str, str]:
+) -> tuple[Says, str]:
     """The proof's result for one returned value, and why."""
     if isinstance(value, Unknown):
-        return "unknown", value.why
+        return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)
     is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers
     if isinstance(value, Stacked):
         wanted = {None: Copy, 1: TowerRows}.get(own_rows)
         fits = is_stacked and value.of is wanted
         if not fits:
-            return "unknown", f"each tower returns {value.of.name} of its own"
+            return Says.UNKNOWN, f"each tower returns {value.of.name} of its own"
     elif isinstance(value, Zero):
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
         fits = isinstance(value, Copy) and (own_rows, stacked) == (None, None)
     if not fits:
-        return "unknown", "its shape depends on the number of towers"
+        return Says.UNKNOWN, "its shape depends on the number of towers"
     is_power = not isinstance(value, Zero) and bool(value.power)
-    return ("refuted", "") if is_power else ("proved", "")
+    return (Says.REFUTED, "") if is_power else (Says.PROVED, "")

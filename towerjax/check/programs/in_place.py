@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.check.programs.traced import NUMBER_TYPES
-from towerjax.jaxprs.equation import is_library
+from towerjax.jaxprs.sites import is_library
 from towerjax.types.trees import is_deleted
 
 _WHOLE = type | types.ModuleType | str | bytes  # their contents are not searched
@@ -43,8 +43,8 @@ class Held:
     def changed(self) -> dict[str, Any]:
         """The values that differ from before, by name."""
         now = dict(self._held())
-        kept = {name for name, x in now.items() if self._is_kept(name, x)}
-        return {name: _read_now(x) for name, x in now.items() if name not in kept}
+        unread = {name for name, x in now.items() if self._is_kept(name, x)}
+        return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
         """The names of values that are no longer there."""
@@ -142,12 +142,12 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
         nodes = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf)
         return [(jax.tree_util.keystr(path), part) for path, part in nodes]
-    own = getattr(x, "__dict__", {})
+    attributes = getattr(x, "__dict__", {})
     if type(x).__module__.partition(".")[0] in _ARRAYS_OWN:
-        return [("", own.get("__wrapped__"))]
+        return [("", attributes.get("__wrapped__"))]
     # Values that libraries keep in a function, such as caches, may depend on devices.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
-    return [] if is_kept else [(f".{key}", part) for key, part in own.items()]
+    return [] if is_kept else [(f".{key}", part) for key, part in attributes.items()]
 
 
 def _content_of(cell: types.CellType) -> Any:

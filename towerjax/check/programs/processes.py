@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from towerjax.jaxprs.equation import is_library
+from towerjax.jaxprs.sites import is_library
 from towerjax.mesh.devices import want_cpu_devices
 from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary
@@ -55,8 +55,8 @@ class ProgramDied(RuntimeError):
       lines: The last lines that it printed. They were shown on stderr as they came.
     """
 
-    def __init__(self, told: str, lines: Sequence[str] = ()) -> None:
-        super().__init__(told)
+    def __init__(self, text: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(text)
         self.lines = tuple(lines)
 
 
@@ -179,10 +179,10 @@ def call_in_process(
         code, last = _printed(command, _environment(devices), shown, timeout_s)
         result = folder / "result"
         if code or not result.exists():
-            how = _how_it_ended(code)
+            ending = _how_it_ended(code)
             if code is None:
-                how = f"did not end within {timeout_s:g} s, and was killed"
-            raise ProgramDied(_told_of_death(label, how, last), last)
+                ending = f"did not end within {timeout_s:g} s, and was killed"
+            raise ProgramDied(_told_of_death(label, ending, last), last)
         gave, value = pickle.loads(result.read_bytes())
     if gave == "error":
         raise value
@@ -260,16 +260,16 @@ def _printed(
 def _how_it_ended(code: int | None) -> str:
     if not code:
         return "ended before it gave a result"
-    how = f"ended with exit code {code}" if code >= 0 else "was killed"
+    ending = f"ended with exit code {code}" if code >= 0 else "was killed"
     if code < 0:
-        how += f" by {signal.Signals(-code).name}"
-    return how
+        ending += f" by {signal.Signals(-code).name}"
+    return ending
 
 
-def _told_of_death(label: str, how: str, last: list[str]) -> str:
+def _told_of_death(label: str, ending: str, last: list[str]) -> str:
     printed = [line for line in last if _is_told(line)]
-    told = f"The last line that it printed: {printed[-1]}" if printed else ""
-    return f"The process of {label} {how}. {told or 'It printed nothing.'}"
+    last_line = f"The last line that it printed: {printed[-1]}" if printed else ""
+    return f"The process of {label} {ending}. {last_line or 'It printed nothing.'}"
 
 
 def _is_told(line: str) -> bool:
@@ -292,7 +292,7 @@ def answer(parent: int, folder: str) -> None:
     place = pathlib.Path(folder)
     run, args = pickle.loads((place / "call").read_bytes())
     try:
-        given = "value", run(*args)
+        result = "value", run(*args)
     except ToldError as told:
-        given = "error", told.error
-    (place / "result").write_bytes(pickle.dumps(given))
+        result = "error", told.error
+    (place / "result").write_bytes(pickle.dumps(result))

@@ -20,16 +20,11 @@ from towerjax.check.programs.traced import (
     trace_program,
 )
 from towerjax.check.programs.words import OF_DEVICES, OF_MICRO_BATCHES, Words
-from towerjax.jaxprs.equation import (
-    Site,
-    all_sites,
-    manual_axes,
-    named_axes,
-    outwards,
-    user_line,
-)
+from towerjax.jaxprs.params import manual_axes, named_axes
+from towerjax.jaxprs.sites import Site, all_sites, outwards, user_line
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
+from towerjax.proof.equal.says import Says
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.types.boundary import api_boundary
@@ -88,11 +83,11 @@ class ProgramReport:
     @property
     def unproved(self) -> dict[str, str]:
         """The reason for each result that is not proved the same as with one."""
-        return {x.leaf: x.why for x in self.equal if x.says != "proved"}
+        return {x.leaf: x.why for x in self.equal if x.says is not Says.PROVED}
 
     def __str__(self) -> str:
-        kept = f"copies of a state that stay the same: {self.copies}"
-        notes = [kept] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
+        copies = f"copies of a state that stay the same: {self.copies}"
+        notes = [copies] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
         unread = [f"not read: {x}" for x in self.unread]
         without = [_NO_MAP if self.equal else _NO_MAP + _ASK_FOR_MANY]
         maps = self.maps or without * (self.words is OF_DEVICES)
@@ -101,12 +96,12 @@ class ProgramReport:
     def _equal(self) -> Iterator[str]:
         """Lines on how many results are the same as with one, and which are not."""
         if self.equal:
-            number = sum(x.says == "proved" for x in self.equal)
+            number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone
             yield f"the same as {alone}: {number} of {len(self.equal)} results"
-        by_answer = dict[tuple[str, str], list[str]]()
+        by_answer = dict[tuple[Says, str], list[str]]()
         for x in self.equal:
-            if x.says != "proved":
+            if x.says is not Says.PROVED:
                 by_answer.setdefault((x.says, x.why), []).append(x.leaf)
         for (says, why), (first, *more) in by_answer.items():
             leaves = f"{first} and {len(more)} more" if more else first
@@ -172,13 +167,15 @@ def prove(
         )
     if micro_batches is not None:
         words = OF_MICRO_BATCHES
-        made = made_for_parts(fn, micro_batches)
+        by_number = made_for_parts(fn, micro_batches)
     else:
         words = OF_DEVICES
         check_function("make", fn, FORM_OF_MAKE)
         lists = lists_of_devices(devices or ())
-        made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
-    report, why = proved_on(made, words)
+        by_number = {
+            number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()
+        }
+    report, why = proved_on(by_number, words)
     if report is None:
         raise ValueError(f"Nothing is proved: {why}.")
     if refuted := refuted_in(report):
@@ -191,9 +188,9 @@ def made_for_parts(
 ) -> dict[int, UserProgram]:
     """The program for each number of micro-batches."""
     check_function("make", make, form)
-    given = check_different("micro_batches", numbers)
-    check_takes(form, make, given[0])
-    return {number: UserProgram(form, make(number)) for number in given}
+    counts = check_different("micro_batches", numbers)
+    check_takes(form, make, counts[0])
+    return {number: UserProgram(form, make(number)) for number in counts}
 
 
 def proved_on(
@@ -205,22 +202,24 @@ def proved_on(
       A report, from which refuted results are not yet raised; or None, and why nothing
       is proved.
     """
-    made = dict[int, MadeProgram]()
+    by_number = dict[int, MadeProgram]()
     for number, program in programs.items():
         traced, why = program.trace()
         if traced is None:
             return None, f"the program cannot be traced ({why})"
         draws = [*_split_draws(traced.jaxpr)]
-        made[number] = MadeProgram(traced, program.traced_args, program.unseen, draws)
-    most = made[max(made)]
-    report = proved(most.traced, most.args, equal_for_all(made, words))
+        by_number[number] = MadeProgram(
+            traced, program.traced_args, program.unseen, draws
+        )
+    most = by_number[max(by_number)]
+    report = proved(most.traced, most.args, equal_for_all(by_number, words))
     return dataclasses.replace(report, words=words), ""
 
 
 def refuted_in(report: ProgramReport) -> str:
     """The error text for refuted results; "" if there are none."""
-    told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
-    return "\n".join([report.words.depends, *told]) if told else ""
+    lines = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says is Says.REFUTED]
+    return "\n".join([report.words.depends, *lines]) if lines else ""
 
 
 def proved(
@@ -234,33 +233,39 @@ def proved(
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
     maps = list({(x.line, *x.along, x.replicated, x.split): x for x in every}.values())
-    told = list[str]()
+    texts = list[str]()
     notes = list[str]()
     for x in maps:
         for axis, in_axis in x.along.items():
-            told += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
-            for how, so in _OF_EQUALS.items():
-                at = "" if equal else of_equals(in_axis, how)
-                if at and (x.typed or how != "averaged"):
-                    what = f"a value that is the same on all is {how} {so}{at}"
-                    notes.append(f"{_at(x)}: {what}")
-    if told:
-        raise ReplicationError("\n".join([NOT_THE_SAME, *told]))
-    kept = _what_copies_become(traced, args) if maps else {}
-    if drifts := {name: how for name, how in kept.items() if how != COPIES}:
-        [(first, how), *more] = drifts.items()
+            texts += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
+            for verb, so in _OF_EQUALS.items():
+                at = "" if equal else of_equals(in_axis, verb)
+                if at and (x.typed or verb != "averaged"):
+                    value = f"a value that is the same on all is {verb} {so}{at}"
+                    notes.append(f"{_at(x)}: {value}")
+    if texts:
+        raise ReplicationError("\n".join([NOT_THE_SAME, *texts]))
+    copies = _what_copies_become(traced, args) if maps else {}
+    if drifts := {name: verb for name, verb in copies.items() if verb != COPIES}:
+        [(first, verb), *more] = drifts.items()
         leaves = f"{first} and {len(more)} more" if more else first
         notes.append(
-            f"{leaves}: each device is given a copy, and returns another: {how}"
+            f"{leaves}: each device is given a copy, and returns another: {verb}"
         )
     notes += dict.fromkeys(_elsewhere(jaxpr))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
     lines = [
         f"{_at(x)}: {x.replicated} results are the same, {x.split} split" for x in maps
     ]
-    told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
     same = sum(x.replicated for x in maps)
-    return ProgramReport(*told_of, same, len(kept) - len(drifts), tuple(equal))
+    return ProgramReport(
+        tuple(lines),
+        tuple(notes),
+        tuple(dict.fromkeys(unread)),
+        same,
+        len(copies) - len(drifts),
+        tuple(equal),
+    )
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
@@ -276,10 +281,10 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
         if eqn.primitive.name == "ppermute" and maps:
             at = user_line(site) or "a line of a library"
             names = maps[0].params["mesh"].axis_names
-            given = named_axes(eqn)
-            if sorted(given, key=names.index) != [*given]:
+            axes = named_axes(eqn)
+            if sorted(axes, key=names.index) != [*axes]:
                 yield (
-                    f"ppermute at {at} is over {given}, in another order than the"
+                    f"ppermute at {at} is over {axes}, in another order than the"
                     f" mesh's {names}. JAX 0.10 counts devices in the mesh's order in"
                     " any case, and JAX 0.12 refuses it. Write the mesh's order."
                 )
@@ -331,17 +336,17 @@ def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str,
     """
     jaxpr = traced.jaxpr
     at_result = state_places(args, traced.out)
-    given = _arrays_in(args)
+    arrays = _arrays_in(args)
     is_copied = [
         (x.argument in at_result or _is_setting(x.array)) and _may_be_copies(x.array)
-        for x in given
+        for x in arrays
     ]
-    num_by_name = len(jaxpr.in_avals) - len(given)
+    num_by_name = len(jaxpr.in_avals) - len(arrays)
     told = becomes_of(jaxpr, is_copied + [False] * num_by_name)
     first_leaf = _first_leaves(traced.out)
     names = [name for name, _ in named_leaves("result", traced.out)]
     becomes = dict[str, str]()
-    for x, copied in zip(given, is_copied, strict=True):
+    for x, copied in zip(arrays, is_copied, strict=True):
         if not (copied and x.argument in at_result):
             continue
         leaf = first_leaf[at_result[x.argument] or 0] + x.leaf

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from towerjax.check.comparison import rounding_of
 from towerjax.check.programs.runs import UserProgram, meshes_of_trace
 from towerjax.check.programs.traced import ARRAY_TYPES, traced_arrays
-from towerjax.jaxprs.equation import all_sites, arrays_in, named_axes, user_line
+from towerjax.jaxprs.sites import all_sites, arrays_in, sites_over, user_line
 from towerjax.mesh.devices import Device
 from towerjax.types.trees import key_data
 
@@ -53,21 +53,22 @@ def read_program(program: UserProgram) -> Reading:
 
 
 def _lines_that_communicate(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    sites = [x for x in all_sites(jaxpr) if named_axes(x[0])]
-    lines = [(user_line(x), x[0].primitive.name) for x in sites]
-    return tuple(dict.fromkeys(f"{line} ({how})" for line, how in lines if line))
+    lines = [(user_line(x), x[0].primitive.name) for x in sites_over(jaxpr)]
+    return tuple(
+        dict.fromkeys(f"{line} ({operation})" for line, operation in lines if line)
+    )
 
 
 def _factors(jaxpr: ClosedJaxpr) -> tuple[tuple[str, str, complex], ...]:
     sites = [
         x for x in all_sites(jaxpr, plain=True) if x[0].primitive.name in _BY_A_FACTOR
     ]
-    found = [
+    factors = [
         (user_line(x), x[0].primitive.name, number)
         for x in sites
         if (number := _factor(x[0])) is not None
     ]
-    return tuple(dict.fromkeys(x for x in found if x[0]))
+    return tuple(dict.fromkeys(x for x in factors if x[0]))
 
 
 def _factor(eqn: JaxprEqn) -> complex | None:
@@ -84,10 +85,10 @@ def digest_of(program: UserProgram) -> str:
     traced, _ = program.trace()
     if traced is None:
         return ""
-    given = traced_arrays(program.traced_args)
-    text = f"{traced.jaxpr} {jax.tree.structure(traced.out)} {[*given]}"
+    arrays = traced_arrays(program.traced_args)
+    text = f"{traced.jaxpr} {jax.tree.structure(traced.out)} {[*arrays]}"
     digest = hashlib.sha256(_ADDRESS.sub("", text).encode())
-    for x in (*given.values(), *arrays_in(traced.jaxpr)):
+    for x in (*arrays.values(), *arrays_in(traced.jaxpr)):
         if isinstance(x, ARRAY_TYPES):  # and no Ref, of which nothing is proved
             digest.update(np.asarray(key_data(x)).tobytes())
     return digest.hexdigest()

@@ -34,6 +34,7 @@ class Value(NamedTuple):
     numbers: np.ndarray | None  # None if it has none
     is_state: bool  # it replaces an argument, or is changed in place
     is_key: bool
+    is_returned: bool  # otherwise it is changed in place
 
 
 class Seen(NamedTuple):
@@ -96,13 +97,13 @@ class UserProgram:
         self._is_new = False
         calls = self._calls(args)
         taken, _ = flatten(self._given)
-        given, _ = flatten([(x.out, x.changed) for x in calls])
-        dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
+        results, _ = flatten([(x.out, x.changed) for x in calls])
+        dtypes = {str(x.dtype) for x in taken + results if isinstance(x, ARRAY_TYPES)}
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         return Seen(
             tuple([x.values for x in calls]),
-            frozenset(_where_are(taken + given)),
+            frozenset(_where_are(taken + results)),
             frozenset(dtypes),
             bool(calls[-1].changed),
             any(isinstance(x, ARRAY_TYPES) for x in self._leaves),
@@ -258,26 +259,32 @@ def _given_as(old: Any, new: Any) -> Any:
 def _values(
     out: PyTree, places: dict[int, int | None], changed: dict[str, Any]
 ) -> dict[str, Value]:
-    """The leaves that a call returned or changed in place, by name."""
-    states = ["result" if at is None else f"result[{at}]" for at in places.values()]
-    named = {name: (x, False) for name, x in named_leaves("result", out, is_iterator)}
-    for name in named:
-        if any(name.startswith(state) for state in states):
-            named[name] = named[name][0], True
-    named = {name: (x, True) for name, x in changed.items()} | named
-    return {name: _value(*pair) for name, pair in named.items()}
+    """Return the leaves that a call returned or changed in place, by name."""
+    indices = {*places.values()}
+    states = {(jax.tree_util.SequenceKey(i),) for i in indices if i is not None}
+    returned = named_leaves("result", out, is_iterator)
+    paths = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_iterator)
+    values = {
+        name: _value(x, is_state=True, is_returned=False) for name, x in changed.items()
+    }
+    for (name, x), (path, _) in zip(returned, paths, strict=True):
+        is_state = None in indices or path[:1] in states
+        values[name] = _value(x, is_state=is_state, is_returned=True)
+    return values
 
 
-def _value(x: Any, is_state: bool) -> Value:
+def _value(x: Any, *, is_state: bool, is_returned: bool) -> Value:
+    """Return a leaf as `Value`; it has no numbers if it is no array of numbers."""
+    none = Value(None, is_state=is_state, is_key=False, is_returned=is_returned)
     if not isinstance(x, NUMBER_TYPES):
-        return Value(None, is_state, False)
+        return none
     data = key_data(x)
     dtype = np.asarray(data).dtype
     if dtype.kind != "b" and not jnp.issubdtype(dtype, jnp.number):
-        return Value(None, is_state, False)
+        return none
     is_raw = dtype == np.uint32 and np.ndim(data) in (1, 2)
     is_one_key = is_key(x) or (is_raw and np.shape(data)[-1] in _KEY_WORDS)
-    return Value(as_reals(data), is_state, is_one_key)
+    return none._replace(numbers=as_reals(data), is_key=is_one_key)
 
 
 def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:

@@ -221,8 +221,9 @@ def run_in_processes(
     """The results of a program in a new process for each number of devices."""
     ran = {}
     for number in numbers:
-        call = _label(number), number, run_program, named, number
-        ran[number] = call_in_process(*call, timeout_s=timeout_s)
+        ran[number] = call_in_process(
+            _label(number), number, run_program, named, number, timeout_s=timeout_s
+        )
     return ran
 
 
@@ -260,8 +261,9 @@ def compare_ran(
 
     def again(rounding: float) -> list[Seen]:
         label = f"{_label(first)}, rounded"
-        call = label, first, run_nearby, named, first, rounding
-        nearby = call_in_process(*call, timeout_s=timeout_s)
+        nearby = call_in_process(
+            label, first, run_nearby, named, first, rounding, timeout_s=timeout_s
+        )
         refuse_other_run(nearby[0], ran[first].seen)
         return nearby
 

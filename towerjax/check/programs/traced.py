@@ -8,7 +8,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from towerjax.jaxprs.equation import all_eqns, param_leaves
+from towerjax.jaxprs.params import param_leaves
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.devices import Device
 from towerjax.types import PyTree
 from towerjax.types.refusals import kind_of
@@ -65,10 +66,10 @@ def trace_program(
 
     def of_arrays(*arrays: Any) -> Any:
         nonlocal results
-        given = [*leaves]
+        in_place = [*leaves]
         for i, x in zip(at, arrays, strict=True):
-            given[i] = x
-        args, kwargs = treedef.unflatten(given)
+            in_place[i] = x
+        args, kwargs = treedef.unflatten(in_place)
         results = flatten(fn(*args, **kwargs))
         return [x if isinstance(x, NUMBER_TYPES) else 0 for x in results[0]]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from towerjax.jaxprs.equation import outwards, user_line
+from towerjax.jaxprs.sites import outwards, user_line
 from towerjax.proof.equal.causes import Cause
 
 _BY_JAX = (
@@ -63,20 +63,20 @@ class Words:
         """The factor that a power of their number is, with its cause and a remedy."""
         size = self.letter if abs(power) == 1 else f"{self.letter}^{abs(power)}"
         size = size if power > 0 else f"1/{size}"
-        told = f"{size} times what it is {self.alone}"
+        text = f"{size} times what it is {self.alone}"
         line = line_of(cause) if cause else ""
         if cause is None or not line:
-            return told
+            return text
         name = cause.site[0].primitive.name
         is_sum = name in self.sums
         if name != "div" and not is_sum:
-            return f"{told}: {self.number.format(line)}."
+            return f"{text}: {self.number.format(line)}."
         if power < 0:
-            return f"{told}: {self.all.format(line)}."
+            return f"{text}: {self.all.format(line)}."
         why = (self.equals if is_sum else self.own).format(line)
         maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
         is_typed = any(x.params["check_vma"] for x in maps)
-        return f"{told}: {why}{_BY_JAX * is_typed}."
+        return f"{text}: {why}{_BY_JAX * is_typed}."
 
     def of_unknown(self, why: str, cause: Cause | None) -> str:
         """The reason why a result is unknown, with a wrong number that causes it."""

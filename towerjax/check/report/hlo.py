@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from towerjax.jaxprs.equation import format_line, is_library
+from towerjax.jaxprs.sites import format_line, is_library
 from towerjax.step.run.compile import compile_step
 from towerjax.types.tables import in_bytes
 
@@ -205,9 +205,10 @@ def collectives_of(
             continue
         at = _schedule_of(there, op) if op.opcode == "async-start" else when
         often = op.trips if op.opcode == "while" else 1
-        inside = (trips * (often or 1), known and often is not None, at)
         for name in op.called():
-            yield from collectives_of(module, name, *inside)
+            yield from collectives_of(
+                module, name, trips * (often or 1), known and often is not None, at
+            )
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:

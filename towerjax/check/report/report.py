@@ -211,10 +211,10 @@ def time_program(
     program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
 ) -> Timing:
     """The times of a program's calls, with its own copy of a state."""
-    first, kept = split_state(state)
+    first, others_kept = split_state(state)
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
-        out = program.call(first, kept, *others)
+        out = program.call(first, others_kept, *others)
         return (out[0] if program.plan.donates else first), out
 
     return time_calls(call, first, calls)
@@ -254,8 +254,10 @@ def _make_report(
 
 def _memory_of(placement: Placement) -> int | None:
     """The memory of this process's first device; None where it does not say."""
-    own = (x for x in placement.jax_devices if x.process_index == jax.process_index())
-    return (next(own).memory_stats() or {}).get("bytes_limit")
+    local_devices = (
+        x for x in placement.jax_devices if x.process_index == jax.process_index()
+    )
+    return (next(local_devices).memory_stats() or {}).get("bytes_limit")
 
 
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:

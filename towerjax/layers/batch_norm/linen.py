@@ -73,17 +73,19 @@ class TowerBatchNorm(linen.BatchNorm):
         x, axes = moments.check_call(self, x, tower)
         if self.statistics == "frozen" and self.use_running_average is None:
             use_running_average = True
-        given = self.use_running_average, use_running_average
-        if linen.merge_param("use_running_average", *given) or self.is_initializing():
+        reads_average = linen.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        if reads_average or self.is_initializing():
             return super().__call__(x, use_running_average)
         used = {
             name: self.get_variable("batch_stats", name) for name in moments.MOMENTS
         }
         if self.statistics != "frozen":
-            used, kept = moments.moments_of(self, x, axes, tower, mask, used)
-            for name, value in kept.items():
+            used, running = moments.moments_of(self, x, axes, tower, mask, used)
+            for name, value in running.items():
                 self.put_variable("batch_stats", name, value)
         whole = self.clone(parent=None, use_running_average=True)
-        own = {"params": self.variables.get("params", {}), "batch_stats": used}
-        y: Any = whole.apply(own, x, None)
+        variables = {"params": self.variables.get("params", {}), "batch_stats": used}
+        y: Any = whole.apply(variables, x, None)
         return y

@@ -169,8 +169,9 @@ def _moments(
         x = jnp.where(weight != 0, x, 0)
     repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
     added = functools.partial(jnp.sum, axis=over, keepdims=True)
-    parts = added(weight) * repeated, added(weight * x)
-    total, addends = _sum_over_towers(tower, *parts)
+    total, addends = _sum_over_towers(
+        tower, added(weight) * repeated, added(weight * x)
+    )
     mean = quotient(addends, total)
     (addends,) = _sum_over_towers(tower, added(weight * (x - mean) ** 2))
     return total, mean, quotient(addends, total)

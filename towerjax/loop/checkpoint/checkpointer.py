@@ -546,8 +546,8 @@ class Saving:
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
         """Which checkpoints to keep; Orbax calls this when it saves another one."""
-        kept = self._kept([x.step for x in checkpoints])
-        return [x.step in kept for x in checkpoints]
+        numbers = self._kept([x.step for x in checkpoints])
+        return [x.step in numbers for x in checkpoints]
 
     def _kept(self, steps: Sequence[int]) -> set[int | None]:
         return {*sorted(steps)[-self.options.keep :], self._best}

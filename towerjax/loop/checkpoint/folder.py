@@ -111,16 +111,16 @@ def check_directory(name: str, directory: Any) -> None:
     """Raise unless Orbax can write checkpoints to a folder, and find them again."""
     path = checked_path(name, directory, "a folder")
     if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
-        what = "a folder on this machine or gs://...; Orbax writes to no other"
-        refuse_option(name, directory, what)
+        form = "a folder on this machine or gs://...; Orbax writes to no other"
+        refuse_option(name, directory, form)
     # Orbax takes the whole path for a pattern when it merges its files.
-    if found := sorted({*os.fspath(path)} & {*"[\\"}):
-        what = (
-            f"a folder whose absolute path has no {' and no '.join(map(repr, found))}."
+    if unsafe := sorted({*os.fspath(path)} & {*"[\\"}):
+        form = (
+            f"a folder whose absolute path has no {' and no '.join(map(repr, unsafe))}."
             " Orbax takes them for a pattern, so nothing could be restored. Replace"
             " them, as in run_layers=64,64"
         )
-        refuse_option(name, str(path), what)
+        refuse_option(name, str(path), form)
 
 
 @contextlib.contextmanager
@@ -259,20 +259,20 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 def read_table(folder: epath.Path) -> dict[str, Any]:
     """The table of a checkpoint; raise if it was changed."""
     table = {}
-    kept = None
+    content = None
     with explained("read from", folder):
         if _is_file(folder / TABLE):
             text = (folder / TABLE).read_bytes()
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 table = dict(json.loads(text))
-                kept = table.pop("crc32", None)
+                content = table.pop("crc32", None)
     if table.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} has format {table['format']!r:.200}, but"
             f" this towerjax reads format {FORMAT}. Use the version of towerjax that"
             " wrote it."
         )
-    if kept != _of_table(table):
+    if content != _of_table(table):
         raise _damaged(folder, f"{TABLE} is missing, cut or changed")
     return table
 
@@ -317,13 +317,13 @@ def telling_of_forgery(folder: epath.Path) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as why:
         kind = type(why).__name__
-        how = f"{TABLE} was not written by towerjax ({kind}: {why!s:.200})"
-        raise _damaged(folder, how) from why
+        forgery = f"{TABLE} was not written by towerjax ({kind}: {why!s:.200})"
+        raise _damaged(folder, forgery) from why
 
 
-def _damaged(folder: epath.Path, how: str) -> CheckpointError:
+def _damaged(folder: epath.Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} was changed after it was written: {how}."
+        f"The checkpoint {str(folder)!r} was changed after it was written: {fault}."
         " Restore these files; or delete the whole folder, and the run goes on from the"
         " checkpoint before."
     )

@@ -25,17 +25,21 @@ class ProgramsOfRun:
         A program that calls Python has no hash, because no program shows whether the
         Python code has changed.
         """
-        made = [x.traced for x in self._step.programs.made.values()]
-        if len(made) != self._known[0]:
+        traces = [x.traced for x in self._step.programs.made.values()]
+        if len(traces) != self._known[0]:
             programs = {
-                "towers": [[each.towers.jaxpr for each in x.passes] for x in made],
-                "update": [[x.finish] for x in made],
+                "towers": [
+                    [of_pass.towers.jaxpr for of_pass in x.passes] for x in traces
+                ],
+                "update": [[x.finish] for x in traces],
             }
             hashes = {
-                name: sorted({x for x in (hash_of_programs(p, {}) for p in each) if x})
-                for name, each in programs.items()
+                name: sorted(
+                    {x for x in (hash_of_programs(p, {}) for p in of_pass) if x}
+                )
+                for name, of_pass in programs.items()
             }
-            self._known = len(made), hashes
+            self._known = len(traces), hashes
         return self._known[1]
 
     def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:

@@ -93,11 +93,11 @@ def check_names(state: PyTree) -> None:
     """Raise if Orbax, which joins the keys of a leaf, would confuse two leaves."""
     known: dict[str, str] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
-        own = leaf_name("state", path)
+        name = leaf_name("state", path)
         joined = jax.tree_util.keystr(path, simple=True, separator=".")
-        if (other := known.setdefault(joined, own)) != own:
+        if (other := known.setdefault(joined, name)) != name:
             raise CheckpointError(
-                f"{other} and {own} would have the same name in a checkpoint,"
+                f"{other} and {name} would have the same name in a checkpoint,"
                 f" {joined!r}, because Orbax joins keys by dots. Give one of them a key"
                 " without a dot."
             )
@@ -267,14 +267,14 @@ class CheckpointRecord:
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
         with telling_of_forgery(folder):
-            made = cls._of(read_table(folder)["record"])
-        if folder.name != (name := str(made.step)):
+            record = cls._of(read_table(folder)["record"])
+        if folder.name != (name := str(record.step)):
             raise CheckpointError(
-                f"The checkpoint {str(folder)!r} was saved after step {made.step},"
+                f"The checkpoint {str(folder)!r} was saved after step {record.step},"
                 f" as its record says, so it was copied or renamed. Name it {name!r} or"
                 " delete it."
             )
-        return made
+        return record
 
     @classmethod
     def _of(cls, fields: Any) -> "CheckpointRecord":
@@ -290,22 +290,27 @@ class CheckpointRecord:
             for metric, known in fields["stopping"].items()
         }
         decoded = {"evaluation": {k: float(x) for k, x in values}, "stopping": stopping}
-        made = cls(**fields | {k: tuple(x) for k, x in lists.items()} | decoded)
-        decode_cursor(made.batches["cursor"])
-        numbers = [made.step, made.towers, made.batches["used"], *made.batch_rows]
+        record = cls(**fields | {k: tuple(x) for k, x in lists.items()} | decoded)
+        decode_cursor(record.batches["cursor"])
+        numbers = [
+            record.step,
+            record.towers,
+            record.batches["used"],
+            *record.batch_rows,
+        ]
         numbers += [size for leaf in leaves for size in leaf.shape]
-        texts = [made.strategy, *made.devices, *made.versions.values()]
+        texts = [record.strategy, *record.devices, *record.versions.values()]
         texts += [text for leaf in leaves for text in (leaf.name, leaf.dtype)]
-        texts += [text for hashes in made.programs.values() for text in hashes]
+        texts += [text for hashes in record.programs.values() for text in hashes]
         reductions = (None, *Reduction.__members__)
         if not (
             all(is_whole(number) and number >= 0 for number in numbers)
             and all(isinstance(text, str) for text in texts)
             and all(leaf.reduction in reductions for leaf in leaves)
-            and isinstance(made.evaluation_due, bool)
+            and isinstance(record.evaluation_due, bool)
         ):
             raise TypeError("a field of the record has another type")
-        return made
+        return record
 
 
 def costs_of(options: Any) -> dict[int, float]:

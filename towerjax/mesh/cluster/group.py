@@ -268,9 +268,9 @@ class _Job:
         self.end.code = code if code > 0 else 128 - code
         if not self.end.ended_by:
             rest = len(self.running)
-            how = f"was killed by signal {-code} ({_signal_name(-code)})"
-            how = f"exited with code {code}" if code > 0 else how
-            why = f"{worker.why_hung} and was killed" if worker.why_hung else how
+            ending = f"was killed by signal {-code} ({_signal_name(-code)})"
+            ending = f"exited with code {code}" if code > 0 else ending
+            why = f"{worker.why_hung} and was killed" if worker.why_hung else ending
             others = f"; stopping the other {rest}" if rest else ""
             seconds = time.monotonic() - worker.started
             say(f"process {worker.index} {why} after {seconds:.1f} s{others}")

@@ -154,9 +154,9 @@ def launch(
     with _collect_signals() as arrived:
         while True:
             address = f"{spec.LOOPBACK}:{port or spec.free_port()}"
-            own = [(address, f"{plan.count}", f"{i}") for i in range(plan.count)]
+            triples = [(address, f"{plan.count}", f"{i}") for i in range(plan.count)]
             environs = [
-                environ | dict(zip(spec.VARIABLES, x, strict=True)) for x in own
+                environ | dict(zip(spec.VARIABLES, x, strict=True)) for x in triples
             ]
             end = run_group(command, environs, timeouts, arrived)
             if (after := plan.after(end)) is None:

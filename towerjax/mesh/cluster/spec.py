@@ -161,9 +161,9 @@ def _is_address(x: Any) -> bool:
 def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
     """The cluster that arguments, else the launcher, else TF_CONFIG name; or None."""
     names = ("coordinator", "num_processes", "process_id")
-    given: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
+    passed: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
     launched: dict[str, Any] = {name: environ.get(name) or None for name in VARIABLES}
-    for values, how in ((given, "explicit arguments"), (launched, "towerjax launch")):
+    for values, how in ((passed, "explicit arguments"), (launched, "towerjax launch")):
         if any(value is not None for value in values.values()):
             return cluster_of_three(values, how)
     if not (text := environ.get("TF_CONFIG")):
@@ -249,8 +249,8 @@ def forgotten(environ: Mapping[str, str]) -> str | None:
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
     if is_shell and sign is not None and sign[1][0] in _LAUNCHERS["Slurm"]:
         return None
-    how = "Call tj.cluster.initialize() at the start, before JAX is used."
-    return _alone(sign, "JAX knows of this one only", how)
+    remedy = "Call tj.cluster.initialize() at the start, before JAX is used."
+    return _alone(sign, "JAX knows of this one only", remedy)
 
 
 _COUNTS = "is the number of processes in a job of several"
@@ -264,8 +264,8 @@ def _sign_of_several(environ: Mapping[str, str], ranks: tuple[str, ...]) -> _Sig
         return f"{name}={environ[name]} {_COUNTS}", (name,)
     for name in ranks:
         if (number := environ.get(name, "")).isdecimal() and int(number):
-            what = "is the number of this process in a job of several"
-            return f"{name}={number} {what}", (name,)
+            meaning = "is the number of this process in a job of several"
+            return f"{name}={number} {meaning}", (name,)
     return None
 
 
@@ -283,10 +283,11 @@ def _count_tasks(environ: Mapping[str, str]) -> int:
 def _alone(sign: _Sign, but: str, how: str) -> str | None:
     if sign is None:
         return None
-    what, names = sign
+    meaning, names = sign
     return (
-        f"{what}, but {but}: each would be a job of its own, and write the same files."
-        f" {how} If each is to be a job of its own, set {', '.join(names)} to nothing."
+        f"{meaning}, but {but}: each would be a job of its own, and write the same"
+        f" files. {how} If each is to be a job of its own, set {', '.join(names)} to"
+        " nothing."
     )
 
 

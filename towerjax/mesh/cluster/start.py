@@ -164,9 +164,9 @@ def _require_same_settings() -> None:
 
 def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.Cluster:
     """Join the named cluster, else what a launcher started, else what JAX detects."""
-    how = "JAX, which was initialized before"
+    origin = "JAX, which was initialized before"
     if not jax.distributed.is_initialized():
-        how = "a cluster that JAX detected"
+        origin = "a cluster that JAX detected"
         if named is None and (named := spec.started_cluster(os.environ)):
             options = {**options, "local_device_ids": spec.own_devices(os.environ)}
         if named is not None:
@@ -185,7 +185,7 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
         )
     if named is None and count == 1:
         _refuse_to_be_alone("to JAX it is the only one")
-    return named or spec.Cluster(me, count, None, how)
+    return named or spec.Cluster(me, count, None, origin)
 
 
 def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:

@@ -20,6 +20,7 @@ from towerjax.proof.equal.kinds import (
     as_part,
     blocks_of,
 )
+from towerjax.proof.equal.says import Says
 
 
 class Merge(enum.Enum):
@@ -54,13 +55,13 @@ class ProvedResult(NamedTuple):
 class Answer(NamedTuple):
     """The answer for one leaf."""
 
-    says: str  # "proved", "refuted" or "unknown"
+    says: Says
     why: str = ""  # the reason, if it is not proved
     advice: str = ""  # what to write, if it is refuted
 
 
 _KIND_OF = {Merge.MAXIMUM: Maximum, Merge.MINIMUM: Minimum}
-_PROVED = Answer("proved")
+_PROVED = Answer(Says.PROVED)
 _MEAN_OF_ROWS = (
     "Return tj.Weighted(sum, weight) with the weights of the same rows, or"
     " tj.Weighted.mean(values, tower.weight)."
@@ -81,9 +82,9 @@ def answer_for(
     """The answer for a leaf."""
     unknown = [x for x in (value, weight) if x and isinstance(x, Unknown)]
     if unknown:
-        return Answer("unknown", unknown[0].why)
+        return Answer(Says.UNKNOWN, unknown[0].why)
     if merge is Merge.OTHER:
-        return Answer("unknown", f"it is {merge.value}")
+        return Answer(Says.UNKNOWN, f"it is {merge.value}")
     if merge is Merge.ROWS:
         return _of_rows(value, has_rows)
     if isinstance(value, Zero) and (weight is None or not isinstance(weight, Zero)):
@@ -107,7 +108,7 @@ def _of_rows(value: Kind, has_rows: bool) -> Answer:
     if isinstance(value, Zero) and has_rows:
         return _PROVED
     if not has_rows or blocks_of(value) > 1:
-        return Answer("unknown", "its dim 0 is not that of the tower's rows")
+        return Answer(Says.UNKNOWN, "its dim 0 is not that of the tower's rows")
     kind = TowerRows if isinstance(value, TowerRows) else Copy
     return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
 
@@ -120,36 +121,36 @@ def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer
     indices = at.value
     for x in (value, indices):
         if isinstance(x, Unknown):
-            return Answer("unknown", x.why)
+            return Answer(Says.UNKNOWN, x.why)
     if isinstance(value, Zero):
         return _PROVED
     if not isinstance(indices, ELEMENTS) or indices.power:
-        return Answer("unknown", f"its indices are {indices}")
+        return Answer(Says.UNKNOWN, f"its indices are {indices}")
     if at.times_rows is None:
         total = as_part(value)
         return _off_by(total, Part, total.power, _FREE_OF_NUMBER)
     if not isinstance(value, ELEMENTS):
-        return Answer("unknown", f"it is {value}, at indices that are {indices}")
+        return Answer(Says.UNKNOWN, f"it is {value}, at indices that are {indices}")
     orders = {x.blocks for x in (value, indices) if isinstance(x, TowerRows)}
     if len(orders) > 1:
-        return Answer("unknown", "its values and its indices are of different rows")
+        return Answer(Says.UNKNOWN, "its values and its indices are of different rows")
     if padded and PADDING not in value.zeros:
-        return Answer("unknown", "padding counts in it")
+        return Answer(Says.UNKNOWN, "padding counts in it")
     return _off_by(value, type(value), value.power, _FREE_OF_NUMBER)
 
 
 def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if type(value) is not wanted:
-        return Answer("unknown", f"it is {value}, and not {wanted.name}")
-    return Answer("refuted", _told(power), advice) if power else _PROVED
+        return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
+    return Answer(Says.REFUTED, _told(power), advice) if power else _PROVED
 
 
 def _of_mean(value: Kind, weight: Kind) -> Answer:
     """The answer for a mean, whose sum and weight must have the same power."""
     if isinstance(value, Mean) and isinstance(weight, Copy):
         why = "it is an average of the towers' averages, each over its rows"
-        return Answer("refuted", why, _MEAN_OF_ROWS)
+        return Answer(Says.REFUTED, why, _MEAN_OF_ROWS)
     # The number of a tower's rows is a copy, and also a sum over the rows.
     is_copy = [isinstance(x, Copy) and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
@@ -157,11 +158,11 @@ def _of_mean(value: Kind, weight: Kind) -> Answer:
     of_weights = as_part(weight)
     for each in (total, of_weights):
         if not isinstance(each, Part):
-            return Answer("unknown", f"it is {value}, divided by {weight}")
+            return Answer(Says.UNKNOWN, f"it is {value}, divided by {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
         told = _told(power) + ": its weight is no sum over rows, and is added T times"
-        return Answer("refuted", told, advice)
+        return Answer(Says.REFUTED, told, advice)
     given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
     if power and given:
         power = Power(power, given[0].line)

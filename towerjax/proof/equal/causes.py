@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import Site, open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.sites import Site
 from towerjax.proof.equal.kinds import (
     Copy,
     Kind,

@@ -10,7 +10,7 @@ by their place. And a key would draw the same numbers for the rows of each chunk
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.jaxprs.equation import loop_sizes, open_jaxpr
+from towerjax.jaxprs.params import loop_sizes, open_jaxpr
 from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (

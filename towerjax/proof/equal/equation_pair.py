@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from towerjax.jaxprs.equation import Site, user_line
+from towerjax.jaxprs.sites import Site, user_line
 from towerjax.proof.equal.kinds import (
     Copy,
     Kind,

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towerjax.jaxprs.equation import (
-    all_eqns,
+from towerjax.jaxprs.params import (
     given_name,
     is_hidden,
     loop_sizes,
@@ -14,6 +13,7 @@ from towerjax.jaxprs.equation import (
     sub_jaxprs,
     trace_hidden,
 )
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks

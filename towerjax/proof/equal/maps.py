@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from towerjax.jaxprs.equation import axes_of_dims, manual_axes, open_jaxpr
+from towerjax.jaxprs.params import axes_of_dims, manual_axes, open_jaxpr
 from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
 from towerjax.proof.equal.kinds import (
     Copy,

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from towerjax.jaxprs.equation import named_axes
+from towerjax.jaxprs.params import named_axes
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     ELEMENTS,

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import all_eqns, loop_sizes, open_jaxpr
+from towerjax.jaxprs.params import loop_sizes, open_jaxpr
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.proof.equal.choices import extreme_of_trips, is_same_carry
 from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
 from towerjax.proof.equal.kinds import (

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from towerjax.jaxprs.equation import all_eqns, given_name, open_jaxpr, user_line
+from towerjax.jaxprs.params import given_name, open_jaxpr
+from towerjax.jaxprs.sites import all_eqns, user_line
 from towerjax.proof.equal import (  # noqa: F401
     choices,
     elementwise,
@@ -58,6 +59,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
+from towerjax.proof.equal.says import Says
 from towerjax.proof.equal.walk import kinds_of_results
 
 
@@ -119,22 +121,17 @@ class Equality:
 
     Attributes:
       leaf: Its name.
-      says: "proved", "refuted" or "unknown".
+      says: Whether it is proved, refuted or unknown; equal to that word.
       why: The reason, with a line of the program, if the leaf is refuted or unknown.
       advice: What to write instead, if the leaf is refuted.
       state: The name of the metric state that it is a field of; "" for others.
     """
 
     leaf: str
-    says: str
+    says: Says
     why: str = ""
     advice: str = ""
     state: str = ""
-
-    def named_in(self, prefix: str) -> "Equality":
-        """Return the same result with a prefix before its names."""
-        state = prefix + self.state if self.state else ""
-        return dataclasses.replace(self, leaf=prefix + self.leaf, state=state)
 
     def __str__(self) -> str:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
@@ -145,7 +142,7 @@ _RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp_rule", "fwd")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
-_WORSE_LAST = ("proved", "unknown", "refuted")
+_WORSE_LAST = tuple(Says)
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
 _INPUTS = {
     Given.REPLICATED: copy(),
@@ -184,7 +181,7 @@ def equal_to_one_tower(
         found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
     except Exception as error:  # a fault of the proof ends no training
         merged = [x for x in outputs if x.merge is not Merge.PER_TOWER]
-        return [Equality(x.name, "unknown", failed(error)) for x in merged]
+        return [Equality(x.name, Says.UNKNOWN, failed(error)) for x in merged]
     return worst_of([x for each in found for x in each])
 
 
@@ -270,10 +267,10 @@ def _answers(
             answer = answer_for(leaf.merge, result.value, weight, has_rows)
         says, why, advice = answer
         fits = result.is_of_one_shape or leaf.merge in _JOINED
-        if says == "proved" and not fits:
-            says = "unknown"
+        if says is Says.PROVED and not fits:
+            says = Says.UNKNOWN
             why = "its shape depends on the split"
-        if says == "refuted" and ", since a factor at " not in why:
+        if says is Says.REFUTED and ", since a factor at " not in why:
             line = _line_of_result(program, number)
             why += f", made at {line}" if line else ""
         found.append(Equality(leaf.name, says, why, advice, leaf.state))

@@ -8,7 +8,7 @@ its lemmas, alone. An equation that no rule accepts is not proved.
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from towerjax.jaxprs.equation import ELEMENTWISE
+from towerjax.jaxprs.primitives import ELEMENTWISE
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     EXTREME,

@@ -19,7 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import is_library, open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.sites import is_library
 from towerjax.proof.equal.walk import NOT_COMPARED, PLACES, is_same
 
 # Equations that change the shape alone; JAX leaves them out where they change nothing.

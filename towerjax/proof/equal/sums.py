@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from towerjax.jaxprs.equation import sub_jaxprs
+from towerjax.jaxprs.params import sub_jaxprs
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (

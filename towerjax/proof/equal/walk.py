@@ -7,15 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import (
-    PLAIN,
-    is_foreign,
-    is_ref,
-    named_axes,
-    open_jaxpr,
-    sub_jaxprs,
-    user_line,
-)
+from towerjax.jaxprs.flow import is_ref
+from towerjax.jaxprs.params import is_foreign, named_axes, open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal import orders, widths, zeros
 from towerjax.proof.equal.constants import kind_of_constant
 from towerjax.proof.equal.equation_pair import (

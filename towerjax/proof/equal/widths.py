@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from towerjax.jaxprs.equation import sub_jaxprs
+from towerjax.jaxprs.params import sub_jaxprs
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     Columns,

@@ -8,7 +8,7 @@ has their kind again.
 
 from typing import Any
 
-from towerjax.jaxprs.equation import (
+from towerjax.jaxprs.params import (
     axes_of_dims,
     manual_axes,
     named_axes,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.equation import Site, open_jaxpr, user_line
+from towerjax.jaxprs.params import open_jaxpr
+from towerjax.jaxprs.sites import Site, user_line
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Scope, Sizes
 from towerjax.proof.equal.kinds import (
     ZERO,

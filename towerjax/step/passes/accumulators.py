@@ -23,12 +23,7 @@ from towerjax.towers.outputs import OF_TOWERS, PerTowerValue, check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.refusals import shown
-from towerjax.types.trees import (
-    map_parts,
-    name_by_key,
-    parts_of,
-    put_parts,
-)
+from towerjax.types.trees import key_name, map_parts, name_by_key, parts_of, put_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,28 +180,36 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if is_rows(x):
         return Returned(x, JOINED)
     if isinstance(x, Rows | TowerLocal) or not is_metric(x):
-        how = ROWS if isinstance(x, Rows) else SAME
-        return Returned(x, CARRIED if isinstance(x, TowerLocal) else how)
+        accumulator = ROWS if isinstance(x, Rows) else SAME
+        return Returned(x, CARRIED if isinstance(x, TowerLocal) else accumulator)
     if not is_additive(x):
         return Returned(x, MERGED)
-    how = SHOWN if is_shown else ADDED
+    accumulator = SHOWN if is_shown else ADDED
     if not parts_of(IndexedRows, x):
-        return Returned(x, how)
-    each = lambda part: Returned(part, JOINED if is_rows(part) else how)  # noqa: E731
+        return Returned(x, accumulator)
+
+    def each(part: Any) -> Any:
+        return Returned(part, JOINED if is_rows(part) else accumulator)
+
     return jax.tree.map(each, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
 
 
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
     """``((guarded, others), rest)``: the values to add over towers, and all others."""
     parts = parts_of(Returned, tree)
-    sums = tuple([x.value for x in parts if x.how is how] for how in _ADDITIVE)
+    sums = tuple(
+        [x.value for x in parts if x.how is accumulator] for accumulator in _ADDITIVE
+    )
     rest = [Returned(None, x.how) if x.how in _ADDITIVE else x for x in parts]
     return sums, put_parts(Returned, tree, rest)
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
     """Return the inverse of `take_sums`."""
-    left = {how: iter(values) for how, values in zip(_ADDITIVE, sums, strict=True)}
+    left = {
+        accumulator: iter(values)
+        for accumulator, values in zip(_ADDITIVE, sums, strict=True)
+    }
 
     def put(x: Returned) -> Returned:
         return Returned(next(left[x.how]), x.how) if x.how in left else x
@@ -326,11 +329,6 @@ def states_of(own: PerTower) -> PyTree:
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
-
-
-def key_name(entry: Any) -> str:
-    """Return an entry of a key path as one word."""
-    return jax.tree_util.keystr((entry,), simple=True)
 
 
 def _to_array(name: str, x: Any) -> jax.Array:

@@ -103,8 +103,11 @@ class Added:
             return None if (dim := dim_of(x)) is None else scatter_shard(x, dim)
 
         shards = jax.tree.map(shard, own, is_leaf=is_shard)
-        rest = lambda x, shard: x if shard is None else None  # noqa: E731
-        rest = jax.tree.map(rest, own, shards, is_leaf=is_shard)
+
+        def unless_scattered(x: Any, shard: Any) -> Any:
+            return x if shard is None else None
+
+        rest = jax.tree.map(unless_scattered, own, shards, is_leaf=is_shard)
         number = len(jax.tree.leaves(rest[0]))
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 
@@ -112,15 +115,20 @@ class Added:
         """All sums, in the structure of the trees that were added."""
         if not jax.tree.leaves(self.shards):
             return self.sums.tree()
-        is_leaf = lambda x: x is None or is_shard(x)  # noqa: E731
-        either = lambda shard, x: x if shard is None else shard  # noqa: E731
+
+        def is_leaf(x: Any) -> bool:
+            return x is None or is_shard(x)
+
+        def either(shard: Any, x: Any) -> Any:
+            return x if shard is None else shard
+
         return jax.tree.map(either, self.shards, self.sums.tree(), is_leaf=is_leaf)
 
     def are_finite(self, rows: list[IndexedRows]) -> jax.Array:
         """Return whether all guarded sums and ``rows``, those of tables, are finite."""
         finite = [jnp.isfinite(x.values).all() for x in rows]
         if shards := jax.tree.leaves(self.shards[0]):
-            own = all_finite(shards).astype(jnp.int32)
-            finite.append(lax.pmin(own, DEVICE_AXIS) > 0)
+            of_shards = all_finite(shards).astype(jnp.int32)
+            finite.append(lax.pmin(of_shards, DEVICE_AXIS) > 0)
         whole = self.sums.are_finite(self.number)
         return functools.reduce(jnp.logical_and, finite, whole)

@@ -140,12 +140,12 @@ def vjp(
     """
     reads: set[int] = set()
 
-    def of_given(given: tuple[PyTree, Any]) -> tuple[PyTree, tuple[Any, Any]]:
-        values, aux, ids = fn(*watched(given, reads))
+    def of_given(inputs: tuple[PyTree, Any]) -> tuple[PyTree, tuple[Any, Any]]:
+        values, aux, ids = fn(*watched(inputs, reads))
         return values, (aux, ids)
 
-    given = trained, tables.zeros()
-    values, pull, (aux, ids) = jax.vjp(of_given, given, has_aux=True)
+    inputs = trained, tables.zeros()
+    values, pull, (aux, ids) = jax.vjp(of_given, inputs, has_aux=True)
 
     def pull_back(cotangents: PyTree) -> tuple[PyTree, set[int]]:
         reads.clear()
@@ -182,9 +182,9 @@ def gradient_of(
     own = [w for x in losses for w in x.denominators]
     totals = denominators(own) if own else []
     factors = []
-    for each in losses:
-        number = len(each.denominators)
-        factors.append(each.factors(totals[:number], share))
+    for loss_sums in losses:
+        number = len(loss_sums.denominators)
+        factors.append(loss_sums.factors(totals[:number], share))
         totals = totals[number:]
     grads, reads = pull_back(
         jax.tree.map(lambda c, x: c.astype(x.dtype), factors, sums)
@@ -218,11 +218,11 @@ def gradients_of_terms(
 
     gradients = []
     number = 0
-    for at, each in enumerate(losses):
-        numbers = range(number, number + len(each.sums))
-        number += len(each.sums)
+    for at, loss_sums in enumerate(losses):
+        numbers = range(number, number + len(loss_sums.sums))
+        number += len(loss_sums.sums)
         grads = [of_sum(i)[at] if is_list else of_sum(i) for i in numbers]
-        gradients.append(each.with_gradients(grads))
+        gradients.append(loss_sums.with_gradients(grads))
     return tree, gradients if is_list else gradients[0]
 
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.collectives.lookups import LOOKUP, join_lookups
-from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
+from towerjax.jaxprs.flow import inner_programs
 from towerjax.jaxprs.interpreter import Interpreter
+from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.sites import all_jaxprs, user_line
 from towerjax.step.passes.derivative import (
     Gradient,
     Ids,
@@ -57,10 +59,14 @@ class Lookups:
         if not (jax.tree.leaves(trained) and _has_lookups(program)):
             return cls(program)
         names = tuple(name for name, _ in named_leaves("params", trained))
-        given = program.jaxpr.invars
-        known = given[first : first + len(names)]
+        inputs = program.jaxpr.invars
+        known = inputs[first : first + len(names)]
         numbers = {id(var): i for i, var in enumerate(known)}
-        free = {*given[:first], *given[first + len(names) :], *program.jaxpr.constvars}
+        free = {
+            *inputs[:first],
+            *inputs[first + len(names) :],
+            *program.jaxpr.constvars,
+        }
         _refuse_inside(program, free, is_top=True)
         eqns = tuple(filter(_is_lookup, program.jaxpr.eqns))
         if all(_is_free(eqn.invars[0], free) for eqn in eqns):
@@ -114,8 +120,8 @@ class Lookups:
         self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:
-            own = [n for n, table in enumerate(self.tables) if table == i]
-            pairs = [(ids[n], rows[n]) for n in own if len(leaves) + n in reads]
+            numbers = [n for n, table in enumerate(self.tables) if table == i]
+            pairs = [(ids[n], rows[n]) for n in numbers if len(leaves) + n in reads]
             table = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype)
             join = functools.partial(join_lookups, table=table)
             join = join if self.towers is None else vmap_members(join)
@@ -242,12 +248,11 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
                     " whose gradient has all rows."
                 )
             continue
-        for inner in sub_jaxprs(eqn):
-            given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
-            pairs = zip(inner.invars, given, strict=False)
-            is_known = eqn.primitive.name != "while"  # its operands have another order
-            known = {own for own, outer in pairs if is_known and _is_free(outer, free)}
-            _refuse_inside(inner, known | {*inner.constvars}, is_top=False)
+        for inner in inner_programs(eqn):
+            values = zip(inner.jaxpr.invars, inner.operands, strict=True)
+            known = {x for x, operand in values if _is_free(operand, free)}
+            known.update(inner.jaxpr.constvars)
+            _refuse_inside(inner.jaxpr, known, is_top=False)
 
 
 def _is_free(var: Any, free: set[Any]) -> bool:

@@ -126,23 +126,23 @@ def check_micro_batch(
     refuse_varying(analysis, names)
     calls = [x for x in analysis.tower_calls if x.source and x.name in tags.TOWER_CALLS]
     if calls:
-        each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
+        calls_with_lines = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
         warn(
-            f"Each of {count} micro-batches calls {listed(each)} with its own rows, so"
-            " that the results depend on micro_batches=. Compute what depends on all"
-            " rows in an earlier pass of tj.build_step, as in"
+            f"Each of {count} micro-batches calls {listed(calls_with_lines)} with its"
+            " own rows, so that the results depend on micro_batches=. Compute what"
+            " depends on all rows in an earlier pass of tj.build_step, as in"
             f" {page('how_to/several_losses', 'A function of a mean')}"
         )
 
 
 def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
     """For each input "rows", "local" for a variable of the tower, or "" for others."""
-    tower_id, own, index, *replicated = args
+    tower_id, per_tower, index, *replicated = args
     kinds = [
         ("", tower_id),
-        ("rows", own.rows),
-        ("", own.num_valid),
-        ("local", own.local),
+        ("rows", per_tower.rows),
+        ("", per_tower.num_valid),
+        ("local", per_tower.local),
         ("rows", index),
         ("", replicated),
     ]
@@ -156,9 +156,9 @@ def _differences(
 
     An output that may differ has None in place of a name.
     """
-    each = parts_of(Returned, tree)
+    parts = parts_of(Returned, tree)
     outs = closed.jaxpr.outvars
-    carried = [x for x in each if x.how is CARRIED]
+    carried = [x for x in parts if x.how is CARRIED]
     # The new value of each variable, in the order in which the variables are given.
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
@@ -168,7 +168,7 @@ def _differences(
         return "its rows" if kind == "rows" else None
 
     labels = [*map(label, closed.jaxpr.invars, kinds)]
-    bare = {*jax.tree.leaves([x for x in each if x.how is SAME])}
+    bare = {*jax.tree.leaves([x for x in parts if x.how is SAME])}
     numbers = jax.tree.leaves(tree)
     pairs = zip(numbers, names_by_key(values_of(tree)), strict=True)
     name_of = {number: name for number, name in pairs if number in bare}

@@ -64,7 +64,10 @@ class TowersFlags:
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
         """Return the `Flags` of all towers, with those of the parameters."""
-        flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
+
+        def flag(x: Any) -> Any:
+            return flag_leaves([("parameter", "params", x)])
+
         replicated = on_shards(flag, params, replicated=True)
         return all_gather_rows(join_flags(replicated, own), axes)
 
@@ -206,7 +209,7 @@ class TracedPass:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
 
         return map_parts(
-            PerTowerValue, lambda own: jax.tree.map(of, own), self.towers.out
+            PerTowerValue, lambda value: jax.tree.map(of, value), self.towers.out
         )
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from towerjax.collectives.sparse_rows import num_rows
 from towerjax.data.batch_rows import split_rows, with_replicated
-from towerjax.lowering.dependents import rounds_shared_values
+from towerjax.lowering.rounded import rounds_shared_values
 from towerjax.lowering.sharded_values import is_shard
 from towerjax.lowering.shards import on_shards, shapes_of_whole
 from towerjax.lowering.tower_axis import TowerPrograms, tower_program
@@ -198,13 +198,13 @@ class TracedTower:
         *before, trained = shapes[:4]
         number = len(jax.tree.leaves(before))
         lookups = Lookups.of(program, number, trained if pass_.takes_gradient else None)
-        made = cls(pass_, axes, programs, args, lookups, treedef)
+        traced_tower = cls(pass_, axes, programs, args, lookups, treedef)
         if pass_.micro_batches > 1:
-            refuse_mixed_up(made.returned, args.replicated.state.local)
+            refuse_mixed_up(traced_tower.returned, args.replicated.state.local)
             if len(programs) > num_known or has_tracers(program.consts):
                 numbers = as_one_tree(treedef, range(treedef.num_leaves))
                 check_micro_batch(program, numbers, shapes, pass_.micro_batches)
-        return made
+        return traced_tower
 
     @property
     def returned(self) -> PyTree:
@@ -236,8 +236,8 @@ class TracedTower:
         program = self.lookups.program
         shapes = self.args.shapes_of_micro_batch(self.pass_.micro_batches)
         inputs = jax.tree.structure(shapes).unflatten(program.jaxpr.invars)
-        tower_id, own, _, trained, *_ = inputs
-        differ = [tower_id, *jax.tree.leaves(own)]
+        tower_id, per_tower, _, trained, *_ = inputs
+        differ = [tower_id, *jax.tree.leaves(per_tower)]
         values = jax.tree.leaves(trained)
         return not rounds_shared_values(program, differ, values, self.axes.tower_axis)
 

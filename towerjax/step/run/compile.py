@@ -173,13 +173,13 @@ def _step_of(
     at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
-        given = [*args]
+        operands = [*args]
         before = None
         if traced.plan.gives_step_flag:
-            *given, before = args
+            *operands, before = args
         if full_rows is not None:  # by which XLA sees that all weights are 1
-            given[at] = jnp.full_like(given[at], full_rows)
-        out: Any = traced(*given)
+            operands[at] = jnp.full_like(operands[at], full_rows)
+        out: Any = traced(*operands)
         if before is None:
             return out
         return out._replace(step_flag=next_step_flag(before, out.step_flag))
@@ -221,11 +221,11 @@ def require_jit() -> None:
 def _refuse_stored_tracers(traced: Traced) -> None:
     """Raise if a function of the step reads a tracer that another one has stored."""
     consts = [x.towers.jaxpr.consts for x in traced.passes], traced.finish.consts
-    if kept := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
+    if tracers := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
         raise ValueError(
             "A value that one function of the step has computed,"
-            f" {listed([str(x.aval) for x in kept])}, is read by another, although the"
-            " tower did not return it: it was put aside, such as in a global or an"
+            f" {listed([str(x.aval) for x in tracers])}, is read by another, although"
+            " the tower did not return it: it was put aside, such as in a global or an"
             " attribute. Return it from the tower, as tj.Weighted, tj.Sum, tj.Rows or"
             " tj.PerTower. The next pass and update_fn are given the merged value. If"
             " the rule of a jax.custom_vjp closes over it, make it an argument of the"

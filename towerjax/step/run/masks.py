@@ -74,8 +74,8 @@ def _unmasked_calls(
     for call, weight in calls:
         is_masked = weight.source or _is_masked(call, known, sent)
         if call.source and not is_masked:
-            what = f"what {call.name} is given of {call.source} at {call.line}"
-            unmasked.append(what)
+            text = f"what {call.name} is given of {call.source} at {call.line}"
+            unmasked.append(text)
     return unmasked
 
 
@@ -129,10 +129,10 @@ def _with_each_gradient(tower: TracedTower) -> PyTree:
         sums, (tree, _) = over_towers(tower)
         return put_sums(tree, sums)
     trained, *others = tower.args.replicated
-    own = tower.args.own
+    per_tower = tower.args.own
 
     def of_micro_batch(index: Any, rows: PyTree, local: PyTree) -> PyTree:
-        args = PerTowerArgs(rows, own.num_valid, local)
+        args = PerTowerArgs(rows, per_tower.num_valid, local)
 
         def of_trained(trained: PyTree) -> PyTree:
             tree, _ = on_local_towers(tower, args, index, trained, *others)
@@ -142,7 +142,11 @@ def _with_each_gradient(tower: TracedTower) -> PyTree:
         return {**tree, "grads": jax.tree.map(lambda x: Returned(x, ADDED), grads)}
 
     return each_micro_batch(
-        of_micro_batch, own.rows, own.local, pass_.micro_batches, of_several=True
+        of_micro_batch,
+        per_tower.rows,
+        per_tower.local,
+        pass_.micro_batches,
+        of_several=True,
     )
 
 

@@ -213,14 +213,14 @@ def send_replicated(batch: PlacedBatch) -> PlacedBatch:
     if placement.num_processes == 1:
         return batch
     leaves, treedef = jax.tree.flatten(batch.args[2])
-    own = {
+    here = {
         i: place_own(x, placement, layout)
         for i, x in enumerate(leaves)
         if not has_sharding(x, placement.sharding(layout))
     }
-    if not own:
+    if not here:
         return batch
-    for i, x in wait_on_cpus(_first_of(own, placement)).items():
+    for i, x in wait_on_cpus(_first_of(here, placement)).items():
         leaves[i] = x
     args = (*batch.args[:2], treedef.unflatten(leaves))
     return dataclasses.replace(batch, args=args)

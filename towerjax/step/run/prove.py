@@ -38,12 +38,12 @@ class Proof:
 
     def __repr__(self) -> str:
         calls = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
-        told = f"collectives: {', '.join(calls) or 'none'}"
+        text = f"collectives: {', '.join(calls) or 'none'}"
         if self.unproved is not None:
-            told += (
+            text += (
                 f"; not proved: {listed(self.unproved)}" if self.unproved else _EQUAL
             )
-        return f"Proof({told})"
+        return f"Proof({text})"
 
 
 _EQUAL = "; equal to one tower"
@@ -74,8 +74,7 @@ def prove(
     proofs = [_prove_pass(x) for x in passes]
     if passes:
         place = passes[0].pass_.strategy.placement
-        counts = place.num_towers, len(place.devices)
-        prove_update(finish, place.axis_name, *counts)
+        prove_update(finish, place.axis_name, place.num_towers, len(place.devices))
     if update_on_devices:
         refuse_mapped(finish)
     return join_proofs(proofs)
@@ -138,8 +137,8 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     is_of_loss = [number in of_loss for number in range(returned.num_leaves)]
     _, _, arguments, *_ = key
     is_read = arguments.unflatten(inputs_read(program, is_of_loss))
-    _, own, _, _, state, _, replicated, merged = is_read
-    may_be_read = own.rows, own.local, state.rng, replicated, merged
+    _, per_tower, _, _, state, _, replicated, merged = is_read
+    may_be_read = per_tower.rows, per_tower.local, state.rng, replicated, merged
     return not any(jax.tree.leaves(may_be_read))
 
 
@@ -160,6 +159,6 @@ def _names_where(
     roots: Sequence[str], layouts: PyTree, values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
     """In tree order, the names of leaves with this layout; None for the others."""
-    each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts), tuple(values)))
-    pairs = zip(names_from(roots, values), each, strict=True)
+    of_leaves = jax.tree.leaves(jax.tree.broadcast(tuple(layouts), tuple(values)))
+    pairs = zip(names_from(roots, values), of_leaves, strict=True)
     return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

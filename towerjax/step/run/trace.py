@@ -76,9 +76,9 @@ class Traced:
     def flops(self) -> Flops:
         """The arithmetic of a step: of all towers, and of one update."""
         total = count_flops(self.finish)
-        for each in self.passes:
-            towers = each.pass_.strategy.placement.num_towers
-            total += count_flops(each.towers.jaxpr).times(towers)
+        for of_pass in self.passes:
+            towers = of_pass.pass_.strategy.placement.num_towers
+            total += count_flops(of_pass.towers.jaxpr).times(towers)
         return total
 
     @functools.cached_property
@@ -91,50 +91,55 @@ class Traced:
         """
         if not self.plan.accepts:
             return False
-        how = self.plan.strategy
-        is_of_towers = self.plan.passes.hold_update and how.placement.within
+        strategy = self.plan.strategy
+        is_of_towers = self.plan.passes.hold_update and strategy.placement.within
         return bool(is_of_towers) or self._is_exact
 
     @property
     def _is_exact(self) -> bool:
         """Whether shards of a state are updated in the order of one device."""
-        how = self.plan.strategy
-        is_exact = how.state == "sharded" and how.exact
-        return is_exact and how.placement.num_devices > 1
+        strategy = self.plan.strategy
+        is_exact = strategy.state == "sharded" and strategy.exact
+        return is_exact and strategy.placement.num_devices > 1
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Return the results for ``(donated, kept, *batch)``, global values."""
         plan = self.plan
         passes = iter(self.passes)
 
-        def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-            out = next(passes).run(given)
+        def call(pass_: Pass, results: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+            out = next(passes).run(results)
             return out if pass_.reads_local else _pinned(pass_, out)
 
-        given = plan.passes.run(call, args)
+        results = plan.passes.run(call, args)
         if not plan.accepts:
-            leaves = jax.tree.leaves(given)
+            leaves = jax.tree.leaves(results)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
             return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
         if not self.update_on_devices:
-            return self._update(*given)
+            return self._update(*results)
         place = plan.strategy.placement
         shards = None
         if place.num_devices > 1:
             params = args[0]["params"]
-            given_at, taken_at = _layouts(plan, params, given[2:])
+            given_at, taken_at = _layouts(plan, params, results[2:])
             outs_at = jax.tree.map(lambda out: plan.ins.get(out, out), self.outs)
             shards = shards_of(
                 place,
-                (given, given_at),
+                (results, given_at),
                 (self.out, outs_at),
                 params=params,
                 taken=taken_at,
                 exact=self._is_exact,
             )
-        whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
         update = functools.partial(on_shards, self._update, replicated=True)
-        return over_devices(update, place, *whole, shards=shards)(*given)
+        return over_devices(
+            update,
+            place,
+            [Layout.MIRRORED] * len(results),
+            Layout.MIRRORED,
+            shards=shards,
+        )(*results)
 
     def _update(self, *given: PyTree) -> Outcome:
         donated, rest = accept(self.finish, self.shapes, *given)
@@ -146,8 +151,8 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     shapes_of_args = shapes_of(tuple(args))
     passes = list[TracedPass]()
 
-    def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        *of_step, before = given
+    def call(pass_: Pass, results: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        *of_step, before = results
         of_pass = *of_step, shapes_of(before)
         run = functools.partial(on_device, pass_)
         layouts = tuple(pass_.ins.values())
@@ -155,13 +160,13 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
         passes.append(TracedPass(pass_, of_pass, towers))
         return passes[-1].out
 
-    def finish(*given: PyTree) -> tuple[PyTree, Static]:
-        donated, kept, merged, looked_at = unmark_per_tower(given)
+    def finish(*results: PyTree) -> tuple[PyTree, Static]:
+        donated, kept, merged, looked_at = unmark_per_tower(results)
         merged, proof = plan.passes.run_whole_steps(donated, kept, merged)
         return plan.next(donated, kept, merged, looked_at), Static(proof)
 
-    given = plan.passes.run(call, shapes_of_args)
-    closed, out = jax.make_jaxpr(finish, return_shape=True)(*given)
+    results = plan.passes.run(call, shapes_of_args)
+    closed, out = jax.make_jaxpr(finish, return_shape=True)(*results)
     shapes, proof = out
     return Traced(plan, shapes_of_args, tuple(passes), closed, shapes, proof.value)
 
@@ -173,12 +178,15 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     number, so rows are gathered first. The barrier keeps XLA from fusing what follows
     with what came before, which differs with the number of devices.
     """
-    how = pass_.strategy
-    if not (how.placement.tower_loop == "scan" and how.exact):
+    strategy = pass_.strategy
+    if not (strategy.placement.tower_loop == "scan" and strategy.exact):
         return out
-    mirrored = how.placement.sharding(Layout.MIRRORED)
+    mirrored = strategy.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
-    is_rows = lambda x: is_per_tower_value(x) and isinstance(x.value, Rows)  # noqa: E731
+
+    def is_rows(x: Any) -> bool:
+        return is_per_tower_value(x) and isinstance(x.value, Rows)
+
     merged = jax.tree.map(
         lambda x: on_all(x) if is_rows(x) else x, out[0], is_leaf=is_rows
     )

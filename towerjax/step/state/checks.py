@@ -201,11 +201,11 @@ def check_not_donated(state: TrainState) -> None:
     if any(map(is_deleted, jax.tree.leaves(state))):
         gone = [name for name, x in named_leaves("state", state) if is_deleted(x)]
         carried = len(jax.tree.leaves(split_state(state)[0]))
-        what = "The state" if len(gone) >= carried else ", ".join(few(gone))
+        gone_leaves = "The state" if len(gone) >= carried else ", ".join(few(gone))
         known = "state.step" not in gone
         to = f"step {int(state.step) + 1}" if known else "an earlier step"
         raise ValueError(
-            f"{what} was donated to {to}. Go on with the state which that step"
+            f"{gone_leaves} was donated to {to}. Go on with the state which that step"
             " returned; after an exception of tj.run with its error.state (in a"
             " notebook sys.last_value.state). Or build the step with donate=False."
         )

@@ -58,22 +58,29 @@ def first_state(
             return opt_state
         return makes["opt_state"](params) if "opt_state" in makes else ()
 
-    made = {}
+    made_fields = {}
     first = params
     _refuse_key(params)
     # A function, and not a library's model, which may be called, too.
     is_function = hasattr(params, "__name__") or isinstance(params, functools.partial)
     if is_function:
-        made = make_on_devices(strategy, params, make, rng)
-        params = made["params"]
+        made_fields = make_on_devices(strategy, params, make, rng)
+        params = made_fields["params"]
         first = 0.0
     if more := makes.get("local", lambda _: {})(params):
         local = join_local(local, more)
     checked = check_params(first)
     of_optimizer = () if is_function else make(checked)
-    parts = strategy, first, of_optimizer, local
-    state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
-    return dataclasses.replace(state, **made)
+    state = init_state(
+        strategy,
+        first,
+        of_optimizer,
+        local,
+        like=made_fields.get("params"),
+        rng=rng,
+        extra=extra,
+    )
+    return dataclasses.replace(state, **made_fields)
 
 
 def first_shapes(
@@ -89,18 +96,18 @@ def first_shapes(
 
     ``made_of(params)`` returns the shapes of the fields that the step makes.
     """
-    given = {"params": params, "opt_state": opt_state, "local": local, "extra": extra}
-    for name, tree in given.items():
+    passed = {"params": params, "opt_state": opt_state, "local": local, "extra": extra}
+    for name, tree in passed.items():
         refuse_unheld(name, tree, shapes=True)
     make = functools.partial(make_state, strategy.num_towers)
-    state = jax.eval_shape(make, **jax.tree.map(native, given))
+    state = jax.eval_shape(make, **jax.tree.map(native, passed))
     strategy.placement.specs_within((), state.params)
-    made = made_of(state.params)
+    made_fields = made_of(state.params)
     if jax.tree.leaves(opt_state):
-        made["opt_state"] = state.opt_state
-    if "local" in made:
-        made["local"] = join_local(state.local, made["local"])
-    return dataclasses.replace(state, **made)
+        made_fields["opt_state"] = state.opt_state
+    if "local" in made_fields:
+        made_fields["local"] = join_local(state.local, made_fields["local"])
+    return dataclasses.replace(state, **made_fields)
 
 
 def placed_state(strategy: Strategy, state: TrainState) -> TrainState:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from towerjax.collectives.packing import all_finite
-from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
@@ -84,13 +84,13 @@ class NextState:
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
             updated = self.update_fn(before, self.given(merged))
-        after, metrics, *told = _check_update(before, updated)
+        after, metrics, *more = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
         finite = [x for x in finite if x is not None]
         is_fine = functools.reduce(jnp.logical_and, finite, is_fine)
         accepted = is_fine & (has_examples | (not self.needs_examples))
-        if told or self.on_nonfinite == "ignore":
+        if more or self.on_nonfinite == "ignore":
             accepted = True
         donated, now = split_state(after)
         now = {
@@ -99,7 +99,7 @@ class NextState:
             if x is not kept[name]
         }
         now["step"] = kept["step"] + 1
-        [refused] = told or [is_fine]
+        [refused] = more or [is_fine]
         if refused.dtype == bool:
             refused = jnp.where(refused, NONE, now["step"].astype(jnp.int32))
         for name, x in metrics.items():
@@ -117,24 +117,24 @@ _UPDATE = (
 
 def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
     """Check the next state, the metrics and more that ``update_fn`` returned."""
-    given: Any = updated if isinstance(updated, tuple) else (updated,)
-    kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
-    fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
-    if not fits or any(x.shape or x.dtype not in (bool, jnp.int32) for x in given[2:]):
+    parts: Any = updated if isinstance(updated, tuple) else (updated,)
+    kinds = (TrainState, Mapping, jax.Array)[: max(len(parts), 2)]
+    fits = len(parts) == len(kinds) and all(map(isinstance, parts, kinds))
+    if not fits or any(x.shape or x.dtype not in (bool, jnp.int32) for x in parts[2:]):
         raise ValueError(
-            f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but must"
+            f"update_fn returned {', '.join(type(x).__name__ for x in parts)}, but must"
             " return (state, metrics), such as (dataclasses.replace(state,"
             " params=...), {'loss': merged['loss']}). An update with a guard of its own"
             " also returns whether all values were finite, a () bool."
         )
-    after, metrics, *told = given
+    after, metrics, *more = parts
     for field in dataclasses.fields(TrainState):
         was = getattr(before, field.name)
         now = getattr(after, field.name)
         if now is not was:
             now = check_types(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})
-    return after, dict(metrics), *told
+    return after, dict(metrics), *more
 
 
 def _evaluate_metrics(
@@ -300,12 +300,12 @@ def _evaluate_guarded(
     accepted = walk.read(jaxpr.outvars[0])
     is_deciding = {id(eqn) for eqn in deciding}
     updating = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_deciding]
-    made = {var for eqn in updating for var in eqn.outvars}
+    updated = {var for eqn in updating for var in eqn.outvars}
     # The old leaf of each variable that is selected where it is made.
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
         # A scalar costs no copy, and later equations may divide by the new one.
-        if not isinstance(var, core.Literal) and var in made and jnp.ndim(old):
+        if not isinstance(var, core.Literal) and var in updated and jnp.ndim(old):
             olds.setdefault(var, old)
     # The old leaf that a variable holds where the step is refused.
     if_refused = dict(zip(jaxpr.invars, before, strict=False))

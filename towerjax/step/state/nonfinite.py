@@ -54,9 +54,9 @@ class NonFiniteError(Portable, FloatingPointError):
         by_tower: bool = False,
     ) -> None:
         looked_at = "loss" if guard == "loss" else "loss or a gradient"
-        what = f"The {looked_at} of step {step} was not finite, so it changed nothing."
+        text = f"The {looked_at} of step {step} was not finite, so it changed nothing."
         if by_tower:
-            what = (
+            text = (
                 f"A tower's {looked_at.replace(' a ', ' ')} was not finite in step"
                 f" {step}. That tower left the step out, and the others trained. It is"
                 " reported now, because the towers were merged since then."
@@ -74,7 +74,7 @@ class NonFiniteError(Portable, FloatingPointError):
             )
         if guard == "loss":
             advice += " With guard='loss' no step looks at its gradients."
-        super().__init__(f"{what}{where} {advice}")
+        super().__init__(f"{text}{where} {advice}")
         self.step = step
         self.locations = tuple(locations)
 

@@ -52,11 +52,11 @@ class StatePolicy:
     def made(self, params: PyTree) -> dict[str, PyTree]:
         """Return the shapes of the fields that the step makes of a state, by name."""
         makes = self.makes.items()
-        made = {name: jax.eval_shape(make, params) for name, make in makes}
-        if more := made.pop("local", None):
+        shapes = {name: jax.eval_shape(make, params) for name, make in makes}
+        if more := shapes.pop("local", None):
             towers = self.strategy.num_towers
-            made["local"] = jax.eval_shape(lambda x: stack_local(x, towers), more)
-        return made
+            shapes["local"] = jax.eval_shape(lambda x: stack_local(x, towers), more)
+        return shapes
 
     @property
     def layout(self) -> TrainState:
@@ -81,13 +81,14 @@ class StatePolicy:
         ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
         default is copied, too.
         """
-        where = self.strategy.placement, self.layout, root, state.params
-        return place_others(state, *where, own=own)
+        return place_others(
+            state, self.strategy.placement, self.layout, root, state.params, own=own
+        )
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
         """Make the towers' results readable on every process, without padded rows."""
         placement = self.strategy.placement
-        out = unmark_per_tower(out, lambda own: on_every_process(own, placement))
+        out = unmark_per_tower(out, lambda value: on_every_process(value, placement))
         return _without_padding(out, batch)
 
     def as_state(self, given: PyTree) -> TrainState:
@@ -126,10 +127,10 @@ class StatePolicy:
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """``(state, metrics)``, the result of a call, from its program's results."""
         metrics = out.metrics
-        if own := {
+        if per_tower := {
             name: x.value for name, x in metrics.items() if isinstance(x, PerTowerValue)
         }:
-            metrics |= on_every_process(own, self.strategy.placement)
+            metrics |= on_every_process(per_tower, self.strategy.placement)
         return join_state(out.donated, {"rng": state.rng, **out.now}), metrics
 
 
@@ -200,14 +201,14 @@ def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
 
 def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
     """Return the tree with `Rows` as bare arrays, without the padded rows."""
-    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
+    is_example = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:
         if not batch.padded:
             return x
         if isinstance(x, Tracer):
-            return x[np.flatnonzero(kept)]
+            return x[np.flatnonzero(is_example)]
         # The host cuts it: a slice on the devices would compile for every new size.
-        return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
+        return like_key(jax.device_put(jax.device_get(key_data(x))[is_example]), x)
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)

@@ -332,12 +332,12 @@ def _one_key(rng: Any) -> jax.Array:
     refuse_unheld("rng", rng)
     if not hasattr(rng, "dtype"):
         raise ValueError(f"rng is {rng!r:.200}; pass one key, as jax.random.key(0).")
-    key = given = own_array(native(rng))
-    if given.dtype == jnp.uint32 and given.ndim == 1:
-        key = jax.random.wrap_key_data(given)
+    key = key_given = own_array(native(rng))
+    if key_given.dtype == jnp.uint32 and key_given.ndim == 1:
+        key = jax.random.wrap_key_data(key_given)
     if not is_key(key) or key.shape:
         raise ValueError(
-            f"rng is {given.dtype}{list(given.shape)}; pass one key, such as"
+            f"rng is {key_given.dtype}{list(key_given.shape)}; pass one key, such as"
             " jax.random.key(0)."
         )
     return key

@@ -77,9 +77,9 @@ def _unlike(trainable: PyTree, params: PyTree) -> str:
     left_out = [x for x in leaves if not any(above(flag, x) for flag in flags)]
     texts = [f"params have no {leaf_name('', x)}" for x in unknown]
     texts += [f"{leaf_name('params', x)} is left out" for x in left_out]
-    given = jax.tree.structure(trainable)
+    treedef = jax.tree.structure(trainable)
     expected = jax.tree.structure(params)
-    return listed(texts or [f"it is {given}, and params are {expected}"])
+    return listed(texts or [f"it is {treedef}, and params are {expected}"])
 
 
 def _refuse_statistics(params: PyTree, advice: str) -> None:
@@ -132,11 +132,11 @@ def node_types(tree: PyTree) -> set[str]:
 
 def check_like_params(grads: PyTree, params: PyTree) -> None:
     """Raise unless gradients, which may be rows, form a tree like the parameters."""
-    needed, given = (
+    needed, got = (
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (params, grads)
     )
-    if wrong := unlike(given, needed):
+    if wrong := unlike(got, needed):
         raise ValueError(
             "The gradients are not a tree like the parameters that train:"
             f" {listed(wrong)}. Pass merged['grads'] of tj.value_and_grad, or a tree"

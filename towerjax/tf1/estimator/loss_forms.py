@@ -72,9 +72,9 @@ def pull_back(
     values, pull_values, out = traced.vjp(params, of_results)
 
     def pull(factors: PyTree, *, of_sum: bool = False) -> PyTree:
-        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
+        cast = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
         with jax.named_scope(tags.OF_A_SUM if of_sum else "gradient"):
-            return pull_values(given)
+            return pull_values(cast)
 
     return values, pull, out
 

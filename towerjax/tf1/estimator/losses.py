@@ -200,8 +200,8 @@ class TowersOfStep:
             loss = loss.value if is_weighted else loss
             scalar = scalar or Reduction.MEAN
         elif is_weighted == (scalar is not None):
-            what = _WEIGHTED if is_weighted else _BARE
-            raise ValueError(what.format(type(loss).__name__, self.reduction))
+            form = _WEIGHTED if is_weighted else _BARE
+            raise ValueError(form.format(type(loss).__name__, self.reduction))
         return addend_of(loss, scalar, self.tower)
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:

@@ -95,9 +95,11 @@ class ModelTower:
         """Return the model function's results, in the types that a `Pass` merges."""
         variables = as_variables(state)
         trace = get_opaque_trace_state()
-        how = self.options
+        options = self.options
         parts = tower.num_towers * micro_batches
-        towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
+        towers = TowersOfStep(
+            tower, options.loss_reduction, options.compat, trace, parts
+        )
         with bound(towers):  # where TowerOptimizer finds them
             spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
         typed = self._typed_parts(spec, variables, towers, tower.rows)
@@ -311,8 +313,9 @@ def model_train_step(
         after, parts = results(state, merged)
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
-    given = strategy, options, passes, update, policy
-    return step_of(training_plan(*given, other_losses=minimized))
+    return step_of(
+        training_plan(strategy, options, passes, update, policy, other_losses=minimized)
+    )
 
 
 def model_step(
@@ -322,13 +325,14 @@ def model_step(
 
     It pads to the batch sizes of ``like``, a step of the same mode.
     """
-    how = tower_fn.options
-    policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
-    results = _results_of(tower_fn, strategy, how.step, policy.hooks)
-    passes = tower_fn.passes(strategy, how.step)
+    options = tower_fn.options
+    policy = _Variables(strategy, options.variable_placement, tower_fn.mode)
+    results = _results_of(tower_fn, strategy, options.step, policy.hooks)
+    passes = tower_fn.passes(strategy, options.step)
     trains = "train_op" in tower_fn.wanted
-    given = strategy, how.step, passes, results, policy
-    plan = unguarded_plan(*given, changes_state=trains)
+    plan = unguarded_plan(
+        strategy, options.step, passes, results, policy, changes_state=trains
+    )
     return step_of(plan, placer=None if like is None else like.placer)
 
 

@@ -236,9 +236,9 @@ class ModelFn:
         parameters = signature.parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         names = _OPTIONAL if takes_any else [x for x in _OPTIONAL if x in parameters]
-        given = dict.fromkeys(("features", "labels", "mode", *names))
+        arguments = dict.fromkeys(("features", "labels", "mode", *names))
         try:
-            signature.bind(None, **given)
+            signature.bind(None, **arguments)
         except TypeError as error:
             raise ValueError(
                 f"model_fn{signature}: {error}. Write def model_fn(variables, features,"

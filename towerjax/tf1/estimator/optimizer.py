@@ -80,14 +80,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         lazy: bool = False,
     ) -> "TowerOptimizer":
         """Wrap an optimizer, or the one that a function without arguments returns."""
-        made = optimizer() if callable(optimizer) else optimizer
-        if not isinstance(made, optax.GradientTransformation):
+        inner_optimizer = optimizer() if callable(optimizer) else optimizer
+        if not isinstance(inner_optimizer, optax.GradientTransformation):
             raise ValueError(
-                f"TowerOptimizer got {made!r}, which is not an optimizer. Pass an optax"
-                " transformation, a function that returns one, or"
+                f"TowerOptimizer got {inner_optimizer!r}, which is not an optimizer."
+                " Pass an optax transformation, a function that returns one, or"
                 " optax.MultiSteps(...).gradient_transformation()."
             )
-        inner = pass_loss(made)
+        inner = pass_loss(inner_optimizer)
 
         def init(params: PyTree) -> PyTree:
             return TowerOptimizerState(inner.init(params))
@@ -358,7 +358,7 @@ def _check_own_state(
     state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
 ) -> None:
     """Raise unless ``init`` makes a state like this from these params."""
-    what = (
+    fault = (
         "TowerOptimizer.update got the state of another optimizer, or of other params"
     )
     advice = (
@@ -366,12 +366,14 @@ def _check_own_state(
         " optimizer), where optimizer is this TowerOptimizer."
     )
     if not isinstance(state, TowerOptimizerState):
-        raise ValueError(f"{what}: {a_type(state)}. {advice}")
+        raise ValueError(f"{fault}: {a_type(state)}. {advice}")
     # Checked once, while a step is traced, not in each eager call. An optax update
     # accepts some wrong states silently.
     if has_tracers(params):
-        own = jax.eval_shape(init, params).inner
-        check_like("state.inner", state.inner, own, what, advice, lambda _: "a leaf")
+        shapes = jax.eval_shape(init, params).inner
+        check_like(
+            "state.inner", state.inner, shapes, fault, advice, lambda _: "a leaf"
+        )
 
 
 def _reduce_gradients(

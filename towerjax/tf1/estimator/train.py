@@ -241,7 +241,7 @@ def train_and_evaluate(
     if epochs is None and steps is not None and not hasattr(train_data, "__next__"):
         passes = None
     train_epochs = Epochs("train_data", train_data, passes, most=steps)
-    given = not_none(params=params, config=config)
+    passed = not_none(params=params, config=config)
     if eval_data is not None:
         why = "every evaluation needs all of it"
         again = as_reusable("eval_data", eval_data, why)
@@ -250,13 +250,13 @@ def train_and_evaluate(
                 "eval_data and eval_batches= exclude each other. Pass only eval_data."
             )
         options["eval_batches"] = Epochs("eval_data", again)
-        options.setdefault("evaluate", model.eval_step(**given))
+        options.setdefault("evaluate", model.eval_step(**passed))
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
     if unknown := options.keys() - inspect.signature(tj.run).parameters.keys():
         raise TypeError(
             f"train_and_evaluate() got an unexpected keyword argument {min(unknown)!r}"
         )
-    step = model.train_step(**given, **of_step)
+    step = model.train_step(**passed, **of_step)
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
         for hook in hooks_of(step):

@@ -1,0 +1,107 @@
+"""The name of a merged leaf, which knows where in a step's results the leaf stands."""
+
+import enum
+from typing import Any
+
+import jax
+
+from towerjax.types.trees import key_name
+
+
+class LeafPart(enum.Enum):
+    """The part of a step's results that a leaf belongs to, the first to be told."""
+
+    LOSS = enum.auto()
+    GRADIENT = enum.auto()
+    OTHER = enum.auto()
+
+
+GRADIENT = "gradient"
+"""The first key of gradients; in the results of a pass it is another one."""
+
+_GRADIENTS = "grads"
+# The fields of `Sum` and `Weighted` that have a tree.
+_HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
+
+
+class LeafName(str):
+    """A leaf's name, such as ``gradient['w']``, with its part and its place.
+
+    Attributes:
+      part: The part of the results that it belongs to.
+      number: The number of the pass that merges it; 0 if a step has only one.
+      keys: The keys that lead to it in the results of its pass.
+    """
+
+    part: LeafPart
+    number: int
+    keys: tuple[Any, ...]
+
+    def __new__(
+        cls,
+        name: str,
+        keys: tuple[Any, ...] = (),
+        *,
+        part: LeafPart = LeafPart.OTHER,
+        number: int = 0,
+    ) -> "LeafName":
+        """Make the name of a leaf; without ``keys`` it stands for a whole pass."""
+        self = super().__new__(cls, name)
+        self.part = part
+        self.number = number
+        self.keys = keys
+        return self
+
+    @classmethod
+    def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "LeafName":
+        """Name the leaf at a path of a pass's results, whose loss has this key.
+
+        The type that holds a gradient is not part of its name.
+        """
+        first = key_name(path[0]) if path else "result"
+        rest = path[1:]
+        if first == _GRADIENTS:
+            rest = rest[1:] if rest[:1] and rest[0] in _HELD_IN else rest
+            root, part = GRADIENT, LeafPart.GRADIENT
+        else:
+            root = first
+            part = LeafPart.LOSS if first in ("loss", loss) else LeafPart.OTHER
+        return cls(root, (root,), part=part).within(rest)
+
+    def within(self, path: tuple[Any, ...]) -> "LeafName":
+        """Name the leaf at a path of this one."""
+        name = self + jax.tree_util.keystr(path)
+        keys = (*self.keys, *path)
+        return LeafName(name, keys, part=self.part, number=self.number)
+
+    def in_pass(self, number: int) -> "LeafName":
+        """Name the leaf of one of several passes."""
+        name = f"pass {number}: {self}"
+        return LeafName(name, self.keys, part=self.part, number=number)
+
+    def is_at(self, *keys: Any) -> bool:
+        """Whether these keys lead to the leaf, or to what holds it."""
+        return self.keys[: len(keys)] == keys
+
+    def holds(self, other: "LeafName") -> bool:
+        """Whether another leaf is this one or a leaf of it."""
+        return self.number in (0, other.number) and other.is_at(*self.keys)
+
+
+WHOLE_STEP = LeafName("step")
+"""The name in place of leaves if a step cannot be traced for other rows."""
+
+
+def whole_pass(number: int) -> LeafName:
+    """Return the name in place of a pass's leaves."""
+    return LeafName(f"pass {number}", number=number)
+
+
+def leaf_of(name: str) -> LeafName:
+    """Return a leaf's name; that of a program that is no step is a place of its own."""
+    return name if isinstance(name, LeafName) else LeafName(name, (name,))
+
+
+def part_of(name: str) -> LeafPart:
+    """Return the part of a leaf; results of a program that is no step have none."""
+    return leaf_of(name).part

@@ -1,0 +1,212 @@
+"""Read an equation's params: its axes, inner jaxprs and hidden code."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.sharding import Mesh, PartitionSpec, Sharding
+
+from towerjax.jaxprs.primitives import FOREIGN, PLAIN, TRUSTED
+
+_LEAF_TYPES = (str, bytes, int, float, complex, type(None), type, slice, range)
+_LEAF_TYPES += (np.generic, np.ndarray, np.dtype, jax.Array)
+_LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Sharding)
+
+
+def param_leaves(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs, plain values and functions inside the objects of params."""
+    # One loop: it runs several times for each equation of a program.
+    leaves = []
+    todo = [*params.values()][::-1]
+    seen = set()
+    while todo:
+        x = todo.pop()
+        kind = type(x)
+        if _is_leaf_type(kind) or callable(x) or hasattr(x, "call_wrapped"):
+            leaves.append(x)
+        elif id(x) not in seen:
+            seen.add(id(x))
+            parts = x if kind in (tuple, list) else _parts(x)
+            todo += parts[::-1]
+    return leaves
+
+
+@functools.cache
+def _is_leaf_type(kind: type) -> bool:
+    return issubclass(kind, (Jaxpr, ClosedJaxpr, *_LEAF_TYPES))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict | Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        return [*(value.node_data() or ()), *value.children()]
+    names = [*getattr(value, "__dict__", ())]
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def is_hidden(eqn: JaxprEqn) -> bool:
+    """Whether a function among an equation's params hides what the equation does."""
+    if eqn.primitive in PLAIN or eqn.primitive.name in TRUSTED:
+        return False
+    kinds = map(type, param_leaves(eqn.params))
+    return _is_high(eqn.primitive) or not all(map(_is_leaf_type, kinds))
+
+
+@functools.lru_cache(maxsize=512)
+def _is_high(primitive: Primitive) -> bool:
+    """Whether a hijax class defines what a primitive does."""
+    has_class = type(primitive).to_lojax is not Primitive.to_lojax
+    return has_class or primitive.name.startswith("call_hi_primitive")
+
+
+def given_name(eqn: JaxprEqn) -> str | None:
+    """The name that ``checkpoint_name`` gives a value, if this equation does."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    high: Any = eqn.params.get("_prim")  # with jax_remat3
+    return high.name if type(high).__name__.startswith("CheckpointName") else None
+
+
+# What a function raises if it cannot take tracers, JAX's own errors included.
+_UNTRACEABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(NameError, NotImplementedError, RecursionError, TypeError, ValueError),
+)
+
+
+def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
+    """The jaxpr of the code that a primitive hides; None if it cannot be traced."""
+    primitive = eqn.primitive
+    code: Callable = primitive.to_lojax if _is_high(primitive) else primitive.impl
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    try:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        hidden = jax.make_jaxpr(
+            lambda *operands: code(*operands, **eqn.params),
+            axis_env=list(sizes.items()),
+        )(*shapes)
+    except _UNTRACEABLE:
+        return None  # It needs arrays, a device, or an axis: what it does is unknown.
+    return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
+
+
+# Effects on Refs, which are values of the program itself.
+_HARMLESS_EFFECTS = frozenset(
+    "InternalMutableArrayEffect ReadEffect WriteEffect AccumEffect".split()
+)
+
+
+def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that a collective names."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return tuple([axis for axis in axes if isinstance(axis, str)]) if axes else ()
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    """The axes of the mesh that a `shard_map` maps over."""
+    name = "newly_manual_axes"
+    return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
+
+
+def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
+    """The axes over which each dim is split, by number: a spec may be no iterable."""
+    dims = [spec[i] for i in range(len(spec))]
+    return [x if isinstance(x, tuple) else (x,) for x in dims]
+
+
+def names_in(spec: PartitionSpec) -> set[str]:
+    """The axes along which a value of a `shard_map` may differ."""
+    return {*spec.unreduced, *[name for part in axes_of_dims(spec) for name in part]}
+
+
+def meshes_of(eqn: JaxprEqn) -> list[Any]:
+    """The meshes among the params of an equation that have at least one axis."""
+    leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
+    kinds = Mesh, jax.sharding.AbstractMesh
+    return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
+
+
+def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
+    """Whether results may differ between towers although the operands are the same.
+
+    True for side effects, for foreign code, and for an unknown primitive with the
+    towers' axis among its params.
+    """
+    name = eqn.primitive.name
+    if _is_high(eqn.primitive):
+        return False  # its code is looked at
+    effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
+    named = [x for x in param_leaves(eqn.params) if isinstance(x, str)]
+    is_known = name in FOREIGN or name.startswith("thunky.")
+    return bool(effects) or is_known or axis in named
+
+
+def groups(eqn: JaxprEqn, size: int) -> Any:
+    """The ``axis_index_groups`` of a collective; None if one group has all towers."""
+    all_groups = eqn.params.get("axis_index_groups")
+    if all_groups is None or len(all_groups) > 1:
+        return all_groups
+    # With one tower, a group of one may stand for all towers or for each alone.
+    return None if len(all_groups[0]) == size > 1 else all_groups
+
+
+def is_full(eqn: JaxprEqn, size: int) -> bool:
+    """Whether a ppermute sends a value to every tower; the others get zeros."""
+    return len({target for _, target in eqn.params["perm"]}) == size
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The jaxpr of a closed jaxpr; since JAX 0.12 both are one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The inner jaxprs that run when an equation runs."""
+    return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
+
+
+def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """The inner jaxprs of `sub_jaxprs`, with their constants."""
+    if eqn.primitive in PLAIN:
+        return []
+    params = eqn.params
+    if "_prim" in params:
+        return [x for x in [program_of_class(params["_prim"])] if x is not None]
+    if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
+        params = {"solve": params["jaxprs"].solve}
+    return [x for x in param_leaves(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
+
+
+def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
+    """The program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
+
+    With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` these are objects
+    of JAX's own classes. For any other object it is None.
+    """
+    kind = type(high)
+    if not kind.__module__.startswith("jax."):
+        return None
+    if kind.__name__ == "RematTraced":
+        return high.jaxpr
+    if kind.__name__ in ("CustomJVPTraced", "CustomVJPTraced"):
+        return high.traced.jaxpr
+    return None
+
+
+def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """The number of constants and the number of carries of a scan."""
+    if "ft_in" in eqn.params:  # JAX 0.12
+        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return consts, carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
