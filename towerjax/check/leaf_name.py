@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from towerjax.step.passes.accumulators import key_name
+from towerjax.types.trees import key_name
 
 
 class Part(enum.Enum):

@@ -18,6 +18,11 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
     return f"{root}{jax.tree_util.keystr(path)}"
 
 
+def key_name(entry: Any) -> str:
+    """Return an entry of a key path as one word."""
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
 def name_by_key(path: tuple[Any, ...]) -> str:
     """The name of a leaf in a tree whose first key already names the value."""
     name = leaf_name("", path)

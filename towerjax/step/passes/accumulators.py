@@ -24,6 +24,7 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.refusals import shown
 from towerjax.types.trees import (
+    key_name,
     map_parts,
     name_by_key,
     parts_of,
@@ -334,11 +335,6 @@ def states_of(own: PerTower) -> PyTree:
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
-
-
-def key_name(entry: Any) -> str:
-    """Return an entry of a key path as one word."""
-    return jax.tree_util.keystr((entry,), simple=True)
 
 
 def _to_array(name: str, x: Any) -> jax.Array:
