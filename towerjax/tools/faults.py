@@ -57,7 +57,7 @@ def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
     heads = {
         "proof": NOT_THE_SAME,
         "equality": words.depends,
-        "comparison": f"Results of a run depend on the number of {words.many}:",
+        "comparison": f"Results of a run depend on the number of {words.nouns.many}:",
     }
     for kind, head in heads.items():
         of_kind = [x for x in faults if x.kind == kind]

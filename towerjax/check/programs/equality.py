@@ -4,7 +4,7 @@ It is the number of its devices, or of its micro-batches. The program is traced 
 several such numbers, and each two traces are walked side by side; see
 `towerjax.proof.equal`. Nothing is compiled or run.
 
-Reasons are told of towers here; `Words.reason` tells them of what is counted.
+Reasons are told in the nouns of what is counted; see `towerjax.proof.equal.nouns`.
 """
 
 import itertools
@@ -26,6 +26,7 @@ from towerjax.jaxprs.flow import is_ref
 from towerjax.proof.equal.causes import Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
+from towerjax.proof.equal.nouns import nouns, telling_of
 from towerjax.proof.equal.one_tower import Equality, worst_of
 from towerjax.proof.equal.says import Says
 from towerjax.proof.equal.walk import Walk
@@ -66,8 +67,9 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
     pairs = itertools.pairwise([first, *others])
     if _may_be_written_out(programs, words):
         pairs = ((first, other) for other in others)
-    for pair in pairs:
-        answers += _of_pair(dict(pair), words)
+    with telling_of(words.nouns):
+        for pair in pairs:
+            answers += _of_pair(dict(pair), words)
     return worst_of(answers)
 
 
@@ -84,7 +86,7 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
         _refuse_unlike(first, second)
         of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        of_results = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
+        of_results = [(Says.UNKNOWN, str(error))] * len(leaves)
     return [
         Equality(name, *said)
         for (name, x), said in zip(leaves, of_results, strict=True)
@@ -98,7 +100,7 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
-            "arguments or results differ between numbers of towers"
+            f"arguments or results differ between numbers of {nouns().many}"
         )
     for program in (first, second):
         jaxpr = program.traced.jaxpr.jaxpr
@@ -166,7 +168,7 @@ def _said_of_results(
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     """The kind of an argument: the same for all, or stacked for the devices."""
-    why = f"{name} is a different array for another number of towers"
+    why = f"{name} is a different array for another number of {nouns().many}"
     unknown = Known(Kind.UNKNOWN, why=why)
     try:
         walk.sizes.axes(first, second)
@@ -190,7 +192,9 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
         value = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
         if value.kind is Kind.UNKNOWN or value.power or not are_copies:
-            return Known(Kind.UNKNOWN, why=f"each tower is given a different {name}")
+            return Known(
+                Kind.UNKNOWN, why=f"each {nouns().one} is given a different {name}"
+            )
         return Known(Kind.STACKED, _any_value(value).power, note=Kind.COPY)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
@@ -215,12 +219,15 @@ def _said_of_result(
         wanted = {None: Kind.COPY, 1: Kind.ROWS}.get(own_rows)
         fits = is_stacked and value.note is wanted
         if not fits:
-            return Says.UNKNOWN, f"each tower returns {value.note.value} of its own"
+            return (
+                Says.UNKNOWN,
+                f"each {nouns().one} returns {value.note.text} of its own",
+            )
     elif value.kind is Kind.ZERO:
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
         fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
     if not fits:
-        return Says.UNKNOWN, "its shape depends on the number of towers"
+        return Says.UNKNOWN, f"its shape depends on the number of {nouns().many}"
     is_power = value.kind is not Kind.ZERO and bool(value.power)
     return (Says.REFUTED, "") if is_power else (Says.PROVED, "")

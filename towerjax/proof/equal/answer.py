@@ -127,7 +127,7 @@ def answer_for_table_rows(value: Known, at: ProvedResult, padded: bool) -> Answe
 def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if value.kind is not wanted:
-        return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.value}")
+        return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.text}")
     return Answer(Says.REFUTED, _told(power), advice) if power else _PROVED
 
 

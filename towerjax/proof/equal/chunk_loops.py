@@ -23,6 +23,7 @@ from towerjax.proof.equal.kinds import (
     part,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 
 
 def runs_over_chunks(pair: EquationPair) -> bool:
@@ -33,7 +34,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     in_order = [Groups((0, axis or 0), True) for _, axis in groups]
     if any(x != wanted for (x, _), wanted in zip(groups, in_order, strict=True)):
         raise NotOfOneKindError(
-            "no rule for a loop over these groups of the tower's rows"
+            f"no rule for a loop over these groups of {nouns().its} rows"
         )
     return bool(groups)
 

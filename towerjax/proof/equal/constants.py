@@ -18,6 +18,7 @@ from towerjax.proof.equal.kinds import (
     Known,
     copy,
 )
+from towerjax.proof.equal.nouns import nouns
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 """The powers of T that a constant of a program may have."""
@@ -27,7 +28,9 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
     """The kind of a literal, or of an array that a program closes over."""
     if isinstance(first, Tracer) or isinstance(second, Tracer):
         # A value of the program around a step, which has no number yet.
-        why = "the program closes over other values for another number of towers"
+        why = (
+            f"the program closes over other values for another number of {nouns().many}"
+        )
         return copy() if first is second else Known(Kind.UNKNOWN, why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
         first = jax.random.key_data(first)
@@ -40,7 +43,7 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
         if not (_is_filled(a) and _is_filled(b)):
             return Known(
                 Kind.UNKNOWN,
-                why="a constant has an element for each row of a tower",
+                why=f"a constant has an element for each row of a {nouns().one}",
             )
         a = a.flat[0]
         b = b.flat[0]
@@ -60,7 +63,7 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Known:
         return copy(0, note)._replace(in_padding=level)
     power = _power_between(sizes, a, b)
     if power is None:
-        why = "a constant depends on the number of towers"
+        why = f"a constant depends on the number of {nouns().many}"
         return Known(Kind.UNKNOWN, why=why)
     return copy(power)._replace(in_padding=level)
 

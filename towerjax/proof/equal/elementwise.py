@@ -26,6 +26,7 @@ from towerjax.proof.equal.kinds import (
     product_of,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 
 _SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
 _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
@@ -166,7 +167,9 @@ def _sum_of_two(pair: EquationPair) -> Known:
         if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
             is_vector = len(pair.shape(at)) == 1
             return rows()._replace(fact=NumberInBatch() if is_vector else None)
-        raise NotOfOneKindError("no rule for a sum with a tower's first row number")
+        raise NotOfOneKindError(
+            f"no rule for a sum with a {nouns().one}'s first row number"
+        )
     own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}
     if kinds & own:
         return _sum_with_number(pair)

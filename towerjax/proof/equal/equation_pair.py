@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from towerjax.jaxprs.sites import Site, user_line
 from towerjax.proof.equal.kinds import Kind, Known
+from towerjax.proof.equal.nouns import nouns
 
 
 class ProgramsDifferError(Exception):
@@ -59,7 +60,8 @@ class Sizes(NamedTuple):
                 continue
             what = self._what_differs(m, n)
             if what in found:
-                raise ProgramsDifferError(f"an array has several dims of {what}")
+                counted = nouns().many if what == "towers" else what
+                raise ProgramsDifferError(f"an array has several dims of {counted}")
             if what:
                 found[what] = i
         return found.get("rows"), found.get("towers")
@@ -76,7 +78,7 @@ class Sizes(NamedTuple):
         if is_of_all and not is_number and not self.padded:
             return ""  # the rows of all towers, equally many
         raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of towers"
+            f"a size that is no number of rows depends on the number of {nouns().many}"
         )
 
 
@@ -264,6 +266,6 @@ def size_before(shape: Sequence[Any], axis: int) -> int:
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
         raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of towers"
+            f"a size that is no number of rows depends on the number of {nouns().many}"
         )
     return math.prod(map(int, sizes))

@@ -23,6 +23,7 @@ from towerjax.proof.equal.kinds import (
     product_of,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 from towerjax.proof.equal.zeros import fills_with_zero
 
 _AMONG_ROWS = "rows are read or written by the numbers of other rows"
@@ -128,7 +129,9 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     others = [i for i in range(len(shape)) if i != axis]
     is_whole = all(sizes[i] == shape[i] for i in others)
     if not (is_own and is_whole and _are_same([at[i] for i in others])):
-        raise NotOfOneKindError("a tower reads the value of another tower")
+        raise NotOfOneKindError(
+            f"a {nouns().one} reads the value of another {nouns().one}"
+        )
     return of_one_tower(x, pair.rows_out[0])
 
 
@@ -220,7 +223,9 @@ def _own_by_index(pair: EquationPair, x: Known, at: Known, dims: Any) -> Known:
     is_own &= axis in dims.collapsed_slice_dims and _size_of(pair.shape(1)) == 1
     others = [i for i in range(len(sizes)) if i != axis]
     if not is_own or any(sizes[i] != pair.shape(0)[i] for i in others):
-        raise NotOfOneKindError("a tower reads the value of another tower")
+        raise NotOfOneKindError(
+            f"a {nouns().one} reads the value of another {nouns().one}"
+        )
     return of_one_tower(x, pair.rows_out[0])
 
 
@@ -272,7 +277,7 @@ def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
         raise NotOfOneKindError(
-            "elements are indexed by the numbers of the tower's rows"
+            f"elements are indexed by the numbers of {nouns().its} rows"
         )
     if sizes != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError(

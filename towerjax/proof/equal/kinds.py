@@ -11,39 +11,41 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from towerjax.proof.equal.nouns import nouns
+
 
 class Kind(enum.Enum):
-    """The kinds; a member's text is for errors."""
+    """The kinds; a member's value is its text for errors, with fields for nouns."""
 
     UNKNOWN = "unknown"
     ZERO = "zero"
     # Each tower has the value. If it has a dim of rows, it is constant along it.
     COPY = "a replicated value"
     # The value is the towers' values, joined along their dim of rows.
-    ROWS = "the tower's rows"
+    ROWS = "{its} rows"
     # The value is the sum of the towers' values.
-    PART = "a sum over the tower's rows"
+    PART = "a sum over {its} rows"
     # Rows along several dims, in the order of the note; see `Groups`.
-    SPREAD = "the tower's rows in groups"
+    SPREAD = "{its} rows in groups"
     # The value is the largest, or smallest, of the towers' values.
-    MAXIMUM = "a maximum over the tower's rows"
-    MINIMUM = "a minimum over the tower's rows"
+    MAXIMUM = "a maximum over {its} rows"
+    MINIMUM = "a minimum over {its} rows"
     # A part divided by a part of the tower's own; see `guards`.
-    MEAN = "a mean over the tower's rows"
+    MEAN = "a mean over {its} rows"
     # The towers' values one after another; the note is their kind.
-    STACKED = "the values of all towers"
+    STACKED = "the values of all {many}"
 
     # Numbers and keys of a tower's own.
-    TOWER = "tower.id"
-    FIRST_ROW = "the number of a tower's first row"
-    NUMBERS = "the numbers of the tower's rows"
-    COLUMNS = "indices with the numbers of the tower's rows"
+    TOWER = "{number}"
+    FIRST_ROW = "the number of a {one}'s first row"
+    NUMBERS = "the numbers of {its} rows"
+    COLUMNS = "indices with the numbers of {its} rows"
     # Each number once; the note is the order.
-    ORDER = "the numbers of the tower's rows in another order"
-    KEY = "a tower's own key"
-    VALID = "the number of the tower's rows without padding"
-    SIZE = "the number of the tower's rows, padding included"
-    IS_FULL = "whether none of the tower's rows is padding"
+    ORDER = "the numbers of {its} rows in another order"
+    KEY = "a {one}'s own key"
+    VALID = "the number of {its} rows without padding"
+    SIZE = "the number of {its} rows, padding included"
+    IS_FULL = "whether none of {its} rows is padding"
     # The number of rows with the flag in the note, or any number above 0 if there is
     # none.
     AT_LEAST = "the number of rows with a flag, or another number if there are none"
@@ -54,6 +56,16 @@ class Kind(enum.Enum):
     COUNTER = "the number of the row in a loop"
     NEXT = "the number of the next row in a loop"
     BUFFER = "an array that a loop fills row by row"
+
+    @property
+    def text(self) -> str:
+        """The words for it in an error."""
+        return in_nouns(self.value)
+
+
+def in_nouns(template: str) -> str:
+    """Return a text with the nouns in the places of its fields."""
+    return template.format_map(nouns()._asdict())
 
 
 PADDING = "padding"
@@ -129,7 +141,10 @@ class RowsInTurn:
     As the note of STACKED it says that the towers' values are such rows.
     """
 
-    value = "the tower's rows in another order"  # for errors, as that of a `Kind`
+    @property
+    def text(self) -> str:
+        """The words for it in an error, as those of a `Kind`."""
+        return in_nouns(PERMUTED)
 
 
 class Power(Fraction):
@@ -145,7 +160,7 @@ class Power(Fraction):
         return self
 
 
-PERMUTED = "the tower's rows in another order"
+PERMUTED = "{its} rows in another order"
 
 
 NO_ZEROS: frozenset[Any] = frozenset()
@@ -199,7 +214,7 @@ class Known(NamedTuple):
     def __str__(self) -> str:
         by = _told_power(self.power)
         is_permuted = isinstance(self.note, Groups) and self.note.order is not None
-        return (PERMUTED if is_permuted else self.kind.value) + by
+        return (in_nouns(PERMUTED) if is_permuted else self.kind.text) + by
 
 
 def _told_power(power: Any) -> str:
@@ -208,11 +223,11 @@ def _told_power(power: Any) -> str:
         case None | 0:
             return ""
         case 1:
-            return " times the number of towers"
+            return f" times the number of {nouns().many}"
         case -1:
-            return " divided by the number of towers"
+            return f" divided by the number of {nouns().many}"
         case _:
-            return f" times the number of towers^({Fraction(power)})"
+            return f" times the number of {nouns().many}^({Fraction(power)})"
 
 
 ZERO = Known(Kind.ZERO)

@@ -39,6 +39,7 @@ from towerjax.proof.equal.micro_batches import (
     over_micro_batches,
     runs_over_micro_batches,
 )
+from towerjax.proof.equal.nouns import nouns
 
 _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
 
@@ -85,7 +86,7 @@ def _called_by_class(pair: EquationPair) -> list[Known]:
     counts = {len(open_jaxpr(x).invars) for x in programs}
     if len(kinds) > 1 or counts != {len(pair.ins)}:
         raise ProgramsDifferError(
-            f"the program has another {min(kinds)} for another number of towers"
+            f"the program has another {min(kinds)} for another number of {nouns().many}"
         )
     if kinds == {"RematTraced"}:
         return pair.inside(programs, pair.ins)
@@ -281,10 +282,10 @@ def _scanned(pair: EquationPair) -> list[Known]:
         return _over_own_rows(pair, lengths, programs)
     if lengths[0] != lengths[1]:
         raise NotOfOneKindError(
-            "the number of trips of a loop depends on the number of towers"
+            f"the number of trips of a loop depends on the number of {nouns().many}"
         )
     if any(axis == 0 for axis in pair.rows_in[start:]):
-        raise NotOfOneKindError("no rule for a loop over the tower's rows")
+        raise NotOfOneKindError(f"no rule for a loop over {nouns().its} rows")
     xs = ins[start:]
 
     def trip(carry: list[Known]) -> list[Known]:
@@ -304,7 +305,7 @@ def _over_own_rows(
 ) -> list[Known]:
     """The kinds of a loop over rows, in which no row depends on another row."""
     if pair.scope.loop is not None or Kind.SO_FAR in pair.kinds:
-        raise NotOfOneKindError("a loop over the tower's rows is inside another one")
+        raise NotOfOneKindError(f"a loop over {nouns().its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     given = [x.bare() for x in pair.ins]
@@ -341,7 +342,9 @@ def _over_own_rows(
 def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
     """The kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
-        return pair.unknown("no rule for a loop over the tower's rows and another dim")
+        return pair.unknown(
+            f"no rule for a loop over {nouns().its} rows and another dim"
+        )
     if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
@@ -363,7 +366,7 @@ def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
     if pair.rows_in[operand] is not None:
         x = rows(x.power) if x.kind is Kind.COPY else x
         if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
-            return pair.unknown(f"a loop over the tower's rows changes {x}")
+            return pair.unknown(f"a loop over {nouns().its} rows changes {x}")
         power = None if x.kind is Kind.ZERO else x.power
         return Known(Kind.BUFFER, power, zeros=x.zeros, note=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
@@ -401,7 +404,7 @@ def _count_of_trips(pair: EquationPair) -> Known:
     lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
     if pair.sizes.times(*lengths) == 1:
         return size_of_rows(pair.sizes)
-    return pair.unknown("a loop counts several trips for each of the tower's rows")
+    return pair.unknown(f"a loop counts several trips for each of {nouns().its} rows")
 
 
 def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
@@ -422,7 +425,7 @@ def _rows_of(pair: EquationPair, x: Known) -> Known:
         return Known(Kind.NUMBERS)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
-    return pair.unknown(f"a loop over the tower's rows returns {x} for each row")
+    return pair.unknown(f"a loop over {nouns().its} rows returns {x} for each row")
 
 
 @rule("custom_linear_solve", knows_unknown=True)

@@ -23,6 +23,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
 from towerjax.types.refusals import listed
@@ -120,7 +121,7 @@ def _of_all_devices(
         if value.kind is Kind.COPY and own_rows is None:
             return copy(value.power)
         return pair.unknown(
-            f"out_specs of a shard_map call the same on all towers {value}"
+            f"out_specs of a shard_map call the same on all {nouns().many} {value}"
         )
     if value.kind not in _STACKABLE or value.blocks > 1:
         return pair.unknown(f"out_specs of a shard_map join {value}")

@@ -16,6 +16,7 @@ from towerjax.proof.equal.kinds import (
     permuted,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 
 _KEPT_BY_GATHER = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 _KEPT_BY_PERMUTATION = {Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.ZERO}
@@ -25,7 +26,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless the collective is over all towers."""
     if pair.scope.in_chunks:
         raise NotOfOneKindError(
-            f"no rule for {pair.name} of a chunk of each tower's rows"
+            f"no rule for {pair.name} of a chunk of each {nouns().one}'s rows"
         )
     axes = tuple(x for x in named_axes(pair.first) if x not in pair.walk.alone)
     is_of_all = axes in pair.walk.axes
@@ -47,7 +48,7 @@ def _added_over_towers(pair: EquationPair) -> list[Known]:
     found = []
     for x in pair.ins:
         if x.kind not in (Kind.PART, Kind.COPY, Kind.ZERO):
-            raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
+            raise NotOfOneKindError(f"no rule for a sum over {nouns().many} of {x}")
         more = 1 if x.kind is Kind.COPY else 0
         found.append(ZERO if x.kind is Kind.ZERO else copy(x.power + more))
     return found
@@ -118,7 +119,7 @@ def _passed_on(pair: EquationPair) -> list[Known]:
     for eqn, towers in programs:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
-            raise NotOfOneKindError("a permutation leaves towers out")
+            raise NotOfOneKindError(f"a permutation leaves {nouns().many} out")
     order = pair.walk.new_identity()
     found = []
     for x, axis in zip(pair.ins, pair.rows_in, strict=True):
@@ -176,7 +177,7 @@ def _keys_of_key(pair: EquationPair) -> Known:
     if key.kind is Kind.KEY:
         return key
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all towers use the same keys for their rows")
+        raise NotOfOneKindError(f"all {nouns().many} use the same keys for their rows")
     return function_of([key], "a key")
 
 
@@ -187,10 +188,16 @@ def _draw_of(pair: EquationPair) -> Known:
     has_rows = pair.rows_out[0] is not None
     if key.kind is Kind.KEY:
         if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
-            raise NotOfOneKindError("a random draw depends on a tower's values")
+            raise NotOfOneKindError(
+                f"a random draw depends on a {nouns().one}'s values"
+            )
         if not has_rows:
-            raise NotOfOneKindError("a tower draws numbers that belong to no row")
+            raise NotOfOneKindError(
+                f"a {nouns().one} draws numbers that belong to no row"
+            )
         return rows()
     if has_rows and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all towers draw the same numbers for their rows")
+        raise NotOfOneKindError(
+            f"all {nouns().many} draw the same numbers for their rows"
+        )
     return function_of(pair.ins, "a draw")

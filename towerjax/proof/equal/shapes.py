@@ -25,6 +25,7 @@ from towerjax.proof.equal.kinds import (
     permuted,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 
 _MOVED = LINEAR | {Kind.KEY, Kind.NUMBERS}
 _TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL}
@@ -262,7 +263,7 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     end = len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
-        raise NotOfOneKindError("the tower's rows are put in another order")
+        raise NotOfOneKindError(f"{nouns().its} rows are put in another order")
     return Known(Kind.SPREAD, x.power, note=Groups((*range(start, end),), True))
 
 
@@ -299,10 +300,10 @@ def _put_together(pair: EquationPair) -> Known:
             raise NotOfOneKindError("arrays without rows are joined to a dim of rows")
         return joined(ins, "together with")
     if any(r != axis for r in pair.rows_in):
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError(f"{nouns().its} rows are joined with other values")
     ins = [rows(x.power) if x.kind is Kind.COPY else x for x in ins]
     if not {x.kind for x in ins} <= {Kind.ROWS, Kind.ZERO}:
-        raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
+        raise NotOfOneKindError(f"{nouns().its} rows are joined with {ins[0]}")
     times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
     found = joined([x._replace(blocks=1) for x in ins], "together with")
     if found.kind is Kind.ZERO:
@@ -328,7 +329,7 @@ def _columns(pair: EquationPair, axis: int) -> Known:
             continue
         known = x.kind in _AS_COLUMNS
         if not (known and is_last) or x.power or x.blocks > 1:
-            raise NotOfOneKindError("no rule for these indices of the tower's rows")
+            raise NotOfOneKindError(f"no rule for these indices of {nouns().its} rows")
         size = pair.shape(i)[axis]
         columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
     return Known(Kind.COLUMNS, note=tuple(columns))
@@ -390,7 +391,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
         times = pair.sizes.times(size, other)
         blocks = (times or Fraction(0)) / each
         if x.kind is not Kind.ROWS or not blocks or blocks.denominator != 1:
-            raise NotOfOneKindError("only some of the tower's rows are taken")
+            raise NotOfOneKindError(f"only some of {nouns().its} rows are taken")
         found.append(x._replace(blocks=int(blocks)))
     return found
 
@@ -423,7 +424,7 @@ def _sliced(pair: EquationPair) -> Known:
     low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
     is_whole = x.kind is Kind.ROWS and given == [1, 1] and None not in (low, high)
     if not is_whole:
-        raise NotOfOneKindError("only some of the tower's rows are taken")
+        raise NotOfOneKindError(f"only some of {nouns().its} rows are taken")
     return x._replace(blocks=high - low)  # type: ignore
 
 
@@ -451,9 +452,9 @@ def _padded(pair: EquationPair) -> Known:
     x, filler = pair.ins
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError(f"{nouns().its} rows are joined with other values")
     if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError(f"{nouns().its} rows are joined with other values")
     if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{x} is padded by {filler}")
     return joined([x, filler], "together with")

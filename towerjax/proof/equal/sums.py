@@ -27,6 +27,7 @@ from towerjax.proof.equal.kinds import (
     permuted,
     product_of,
 )
+from towerjax.proof.equal.nouns import nouns
 from towerjax.proof.equal.widths import holds_sums
 from towerjax.proof.equal.zeros import is_over_none, zeros_of
 
@@ -110,7 +111,7 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
         return found
     kind = _EXTREMES.get(pair.name)
     if kind is None:
-        raise NotOfOneKindError(f"no rule for {pair.name} over the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} over {nouns().its} rows")
     is_whole = len(axes) == len(pair.shape(0)) and not pair.has_padding(x.zeros)
     if isinstance(x.fact, Flag) and pair.name == "reduce_or" and is_whole:
         return guards.has_any(x.fact.flag, True)
@@ -170,7 +171,7 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
-            "no rule for a reduction of the tower's rows by a function of the user's"
+            f"no rule for a reduction of {nouns().its} rows by a function of the user's"
         )
     _refuse_other_function(pair)
     return function_of(pair.ins, "a reduction by a function")
@@ -192,7 +193,7 @@ def _cumulative(pair: EquationPair) -> Known:
     """A cumulative sum, product or extreme along a dim without rows."""
     [x] = pair.ins
     if pair.params["axis"] == pair.rows_in[0]:
-        raise NotOfOneKindError(f"no rule for {pair.name} along the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} along {nouns().its} rows")
     if pair.name == "cumsum" and x.kind in LINEAR:
         return x
     if pair.name in ("cummax", "cummin") and x.kind in EACH:
@@ -217,7 +218,7 @@ def _sorted(pair: EquationPair) -> list[Known]:
 def _in_another_order(pair: EquationPair) -> list[Known]:
     """A sort of rows: one order for all operands, with each row exactly once."""
     if len(pair.shape(0)) != 1:  # each column has its own order
-        raise NotOfOneKindError("the tower's rows are sorted")
+        raise NotOfOneKindError(f"{nouns().its} rows are sorted")
     order = pair.walk.new_identity()
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
@@ -291,7 +292,7 @@ def _convolution(pair: EquationPair) -> Known:
     if are_summed and params["feature_group_count"] == 1:
         if pair.kinds == {Kind.ROWS} and not pair.has_padding(zeros_of(pair, 0)):
             return part(product_of(x, y).power)
-    raise NotOfOneKindError("no rule for a convolution along the tower's rows")
+    raise NotOfOneKindError(f"no rule for a convolution along {nouns().its} rows")
 
 
 _WINDOW = {
@@ -314,11 +315,13 @@ def _window(pair: EquationPair) -> Known:
         for key, alone in _WINDOW.items():
             given = pair.params.get(key)
             if given is not None and given[axis] not in (alone, [*np.ravel(alone)]):
-                raise NotOfOneKindError("no rule for a window along the tower's rows")
+                raise NotOfOneKindError(
+                    f"no rule for a window along {nouns().its} rows"
+                )
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
-        raise NotOfOneKindError("no rule for a window over the tower's rows")
+        raise NotOfOneKindError(f"no rule for a window over {nouns().its} rows")
     x = pair.ins[0]
     if pair.name == "reduce_window_sum" and x.kind in LINEAR:
         return x
@@ -340,7 +343,7 @@ def _transformed(pair: EquationPair) -> Known:
     if x.kind not in LINEAR or pair.rows_in[0] in last:
         raise NotOfOneKindError(f"no rule for an fft of {x}")
     if pair.rows_in[0] != pair.rows_out[0]:
-        raise NotOfOneKindError("no rule for an fft along the tower's rows")
+        raise NotOfOneKindError(f"no rule for an fft along {nouns().its} rows")
     return x
 
 
@@ -352,10 +355,10 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
     """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
-            raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
+            raise NotOfOneKindError(f"no rule for {pair.name} of {nouns().its} rows")
     found = function_of(pair.ins, pair.name)
     if found.blocks > 1 or any(axis not in (None, 0) for axis in pair.rows_out):
-        raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {nouns().its} rows")
     return [found] * len(pair.rows_out)
 
 
@@ -369,5 +372,5 @@ def _solution(pair: EquationPair) -> Known:
     if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
-        raise NotOfOneKindError("no rule for a linear solve along the tower's rows")
+        raise NotOfOneKindError(f"no rule for a linear solve along {nouns().its} rows")
     return function_of(pair.ins, "a solution")

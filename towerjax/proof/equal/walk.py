@@ -40,6 +40,7 @@ from towerjax.proof.equal.kinds import (
     function_of,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 from towerjax.proof.equal.within import is_within, met_within
 
 # Whether a value of the kind has a dim of rows; other kinds may have one.
@@ -126,7 +127,8 @@ class Walk:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
                 raise ProgramsDifferError(
-                    "the program closes over other arrays for another number of towers"
+                    "the program closes over other arrays for another number "
+                    f"of {nouns().many}"
                 )
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
@@ -147,7 +149,8 @@ class Walk:
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
             raise ProgramsDifferError(
-                "the program has other inputs or results for another number of towers"
+                "the program has other inputs or results for another number "
+                f"of {nouns().many}"
             )
         given = [*zip(a.constvars, b.constvars, strict=True)]
         given += zip(a.invars, b.invars, strict=True)
@@ -159,7 +162,8 @@ class Walk:
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
                 raise ProgramsDifferError(
-                    "the program reads other values for another number of towers"
+                    "the program reads other values for another number of "
+                    f"{nouns().many}"
                 )
             return env[x]
 
@@ -221,7 +225,7 @@ class Walk:
             if x is not y and not is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(
-                    f"{key} of {name} depends on the number of towers"
+                    f"{key} of {name} depends on the number of {nouns().many}"
                 )
 
     def _by_rule(self, pair: EquationPair) -> Known | list[Known]:
@@ -236,7 +240,9 @@ class Walk:
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:
-                raise NotOfOneKindError("no rule for an array with one entry per tower")
+                raise NotOfOneKindError(
+                    f"no rule for an array with one entry per {nouns().one}"
+                )
         if registered.by_element and _is_of_groups(pair):
             return _by_groups(pair, registered)
         if order := orders.order_of(pair, is_by_element=registered.by_element):
@@ -274,7 +280,9 @@ class Walk:
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
         if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
-            return pair.unknown(f"{pair.name} makes an array with one entry per tower")
+            return pair.unknown(
+                f"{pair.name} makes an array with one entry per {nouns().one}"
+            )
         value = value._replace(in_padding=zeros.in_padding(pair, result, value))
         if value.kind in zeros.KNOWN_ZEROS:
             found = value.zeros | zeros.zeros_of(pair, result)
@@ -350,10 +358,12 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
             line = user_line((one, None))
             at = f", at {line}" if line else ""
             raise ProgramsDifferError(
-                f"the program differs between numbers of towers{at}"
+                f"the program differs between numbers of {nouns().many}{at}"
             )
     if len(a.eqns) != len(b.eqns):
-        raise ProgramsDifferError("the program differs between numbers of towers")
+        raise ProgramsDifferError(
+            f"the program differs between numbers of {nouns().many}"
+        )
     return pairs
 
 

@@ -24,6 +24,7 @@ from towerjax.proof.equal.kinds import (
     NotOfOneKindError,
     copy,
 )
+from towerjax.proof.equal.nouns import nouns
 
 _LINEAR_MEETINGS = """
     psum psum_invariant all_gather all_gather_invariant ppermute reduce_scatter
@@ -36,7 +37,9 @@ def mapped_within(pair: EquationPair) -> list[Known]:
     axes = manual_axes(pair.first)
     towers = {name for names in pair.walk.axes for name in names}
     if axes & towers or axes != manual_axes(pair.second):
-        raise NotOfOneKindError("a shard_map in a tower is over the towers")
+        raise NotOfOneKindError(
+            f"a shard_map in a {nouns().one} is over the {nouns().many}"
+        )
     split = _axes_of_rows(pair)
     given = [_given_part(pair, x) for x in pair.ins]
     bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
@@ -69,7 +72,7 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     split = found.pop() if found else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
-            "rows meet a value that differs between a tower's devices"
+            f"rows meet a value that differs between a {nouns().one}'s devices"
         )
     return split
 
@@ -91,7 +94,7 @@ def _of_parts(
     if axis is not None:
         is_whole = along == split and x.blocks == 1
     if x.kind is not Kind.UNKNOWN and not (x.kind in LINEAR and is_whole):
-        return pair.unknown(f"a shard_map within a tower returns {x}")
+        return pair.unknown(f"a shard_map within a {nouns().one} returns {x}")
     return x.bare()
 
 
@@ -111,5 +114,7 @@ def met_within(pair: EquationPair) -> list[Known]:
     rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
     for x, (before, after) in zip(pair.ins, rows, strict=True):
         if x.kind not in kinds or {before, after} & along:
-            raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a tower")
+            raise NotOfOneKindError(
+                f"no rule for {pair.name} of {x} within a {nouns().one}"
+            )
     return [x.bare() for x in pair.ins]

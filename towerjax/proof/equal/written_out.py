@@ -30,10 +30,12 @@ from towerjax.proof.equal.kinds import (
     NotOfOneKindError,
     added,
     copy,
+    in_nouns,
     joined,
     of_one_tower,
     rows,
 )
+from towerjax.proof.equal.nouns import nouns
 from towerjax.proof.equal.walk import Walk, is_same
 from towerjax.types.trees import is_key, key_data
 
@@ -41,7 +43,7 @@ _CALLS = "jit pjit closed_call core_call".split()
 _CHAINS = "add add_any max min".split()
 _MOST_MATCHES = 6  # of one value
 _EXTREME = {"max": Kind.MAXIMUM, "min": Kind.MINIMUM}
-_OTHERS = "no equations do the same for each tower"
+_OTHERS = "no equations do the same for each {one}"
 _ONE_EACH = (Kind.COPY, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM)
 
 
@@ -241,7 +243,7 @@ class Matched:
         for match in matches:
             if match.is_shared and match.values[0] == other:
                 return match.known
-        return self._failed or _unknown(_OTHERS)
+        return self._failed or _unknown(in_nouns(_OTHERS))
 
     # Equations.
 
@@ -261,7 +263,7 @@ class Matched:
             return
         found = self._matches[node.outs[0]]
         if not found:
-            self._failed = _unknown(_OTHERS, node)
+            self._failed = _unknown(in_nouns(_OTHERS), node)
         elif all(x.known.kind is Kind.UNKNOWN for x in found):
             self._failed = found[0].known
 
@@ -514,7 +516,7 @@ def _total(name: str, x: Known) -> Known:
         return copy(x.power + (x.kind is Kind.COPY))
     if x.kind in (Kind.COPY, _EXTREME.get(name)):
         return copy(x.power)
-    raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
+    raise NotOfOneKindError(f"no rule for a sum over {nouns().many} of {x}")
 
 
 def _chained(name: str, start: Known, total: Known) -> Known:
@@ -574,5 +576,7 @@ def kinds_by_matches(
       ProgramsDifferError: The first program is not of one tower, or a rule fails.
     """
     if walk.sizes.towers[0] != 1:
-        raise ProgramsDifferError("a loop is written out, and no program has one tower")
+        raise ProgramsDifferError(
+            f"a loop is written out, and no program has one {nouns().one}"
+        )
     return Matched(walk, *programs).results(ins)
