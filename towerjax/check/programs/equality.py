@@ -53,7 +53,7 @@ class MadeProgram(NamedTuple):
 
 
 def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """Whether each result is the same for all of these numbers.
+    """Return whether each result is the same for all of these numbers.
 
     Args:
       programs: The program for each number, with the same global arguments.
@@ -79,7 +79,7 @@ def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bo
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """The proof's answers for two numbers."""
+    """Return the proof's answers for two numbers."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
@@ -128,7 +128,7 @@ def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
 
 
 def _of_states(program: MadeProgram) -> list[tuple[str, Any]]:
-    """The leaves of arguments that come back as results, with their names."""
+    """Return the leaves of arguments that come back as results, with their names."""
     places = state_places(program.args, program.traced.out)
     trees = [(f"args[{i}]", program.args[i]) for i in places]
     return [x for name, tree in trees for x in named_leaves(name, tree, is_iterator)]
@@ -141,7 +141,7 @@ def _is_python_number(x: Any) -> bool:
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
 ) -> list[tuple[Says, str]]:
-    """The proof's result for each returned value, and why."""
+    """Return the proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
@@ -167,7 +167,7 @@ def _said_of_results(
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
-    """The kind of an argument: the same for all, or stacked for the devices."""
+    """Return the kind of an argument: the same for all, or stacked for the devices."""
     why = f"{name} is a different array for another number of {nouns().many}"
     unknown = Known(Kind.UNKNOWN, why=why)
     try:
@@ -210,7 +210,7 @@ def _any_value(value: Known) -> Known:
 def _said_of_result(
     sizes: Sizes, value: Known, first: Any, second: Any
 ) -> tuple[Says, str]:
-    """The proof's result for one returned value, and why."""
+    """Return the proof's result for one returned value, and why."""
     if value.kind is Kind.UNKNOWN:
         return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)

@@ -75,7 +75,7 @@ class Words:
 
 
 def line_of(cause: Cause) -> str:
-    """The user's line of a cause."""
+    """Return the user's line of a cause."""
     return user_line(cause.site) or "a line of a library"
 
 
