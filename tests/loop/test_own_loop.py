@@ -56,6 +56,7 @@ def bits(state):
     return [np.asarray(x).tobytes() for x in [*leaves, key]]
 
 
+@pytest.mark.slow
 def test_a_resumed_loop_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path):
     undisturbed, losses = train(10)
     saving = tj.Checkpointer(tmp_path, keep=2)

@@ -1331,9 +1331,7 @@ EQUAL = (
        "if has_rows and pair.rows_in[0] is None:", "if False:",
        _split("draws_of_a_shared_key")),
     _m("E28", "a tower may draw one number for all its rows", f"{_MEETING}_draw_of",
-       "if not has_rows:\n            raise NotOfOneKindError("
-       '"a tower draws numbers that belong to no row")',
-       "if not has_rows:\n            return copy()", _split("one_draw_of_a_tower")),
+       "if not has_rows:", "if not has_rows:\n            return copy()\n        if 0:", _split("one_draw_of_a_tower")),
     _m("E29", "padding never counts", f"{_EQUAL}walk:Walk.has_padding",
        "self.sizes.padded and PADDING not in zeros", "False",
        _split("padding_in_a_sum"), _split("padding_in_a_loop"),

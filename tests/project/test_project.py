@@ -279,6 +279,28 @@ def test_one_module_imports_what_jax_keeps_private():
         assert re.search(r"  # 0\.\d+ to 0\.\d+$", line), line
 
 
+# What JAX, XLA and Python write: programs, errors, flags, and names of modules.
+READ_TEXTS = {
+    "check/audit/kept.py",
+    "check/programs/devices.py",
+    "check/programs/processes.py",
+    "check/programs/read.py",
+    "check/report/hlo.py",
+    "check/report/report.py",
+}
+
+
+def test_no_sentence_of_ours_is_read_again():
+    """Where the proof and the checks search a text, another program has written it."""
+    searching = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("proof", "check")
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(r"^(import|from) re\b", path.read_text(), re.MULTILINE)
+    }
+    assert searching == READ_TEXTS
+
+
 def test_a_module_is_short_and_says_what_it_does():
     rule = r"A module has at most (\d+) lines"
     [most] = re.findall(rule, (ROOT.parent / "CONTRIBUTING.md").read_text())

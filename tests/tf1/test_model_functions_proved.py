@@ -202,6 +202,7 @@ def test_an_evaluation_by_such_a_reduction_is_refuted(
         model(start(by_minimize), *rows(8), E.Mode.EVAL)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("count", [7, 8])
 def test_a_mean_of_means_is_refused_where_batches_may_be_padded(count):
     def own_mean(errors, tower):

@@ -137,7 +137,7 @@ class AuditReport:
 
 
 def _where(of: str, numbers: str) -> str:
-    """The numbers with which a program was run, as text."""
+    """Return the numbers with which a program was run, as text."""
     return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
 
 
@@ -202,7 +202,7 @@ def judge(
     rtol: float,
     leaves: Callable[[str], bool] | None = None,
 ) -> AuditReport:
-    """The report of runs that agree with one tower; raise if one does not.
+    """Return the report of runs that agree with one tower; raise if one does not.
 
     Only leaves for whose names ``leaves`` is true are judged; with None all are.
     """
@@ -256,7 +256,7 @@ def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
 
 
 def compared_of(leaves: Leaves) -> tuple[str, ...]:
-    """The names of the leaves that have a finite value.
+    """Return the names of the leaves that have a finite value.
 
     A value that is not finite, such as a gradient whose scale is still too large, says
     nothing.
@@ -330,7 +330,7 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """The message if the loss of one tower is not finite; else None."""
+    """Return the message if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         is_loss = part_of(name) is LeafPart.LOSS
         if is_loss and x is not None and not np.isfinite(x).all():
@@ -342,7 +342,7 @@ def nonfinite_loss(leaves: Leaves) -> str | None:
 
 
 def _sizes(want: Leaves) -> dict[str, float]:
-    """The size with which a difference of each leaf is compared, by its name.
+    """Return the size with which a difference of each leaf is compared, by its name.
 
     It is at least a share of the size of the loss or of all gradients, because a leaf
     may be 0 up to their rounding.
@@ -359,7 +359,7 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """The absolute differences; infinite if only one of two values is finite."""
+    """Return the absolute differences; infinite if only one of two values is finite."""
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
@@ -377,7 +377,7 @@ def rounding_of(jaxprs: Iterable[Any]) -> float:
 
 
 def rounding_of_dtypes(dtypes: Collection[str]) -> float:
-    """The tolerance for rounding in any of these dtypes."""
+    """Return the tolerance for rounding in any of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
 

@@ -135,7 +135,7 @@ def prove_alone(
 def audit_step(
     step: Step[Any], state: PyTree, batch: PyTree, **options: Any
 ) -> AuditReport:
-    """The report of an audit with options of `run_audit`; the step keeps it."""
+    """Return the report of an audit with options of `run_audit`; the step keeps it."""
     start = time.perf_counter()
     plan, state = step.to_audit(step.start(state))
     try:
@@ -196,7 +196,7 @@ def equality_of_step(
 
 
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:
-    """Whether to prove a step; None if an audit of unproved leaves is enough."""
+    """Return whether to prove a step; None if an audit of unproved leaves is enough."""
     wanted = step.options.audit if asked.audit is None else asked.audit
     return False if step.checked.is_done else wanted
 
@@ -207,7 +207,7 @@ def _found(step: Step[Any], **fields: Any) -> None:
 
 
 def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
-    """Whether too many other numbers of examples were proved; say so once."""
+    """Return whether too many other numbers of examples were proved; say so once."""
     examples = step.checked.examples
     if len(examples) < _MOST_EXAMPLES or batch.num_examples in examples:
         return False
@@ -274,7 +274,7 @@ def _sample(
     asked: Asked,
     equality: StepEquality,
 ) -> str:
-    """The result of an audit of the leaves that are not proved, as text.
+    """Return the result of an audit of the leaves that are not proved, as text.
 
     If towers have variables of their own, a difference is only told. Otherwise it is
     raised.

@@ -80,11 +80,11 @@ class LeafName(str):
         return LeafName(name, self.keys, part=self.part, number=number)
 
     def is_at(self, *keys: Any) -> bool:
-        """Whether these keys lead to the leaf, or to what holds it."""
+        """Return whether these keys lead to the leaf, or to what holds it."""
         return self.keys[: len(keys)] == keys
 
     def holds(self, other: "LeafName") -> bool:
-        """Whether another leaf is this one or a leaf of it."""
+        """Return whether another leaf is this one or a leaf of it."""
         return self.number in (0, other.number) and other.is_at(*self.keys)
 
 

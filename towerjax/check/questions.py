@@ -49,7 +49,7 @@ def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
 
 
 def _examples_of(step: Step[Any], batch: PyTree) -> int | None:
-    """The number of examples in a batch that may be padded; None for others."""
+    """Return the number of examples in a batch that may be padded; None for others."""
     if not step.placer.may_pad:
         return None
     rows, _ = without_replicated(batch)
@@ -121,7 +121,7 @@ def report_step(
 def locate_nonfinite(
     step: Step[Any], state: TrainState, batch: PyTree, number: int | None
 ) -> tuple[Location, ...]:
-    """The towers and leaves whose values in a step are not finite."""
+    """Return the towers and leaves whose values in a step are not finite."""
     placement = step.strategy.placement
     state = step.start(state)
     placed = send_replicated(step.place_batch(batch))

@@ -89,7 +89,7 @@ def _rows_jvp(primals: Any, tangents: Any, *, stacked: int) -> tuple[jax.Array, 
 
 
 def _rows_of_batch(value: Any, dims: Any, *, stacked: int) -> tuple[jax.Array, int]:
-    """The lookups of a batch, whose dim comes first in ids and in rows."""
+    """Return the lookups of a batch, whose dim comes first in ids and in rows."""
     table, ids = value
     of_table, of_ids = dims
     if of_table is None and not stacked:

@@ -140,7 +140,7 @@ class AllReduce:
             )
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers; see `CrossTowerOps`."""
+        """Return the sum over all towers; see `CrossTowerOps`."""
         send = functools.partial(self._send, axes=axes)
         if number := self.num_packs:
 
@@ -163,7 +163,7 @@ class AllReduce:
         return is_plain and num_bytes > self._shared_below(axes)
 
     def _shared_below(self, axes: TowerAxes) -> int:
-        """The most bytes of a leaf that shares a buffer."""
+        """Return the most bytes of a leaf that shares a buffer."""
         # A buffer would gather leaves that are split over the devices of a tower.
         if axes.mesh.axis_names:
             return 0
@@ -171,7 +171,7 @@ class AllReduce:
         return self.pack_below_bytes if most is None else most
 
     def _send(self, buffers: list[jax.Array], axes: TowerAxes) -> list[jax.Array]:
-        """The buffers, added over all devices."""
+        """Return the buffers, added over all devices."""
         size = self.group_size
         count = axes.num_devices
         root = 0
@@ -240,7 +240,7 @@ def pack_sizes(total: int, num_packs: int) -> list[int]:
 
 
 def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
-    """The packs of a buffer, without those that have no elements."""
+    """Return the packs of a buffer, without those that have no elements."""
     ends = itertools.accumulate(pack_sizes(buffer.size, num_packs), initial=0)
     return [
         lax.slice_in_dim(buffer, start, end)
@@ -285,7 +285,7 @@ def _check_group_size(size: int, num_devices: int) -> None:
 
 
 def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
-    """A buffer, added over all devices."""
+    """Return a buffer, added over all devices."""
     buffer = hide_complex(buffer.reshape(-1))
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
@@ -369,7 +369,7 @@ class PinnedTree:
     needs_every_tower = True  # the tree is over towers
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers; see `CrossTowerOps`."""
+        """Return the sum over all towers; see `CrossTowerOps`."""
         leaves, treedef = jax.tree.flatten(tree)
         packing = Packing.of(leaves, lead=1)
         buffers = [

@@ -96,7 +96,7 @@ class Packing:
         return [joined(group) for group in parts]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
-        """The leaves of buffers without leading dims."""
+        """Return the leaves of buffers without leading dims."""
         starts: Sequence[Any] = [slot.start for slot in self.slots]
         # The smallest: a large one may be sharded, and would be gathered.
         full = (buffer for buffer in buffers if buffer.size)
@@ -111,7 +111,7 @@ class Packing:
         ]
 
     def leading(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
-        """The part of each buffer that the first ``num_leaves`` leaves fill."""
+        """Return the part of each buffer that the first ``num_leaves`` leaves fill."""
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
             ends[slot.buffer] = slot.start + slot.size
@@ -133,7 +133,7 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
 def _hide_from_folding(
     starts: Sequence[int], witness: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The same numbers, hidden from XLA's constant folding."""
+    """Return the same numbers, hidden from XLA's constant folding."""
     # XLA compiles equal kernels once, and constant offsets make kernels differ: 25
     # layers then take 0.8 s to compile, not 0.3 s (CPU). Both branches are the same. On
     # GPUs a branch costs a round trip.
@@ -159,18 +159,18 @@ class Sums:
     on_one_device: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
-        """The sums as the tree that was packed."""
+        """Return the sums as the tree that was packed."""
         leaves = self.packing.unpack(self.buffers, self.platform)
         return jax.tree.unflatten(self.treedef, leaves)
 
     def are_finite(self, num_leaves: int) -> jax.Array:
-        """Whether the first ``num_leaves`` leaves are all finite."""
+        """Return whether the first ``num_leaves`` leaves are all finite."""
         buffers = self.packing.leading(self.buffers, num_leaves)
         return all_finite(buffers, joins=self.on_one_device)
 
 
 def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
-    """Whether no leaf holds NaN or infinity.
+    """Return whether no leaf holds NaN or infinity.
 
     With ``joins`` one kernel looks at all small leaves of one shape. On one CPU device,
     50 more kernels take a fifth of the time of a small step.

@@ -48,7 +48,7 @@ def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
 
 
 def takes_first(reduction: Reduction) -> bool:
-    """Whether the value is the first tower's, and nothing is added."""
+    """Return whether the value is the first tower's, and nothing is added."""
     return choose(reduction, total=False, mean=False, first=True)
 
 
@@ -87,7 +87,7 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
 
 
 def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
-    """The SUM or MEAN of the towers' ``IndexedRows``, from all rows joined."""
+    """Return the SUM or MEAN of the towers' ``IndexedRows``, from all rows joined."""
     values = from_total(reduction, rows.values, num_towers, rows.values.dtype)
     return dataclasses.replace(rows, values=values)
 
@@ -143,7 +143,7 @@ def reduce_over_towers(
 
 
 def hide_complex(x: jax.Array) -> jax.Array:
-    """An addend of a sum over devices; a complex one is hidden from folding."""
+    """Return an addend of a sum over devices; a complex one is hidden from folding."""
     # XLA aborts the process where all its elements are one constant, as the gradient
     # of a parameter without use (JAX 0.10 to 0.12).
     return lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x
@@ -167,7 +167,7 @@ def _take_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """The same bits as integers, since a sum of floats changes -0.0 and NaNs."""
+    """Return the same bits as integers, since a sum of floats changes -0.0 and NaNs."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -178,7 +178,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `as_bits`."""
+    """Return the inverse of `as_bits`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return bits.astype(dtype)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -188,13 +188,13 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def drop_weak_type(x: Any) -> jax.Array:
-    """The array without a weak type."""
+    """Return the array without a weak type."""
     x = jnp.asarray(x)
     return jnp.asarray(x, x.dtype)
 
 
 def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
-    """The dtype of a reduced value."""
+    """Return the dtype of a reduced value."""
     added = choose(reduction, total=jnp.sum, mean=jnp.mean, first=None)
     if added is None or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
@@ -202,14 +202,14 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
 
 
 def as_addend(reduction: Reduction, x: jax.Array) -> jax.Array:
-    """A value in the dtype in which its SUM or MEAN is added."""
+    """Return a value in the dtype in which its SUM or MEAN is added."""
     return x.astype(sum_dtype(reduced_dtype(reduction, x.dtype)))
 
 
 def from_total(
     reduction: Reduction, total: jax.Array, count: int, dtype: Any
 ) -> jax.Array:
-    """The SUM or MEAN of ``count`` values of a dtype, from their sum."""
+    """Return the SUM or MEAN of ``count`` values of a dtype, from their sum."""
     divisor = choose(reduction, total=None, mean=count, first=None)
     if divisor is not None:
         total = total / divisor
@@ -226,7 +226,7 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
 
 
 def add_rows(x: jax.Array) -> jax.Array:
-    """The sum of the rows of a device's towers."""
+    """Return the sum of the rows of a device's towers."""
     # XLA:CPU fuses a sum with the product that it adds up, and then computes both
     # element by element: 2 to 5 times slower than additions.
     if jnp.issubdtype(x.dtype, jnp.inexact):

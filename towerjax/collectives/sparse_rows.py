@@ -16,7 +16,7 @@ from towerjax.types.trees import native, promote_dtypes, widen_dtype
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype to add in: float32 for 16-bit floats, int32 for booleans."""
+    """Return the dtype to add in: float32 for 16-bit floats, int32 for booleans."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return widen_dtype(dtype)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
@@ -49,7 +49,7 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The array with some rows replaced; in place if it is donated."""
+    """Return the array with some rows replaced; in place if it is donated."""
     # Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
     return array.at[indices].set(
         rows.astype(array.dtype),
@@ -77,7 +77,7 @@ def widen_indices(indices: jax.Array) -> jax.Array:
 
 
 def poison_value(dtype: Any) -> Any:
-    """The value that ``jnp.take`` fills in for an index out of range."""
+    """Return the value that ``jnp.take`` fills in for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     info = jnp.iinfo(dtype)
@@ -260,7 +260,7 @@ is_rows: Callable[[Any], bool] = IndexedRows.__instancecheck__
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether ``x`` is a sparse array of this library, of JAX or of SciPy."""
+    """Return whether ``x`` is a sparse array of this library, of JAX or of SciPy."""
     # Whoever has such an array has imported it; importing it here is slow.
     module = sys.modules.get("jax.experimental.sparse")
     return (
@@ -271,12 +271,12 @@ def is_sparse(x: Any) -> bool:
 
 
 def dense_shape(x: Any) -> tuple[int, ...]:
-    """The shape of an array, dense or sparse."""
+    """Return the shape of an array, dense or sparse."""
     return x.dense_shape if is_rows(x) else np.shape(x)
 
 
 def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-    """A sparse array of the class of ``leaf``."""
+    """Return a sparse array of the class of ``leaf``."""
     if is_rows(leaf):
         return IndexedRows(values, indices, shape)
     aux = {"shape": shape, "indices_sorted": False, "unique_indices": False}
@@ -350,7 +350,7 @@ def as_dense(tree: PyTree) -> PyTree:
 
 
 def add_trees(first: PyTree, second: PyTree) -> PyTree:
-    """The trees added leaf by leaf; rows of a table are joined end to end."""
+    """Return the trees added leaf by leaf; rows of a table are joined end to end."""
 
     def add_leaves(x: Any, y: Any) -> Any:
         return end_to_end((x, y), x.dense_shape) if is_rows(x) else x + y
@@ -359,6 +359,6 @@ def add_trees(first: PyTree, second: PyTree) -> PyTree:
 
 
 def num_rows(rows: Any) -> int:
-    """The number of rows of a tower's part of a batch."""
+    """Return the number of rows of a tower's part of a batch."""
     first = jax.tree.leaves(rows, is_leaf=is_sparse)[0]
     return dense_shape(first)[0]

@@ -19,7 +19,7 @@ def by_owner(
     strategy: tj.Mirrored | tj.OneDevice,
     stacked: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that shares the matrices of a stack among the devices.
+    """Return an optimizer that shares the matrices of a stack among the devices.
 
     Muon, Shampoo and SOAP need a whole matrix for its update. A stack ``[n, ...]`` has
     ``n`` of them, such as the parameters of scanned layers. Each device owns and
@@ -100,7 +100,7 @@ def by_owner(
 def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
 ) -> dict[str, int]:
-    """The number of matrices of each parameter that is a stack, by its name."""
+    """Return the number of matrices of each parameter that is a stack, by its name."""
     sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)

@@ -189,7 +189,7 @@ class Rounds:
     def tower(
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
-        """The results of one tower, from its own parameters."""
+        """Return the results of one tower, from its own parameters."""
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
@@ -254,7 +254,7 @@ class Rounds:
         after: Tree,
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
-        """A tower's variables after its step from its own rows."""
+        """Return a tower's variables after its step from its own rows."""
         own = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
@@ -398,7 +398,7 @@ def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
 def _of_one(
     state: tj.TrainState, part: Tree, opt_state: Tree, local: Tree
 ) -> tj.TrainState:
-    """The state of a tower as if it were the only one."""
+    """Return the state of a tower as if it were the only one."""
     params = _put_into(part, state.params)
     return state.replace(params=params, opt_state=opt_state, local=local)
 
@@ -409,7 +409,7 @@ def _others(local: dict[str, Tree]) -> dict[str, Tree]:
 
 
 def _chosen(tree: Tree, flags: Tree) -> Tree:
-    """The tree's leaves whose flag is set, None for the others."""
+    """Return the tree's leaves whose flag is set, None for the others."""
     return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
 
 

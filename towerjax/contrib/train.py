@@ -104,7 +104,7 @@ def train_step(
 def with_ema(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps an exponential moving average of the parameters.
+    """Return an optimizer that keeps an exponential moving average of the parameters.
 
     `train_step` with ``ema=`` uses it. Use it directly for replicated models and for
     steps of your own.
@@ -164,7 +164,7 @@ def with_ema(
 
 
 def ema_params(state: tj.TrainState) -> _Tree:
-    """The averaged parameters in a state, for ``eval_params=`` of `tj.run`.
+    """Return the averaged parameters in a state, for ``eval_params=`` of `tj.run`.
 
     Args:
       state: A state of a step with ``ema=``.
@@ -197,7 +197,7 @@ def ema_params(state: tj.TrainState) -> _Tree:
 
 
 def _filled(part: _Tree, whole: _Tree) -> _Tree:
-    """A tree of the structure of ``whole``, None where ``part`` has None."""
+    """Return a tree of the structure of ``whole``, None where ``part`` has None."""
 
     def is_none(x: Any) -> bool:
         return x is None
@@ -213,7 +213,7 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
 
 
 def _widened(x: Any) -> jax.Array:
-    """A copy, in float32 if its floats have fewer bits."""
+    """Return a copy, in float32 if its floats have fewer bits."""
     x = jnp.asarray(x)
     return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 
@@ -223,7 +223,7 @@ def _is_averaged(x: Any) -> bool:
 
 
 def _found(tree: _Tree, is_one: Callable[[Any], bool]) -> list[Any]:
-    """The parts of a tree for which ``is_one`` is true."""
+    """Return the parts of a tree for which ``is_one`` is true."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
@@ -238,7 +238,7 @@ def _checked_log(log: Sequence[str]) -> tuple[str, ...]:
 
 
 def _logging(fns: Any, log: tuple[str, ...]) -> Any:
-    """The functions of a train step, with an update that gives more metrics."""
+    """Return the functions of a train step, with an update that gives more metrics."""
 
     def init(params: _Tree) -> dict[str, _Tree]:
         state = fns.init(params)
@@ -269,7 +269,7 @@ def _has_rate(x: Any) -> bool:
 
 
 def _learning_rate(opt_state: _Tree) -> jax.Array:
-    """The one learning rate in an optimizer's state."""
+    """Return the one learning rate in an optimizer's state."""
     with_rate = _found(opt_state, _has_rate)
     if len(with_rate) != 1:
         count = len(with_rate) or "no"
@@ -282,7 +282,7 @@ def _learning_rate(opt_state: _Tree) -> jax.Array:
 
 
 def _norm(merged: dict[str, Any]) -> jax.Array:
-    """The norm of the merged gradient."""
+    """Return the norm of the merged gradient."""
     if isinstance(merged["grads"], tj.PerTower):
         raise ValueError(
             "log='gradient_norm' needs a merged gradient, but these towers train alone."

@@ -62,7 +62,7 @@ class Signature:
 
 
 def batch_signature(rows: PyTree, replicated: list[PyTree] | None = None) -> Signature:
-    """The signature of a tree, or of a batch that `without_replicated` split."""
+    """Return the signature of a tree, or of a batch that `without_replicated` split."""
     batch = with_replicated(rows, replicated) if replicated else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
@@ -79,19 +79,19 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """The batch without the values of its `Whole` leaves, and those values."""
+    """Return the batch without the values of its `Whole` leaves, and those values."""
     with sorted_keys("batch", batch):
         held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
 def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """The batch with the values of its `Whole` leaves put back."""
+    """Return the batch with the values of its `Whole` leaves put back."""
     return put_parts(Whole, rows, held)
 
 
 def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
-    """The number of examples ``B``; raise unless all leaves have ``B`` rows."""
+    """Return the number of examples ``B``; raise unless all leaves have ``B`` rows."""
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
@@ -204,7 +204,7 @@ def fit_batch(
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:
-    """The batch cut to ``rows`` rows, or filled up to them with its last row."""
+    """Return the batch cut to ``rows`` rows, or filled up to them with its last row."""
 
     def resize_leaf(x: Any) -> Any:
         missing = rows - x.shape[0]
@@ -234,14 +234,14 @@ def split_rows(batch: PyTree, num_towers: int) -> PyTree:
 
 
 def concat_rows(rows: PyTree) -> PyTree:
-    """The inverse of `split_rows`."""
+    """Return the inverse of `split_rows`."""
     return jax.tree.map(
         lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), rows
     )
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """The leaves that differ between two signatures, one bullet per leaf."""
+    """Return the leaves that differ between two signatures, one bullet per leaf."""
     given, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
@@ -260,7 +260,7 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
-    """The number of examples of each tower, ``[T]``; padding rows come last."""
+    """Return the number of examples of each tower, ``[T]``; padding rows come last."""
     left = num_valid - rows * np.arange(num_towers)
     return np.clip(left, 0, rows).astype(np.int32)
 
@@ -299,7 +299,7 @@ def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
 
 
 def is_list_of_examples(batch: PyTree) -> bool:
-    """Whether a batch is a list of several trees with the same leaves."""
+    """Return whether a batch is a list of several trees with the same leaves."""
     if not isinstance(batch, list) or len(batch) < 2:
         return False
     kinds = {

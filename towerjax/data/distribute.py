@@ -161,7 +161,7 @@ class DistributedDataset:
             yield self._place(taken, rows, counts), after
 
     def _counts(self, sizes_of_all: list[Any], rows: int) -> np.ndarray:
-        """How many of its rows each tower of all processes counts."""
+        """Return how many of its rows each tower of all processes counts."""
         counts = []
         for sizes in sizes_of_all:
             sizes_here = [0] if sizes is None else sizes  # the process has ended
@@ -198,7 +198,7 @@ class DistributedDataset:
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """An element for each of these towers; None at the end of the data."""
+        """Return an element for each of these towers; None at the end of the data."""
         # Each element is copied at once: a loader may reuse its buffer for the next
         # one.
         first = itertools.islice(elements, self._towers)
@@ -231,12 +231,12 @@ class DistributedDataset:
         return _Pulled(trees, [size for _, size in fitted], bare)
 
     def _rows_for(self, sizes: list[int]) -> int:
-        """How many rows each tower needs for parts of these sizes."""
+        """Return how many rows each tower needs for parts of these sizes."""
         shares = self._towers * self._divisor // len(sizes)
         return max(-(-n // shares) for n in sizes) * self._divisor
 
     def _build(self, taken: _Pulled, rows: int) -> PyTree:
-        """The round's batch, with leaves ``[towers * rows, ...]``."""
+        """Return the round's batch, with leaves ``[towers * rows, ...]``."""
         size = rows * self._towers // len(taken.trees)
         trees = [batch_rows.resize(tree, size) for tree in taken.trees]
         if len(trees) > 1:
@@ -311,22 +311,22 @@ class DistributedDataset:
 
 
 def _own_copy(leaf: Any) -> Any:
-    """A copy of a NumPy array, whose memory a loader may overwrite."""
+    """Return a copy of a NumPy array, whose memory a loader may overwrite."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _has_scalars(element: PyTree) -> bool:
-    """Whether an element is one row, because one of its leaves is a scalar."""
+    """Return whether an element is one row, because one of its leaves is a scalar."""
     return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
 
 
 def _with_dim_of_rows(element: PyTree) -> PyTree:
-    """The element; where it has scalars, as one row with a dim of its own."""
+    """Return the element; where it has scalars, as one row with a dim of its own."""
     return jax.tree.map(_as_one_row, element) if _has_scalars(element) else element
 
 
 def _as_one_row(leaf: Any) -> Any:
-    """The leaf with a leading dim of one row."""
+    """Return the leaf with a leading dim of one row."""
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     return array[None]
 
@@ -344,5 +344,5 @@ def _refuse_unlike_elements(taken: list[PyTree]) -> None:
 
 
 def _is_at_end(elements: Iterator[PyTree]) -> bool:
-    """Whether there is no further element; takes one."""
+    """Return whether there is no further element; takes one."""
     return not any(True for _ in elements)

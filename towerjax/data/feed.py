@@ -100,7 +100,7 @@ class Batches(Iterator[PyTree]):
         return dataclasses.replace(self, position=position)
 
     def get_state(self) -> dict[str, Any]:
-        """The position, and the options that cut the data, as JSON values."""
+        """Return the position, and the options that cut the data, as JSON values."""
         fields = dataclasses.fields(self)[1:]  # without the data
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -129,7 +129,7 @@ def batches(
     seed: int | None = None,
     drop_remainder: bool = False,
 ) -> Batches:
-    """The data cut into global batches, epoch after epoch.
+    """Return the data cut into global batches, epoch after epoch.
 
     If ``batch_size`` does not divide the number of examples, the last batch of an epoch
     is smaller. The step's option ``remainder`` says what happens to it.

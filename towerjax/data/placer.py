@@ -59,7 +59,7 @@ class PlacedBatch:
     padded: bool = dataclasses.field(init=False)  # has padding rows
 
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
-        """The batch with other arrays; faster than ``dataclasses.replace``."""
+        """Return the batch with other arrays; faster than ``dataclasses.replace``."""
         batch = object.__new__(PlacedBatch)
         vars(batch).update(vars(self), args=(arrays, *self.args[1:]))
         return batch
@@ -95,7 +95,7 @@ class PlacedBatch:
             )
 
     def with_tree(self, arrays: PyTree) -> "PlacedBatch":
-        """The batch with the same arrays in another tree."""
+        """Return the batch with the same arrays in another tree."""
         args = (arrays, *self.args[1:])
         signature = batch_rows.batch_signature(arrays, args[2])
         return dataclasses.replace(self, args=args, signature=signature)
@@ -110,7 +110,7 @@ class PlacedBatch:
         return _per_tower(self.args, self.placement.num_towers, self.bare)
 
     def unpadded(self) -> PerTower:
-        """The batch as `per_tower` gives it; raise if it has padding."""
+        """Return the batch as `per_tower` gives it; raise if it has padding."""
         if self.padded:
             raise ValueError(
                 f"The batch is padded: towers have {self.counts.tolist()} examples in"
@@ -202,7 +202,7 @@ class Placer:
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
-        """The placed batch; with ``by_call`` its leaves may stay on the host."""
+        """Return the placed batch; with ``by_call`` its leaves may stay on the host."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -281,7 +281,7 @@ class Placer:
         replicated: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
-        """The `PlacedBatch` of arrays that are already on the devices."""
+        """Return the `PlacedBatch` of arrays that are already on the devices."""
         placed = self._place_counts(counts, Layout.PER_TOWER)
         return self._wrap((arrays, placed, [*replicated]), counts, batch)
 
@@ -337,7 +337,7 @@ class Placer:
         )
 
     def place_replicated(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Whole` leaves on all devices, copied only if needed."""
+        """Return the values of `Whole` leaves on all devices, copied only if needed."""
         refuse_unheld(
             "batch",
             batch_rows.with_replicated(jax.tree.map(lambda _: None, rows), held),

@@ -29,7 +29,7 @@ class Entries:
 
     @classmethod
     def from_leaf(cls, name: str, leaf: Any) -> "Entries":
-        """The entries of a leaf, without padding entries."""
+        """Return the entries of a leaf, without padding entries."""
         if is_rows(leaf):
             leaf.check_range(name)
             values = leaf.values
@@ -56,7 +56,7 @@ class Entries:
         return order, np.searchsorted(self.indices[order, 0], rows)
 
     def take(self, rows: np.ndarray) -> Any:
-        """The leaf with only the given rows, in their order."""
+        """Return the leaf with only the given rows, in their order."""
         order, starts = self.by_row
         counts = starts[rows + 1] - starts[rows]
         before = np.cumsum(counts) - counts

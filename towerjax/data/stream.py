@@ -87,7 +87,7 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
 
 
 def check_source(source: Any) -> bool:
-    """Whether each process makes its own part; raise if this is not a source."""
+    """Return whether each process makes its own part; raise if this is not a source."""
     check_batches("The data set", source, or_function=True)
     if not is_function(source):
         return False
@@ -109,18 +109,18 @@ def open_source(source: Any, *context: InputContext) -> Any:
 
 
 def is_function(source: Any) -> bool:
-    """Whether the source must be called, because it cannot be iterated."""
+    """Return whether the source must be called, because it cannot be iterated."""
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
 def from_tensors(batch: PyTree) -> PyTree:
-    """A batch with arrays in place of tensors of other libraries."""
+    """Return a batch with arrays in place of tensors of other libraries."""
     with sorted_keys("batch", batch):
         return jax.tree.map(_from_tensor, batch)
 
 
 def _from_tensor(leaf: Any) -> Any:
-    """A tensor of another library as an array; any other leaf as it is."""
+    """Return a tensor of another library as an array; any other leaf as it is."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
     if hasattr(leaf, "detach"):  # PyTorch
@@ -147,7 +147,7 @@ class WithCursor(Protocol):
         ...
 
     def get_state(self) -> Any:
-        """The position after the last batch, in a form that JSON can hold."""
+        """Return the position after the last batch, in a form that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> None:
@@ -162,11 +162,11 @@ class _Told:
         self._elements = elements
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
-        """The next batch, placed."""
+        """Return the next batch, placed."""
         return place(next(self._elements))
 
     def position(self, number: int) -> Position:
-        """The position after the batch of this number, which was taken last."""
+        """Return the position after the batch of this number, which was taken last."""
         return Position(number, self._elements.get_state())
 
     def forget(self, number: int) -> None:
@@ -263,7 +263,7 @@ class Source(Iterator[PyTree]):
     def stream(
         self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
-        """A stream of placed batches, each with the `Position` after it."""
+        """Return a stream of placed batches, each with the `Position` after it."""
         first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
@@ -284,7 +284,7 @@ class Source(Iterator[PyTree]):
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
-        """The unused batches, once no thread takes from them."""
+        """Return the unused batches, once no thread takes from them."""
         batches = self._cursor.go_back(self.last)
         return self if batches is None else batches
 
@@ -302,7 +302,7 @@ class Source(Iterator[PyTree]):
 
 
 def has_cursor(iterator: Any) -> bool:
-    """Whether an iterator has ``get_state`` and ``set_state``."""
+    """Return whether an iterator has ``get_state`` and ``set_state``."""
     if isinstance(iterator, Stream):
         return iterator.get_state() is not None
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
@@ -317,7 +317,7 @@ def close(iterator: Any) -> None:
 def prefetch(
     iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
 ) -> "Stream[Placed]":
-    """The elements of an iterable, placed in order by a thread in advance."""
+    """Return the elements of an iterable, placed in order by a thread in advance."""
     return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
@@ -412,7 +412,7 @@ class Stream(Iterator[Placed]):
         return element
 
     def get_state(self) -> Any:
-        """The position after the last element, or None."""
+        """Return the position after the last element, or None."""
         return self._after
 
     def set_state(self, state: dict[str, Any]) -> None:

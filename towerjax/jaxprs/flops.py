@@ -44,7 +44,7 @@ class Flops:
         )
 
     def times(self, count: int) -> "Flops":
-        """The FLOPs of a program that runs ``count`` times."""
+        """Return the FLOPs of a program that runs ``count`` times."""
         return dataclasses.replace(
             self,
             products=self.products * count,
@@ -143,7 +143,7 @@ def _of_inner(
 
 
 def _trips(eqn: JaxprEqn) -> int | None:
-    """How often the inner programs of an equation run; None if unknown."""
+    """Return how often the inner programs of an equation run; None if unknown."""
     name = eqn.primitive.name
     params = eqn.params
     if name == "while":

@@ -155,13 +155,13 @@ def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:
-    """The operands that are Refs, which the equation may write."""
+    """Return the operands that are Refs, which the equation may write."""
     kinds = [type(var.aval).__name__ for var in eqn.invars]
     return list(filter(is_ref, eqn.invars)) if _REF in kinds else []
 
 
 def is_ref(var: Any) -> bool:
-    """Whether a variable is a Ref, which a program may write."""
+    """Return whether a variable is a Ref, which a program may write."""
     return type(var.aval).__name__ == _REF
 
 

@@ -29,7 +29,7 @@ class Interpreter:
         self.values |= dict(zip(body.constvars, consts, strict=True))
 
     def read(self, var: Any) -> Any:
-        """The value of a variable or a literal."""
+        """Return the value of a variable or a literal."""
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
@@ -47,7 +47,7 @@ class Interpreter:
 
 
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation for ``operands``, in its `eqn_context`."""
+    """Return the results of an equation for ``operands``, in its `eqn_context`."""
     params = eqn.primitive.get_bind_params(eqn.params)
     at = eqn.source_info
     names = current_name_stack() + at.name_stack

@@ -18,7 +18,7 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 
 
 def param_leaves(params: dict[str, Any]) -> list[Any]:
-    """The jaxprs, plain values and functions inside the objects of params."""
+    """Return the jaxprs, plain values and functions inside the objects of params."""
     # One loop: it runs several times for each equation of a program.
     leaves = []
     todo = [*params.values()][::-1]
@@ -64,13 +64,13 @@ def is_hidden(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_high(primitive: Primitive) -> bool:
-    """Whether a hijax class defines what a primitive does."""
+    """Return whether a hijax class defines what a primitive does."""
     has_class = type(primitive).to_lojax is not Primitive.to_lojax
     return has_class or primitive.name.startswith("call_hi_primitive")
 
 
 def given_name(eqn: JaxprEqn) -> str | None:
-    """The name that ``checkpoint_name`` gives a value, if this equation does."""
+    """Return the name that ``checkpoint_name`` gives a value, if this equation does."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     high: Any = eqn.params.get("_prim")  # with jax_remat3
@@ -107,14 +107,14 @@ _HARMLESS_EFFECTS = frozenset(
 
 
 def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes that a collective names."""
+    """Return the mesh axes that a collective names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     return tuple([axis for axis in axes if isinstance(axis, str)]) if axes else ()
 
 
 def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
-    """The axes of the mesh that a `shard_map` maps over."""
+    """Return the axes of the mesh that a `shard_map` maps over."""
     name = "newly_manual_axes"
     return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
 
@@ -126,12 +126,12 @@ def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
 
 
 def names_in(spec: PartitionSpec) -> set[str]:
-    """The axes along which a value of a `shard_map` may differ."""
+    """Return the axes along which a value of a `shard_map` may differ."""
     return {*spec.unreduced, *[name for part in axes_of_dims(spec) for name in part]}
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
-    """The meshes among the params of an equation that have at least one axis."""
+    """Return the meshes among the params of an equation that have at least one axis."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
     kinds = Mesh, jax.sharding.AbstractMesh
     return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
@@ -162,22 +162,22 @@ def groups(eqn: JaxprEqn, size: int) -> Any:
 
 
 def is_full(eqn: JaxprEqn, size: int) -> bool:
-    """Whether a ppermute sends a value to every tower; the others get zeros."""
+    """Return whether a ppermute sends a value to every tower; the others get zeros."""
     return len({target for _, target in eqn.params["perm"]}) == size
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
-    """The jaxpr of a closed jaxpr; since JAX 0.12 both are one class."""
+    """Return the jaxpr of a closed jaxpr; since JAX 0.12 both are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The inner jaxprs that run when an equation runs."""
+    """Return the inner jaxprs that run when an equation runs."""
     return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """The inner jaxprs of `sub_jaxprs`, with their constants."""
+    """Return the inner jaxprs of `sub_jaxprs`, with their constants."""
     if eqn.primitive in PLAIN:
         return []
     params = eqn.params
@@ -189,7 +189,7 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
-    """The program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
+    """Return the program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
 
     With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` these are objects
     of JAX's own classes. For any other object it is None.
@@ -205,7 +205,7 @@ def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """The number of constants and the number of carries of a scan."""
+    """Return the number of constants and the number of carries of a scan."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry

@@ -18,7 +18,7 @@ Site: TypeAlias = tuple[JaxprEqn, Any]
 
 
 def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """A jaxpr and the jaxprs inside it."""
+    """Yield a jaxpr and the jaxprs inside it."""
     yield jaxpr
     for eqn in open_jaxpr(jaxpr).eqns:
         for inner in jaxprs_in_params(eqn):
@@ -26,12 +26,12 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of its inner jaxprs."""
+    """Return the equations of a jaxpr and of its inner jaxprs."""
     return (eqn for program in all_jaxprs(jaxpr) for eqn in open_jaxpr(program).eqns)
 
 
 def eqns_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equations of an equation's inner jaxprs."""
+    """Return the equations of an equation's inner jaxprs."""
     return (x for inner in jaxprs_in_params(eqn) for x in all_eqns(inner))
 
 
@@ -73,14 +73,14 @@ def sites_over(
 
 
 def outwards(site: Site | None) -> Iterator[JaxprEqn]:
-    """The equation of a site, then those around it."""
+    """Yield the equation of a site, then those around it."""
     while site is not None:
         eqn, site = site
         yield eqn
 
 
 def scopes_of(site: Site) -> list[str]:
-    """The name scopes around a site's equation, the outermost first."""
+    """Return the name scopes around a site's equation, the outermost first."""
     stacks = [x.source_info.name_stack.stack for x in outwards(site)]
     return [
         (tags.TRANSPOSED if x.name == "transpose" else "")
@@ -102,7 +102,7 @@ def user_line(site: Site | None) -> str:
 
 
 def is_in_mean(eqn: JaxprEqn) -> bool:
-    """Whether a sum is part of a `jax.lax.pmean`, which divides it."""
+    """Return whether a sum is part of a `jax.lax.pmean`, which divides it."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return "pmean" in [frame.function_name for frame in frames]
@@ -115,7 +115,7 @@ def is_library(file: str) -> bool:
 
 
 def format_line(file: str, line: int, function: str) -> str:
-    """A text for a line of code, such as "train.py:12 (loss_fn)"."""
+    """Return a text for a line of code, such as "train.py:12 (loss_fn)"."""
     path = Path(file)
     here = Path.cwd()
     below = path.is_relative_to(here)

@@ -44,7 +44,7 @@ def evaluate(
     *,
     prefetch: int = 2,
 ) -> dict[str, Any]:
-    """The metrics over a whole data set, exact for any batch size.
+    """Return the metrics over a whole data set, exact for any batch size.
 
     A ``Weighted`` metric becomes ``sum_b s_b / sum_b w_b`` over the batches, added in
     float64 on the host and divided once. Other metric states are merged in the same way
@@ -103,7 +103,7 @@ def evaluate(
 
 
 def count_in_words(batches: Iterable[PyTree]) -> str:
-    """The number of batches as text, if it is known without reading them."""
+    """Return the number of batches as text, if it is known without reading them."""
     known = operator.length_hint(batches, -1)
     if known < 0:
         return "no known number of batches"
@@ -124,7 +124,7 @@ def check_evaluate(evaluate: Any) -> None:
 def outputs_on_host(
     step: EvaluationStep, state: PyTree, batches: AnyBatches, prefetch: int
 ) -> Generator[PyTree, None, None]:
-    """The step's outputs for each batch; a batch's error is raised after them."""
+    """Yield the step's outputs for each batch; a batch's error is raised after them."""
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()

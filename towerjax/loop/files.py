@@ -21,7 +21,7 @@ _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
 def checked_path(name: str, value: Any, kind: str) -> epath.Path:
-    """The absolute path of a file or folder; raise unless it can be one."""
+    """Return the absolute path of a file or folder; raise unless it can be one."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_text(name, text, f"the path of {kind}")
     has_scheme = _SCHEME.match(text)
@@ -39,14 +39,14 @@ def checked_path(name: str, value: Any, kind: str) -> epath.Path:
 
 
 def absolute_path(value: Any) -> epath.Path:
-    """The absolute path of a checked path; an address stays as it is."""
+    """Return the absolute path of a checked path; an address stays as it is."""
     path = epath.Path(value)
     is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
     return epath.Path(os.path.abspath(value)) if is_plain else path
 
 
 def is_on_disk(path: epath.Path) -> bool:
-    """Whether an absolute path is in this machine's file system."""
+    """Return whether an absolute path is in this machine's file system."""
     return os.fspath(path).startswith("/")
 
 

@@ -132,7 +132,7 @@ class History:
         return Named(last | evaluated, num_steps=len(self.steps))
 
     def table(self, *, rows: int = 20) -> str:
-        """The history as a table of text.
+        """Return the history as a table of text.
 
         Args:
           rows: The largest number of steps to show, evenly chosen. Steps with an
@@ -157,7 +157,7 @@ class History:
         return [{"step": n} | by_step[n] | {"step": n} for n in sorted(by_step)]
 
     def to_pandas(self) -> Any:
-        """The `rows` as a pandas table.
+        """Return the `rows` as a pandas table.
 
         Returns:
           A ``pandas.DataFrame``.
@@ -205,7 +205,7 @@ class History:
         return figure
 
     def _table(self, rows: int) -> Table:
-        """The table of `table`, with a row for each shown step."""
+        """Return the table of `table`, with a row for each shown step."""
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
         shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
@@ -247,7 +247,7 @@ class HistoryLog:
         return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
-        """The evaluation after a step, if it is the last one; else None."""
+        """Return the evaluation after a step, if it is the last one; else None."""
         after, values = self.evaluations[-1] if self.evaluations else (None, None)
         return values if after == number else None
 

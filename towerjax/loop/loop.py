@@ -331,7 +331,7 @@ class Loop:
         self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
-        """The run's state, or the result of ``eval_params``."""
+        """Return the run's state, or the result of ``eval_params``."""
         state = self.point.state
         if self._options.eval_params is None:
             return state
@@ -370,7 +370,7 @@ class Loop:
             )
 
     def history(self) -> History:
-        """The history so far."""
+        """Return the history so far."""
         placement = self._step.strategy.placement
         watch = self.point.watch
         return self._log.history(self._recorded, placement, watch.stopped)
@@ -403,7 +403,7 @@ class Loop:
             error.add_note(". ".join(sentences))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
-        """What a user has to know about the state that an exception holds."""
+        """Return what a user has to know about the state that an exception holds."""
         is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         about = f"error.state is the state after step {self.point.number}{goes_on}"

@@ -38,7 +38,7 @@ class Display:
 
 
 def _terminal_bar() -> Display:
-    """A rich bar on stderr; other output to the terminal appears above it."""
+    """Return a rich bar on stderr; other output to the terminal appears above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -72,7 +72,7 @@ def _terminal_bar() -> Display:
 
 
 def _notebook_bar() -> Display:
-    """A rich bar that is redrawn in its place, without widgets."""
+    """Return a rich bar that is redrawn in its place, without widgets."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -97,7 +97,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def in_notebook() -> bool:
-    """Whether this process serves a notebook; does not import IPython."""
+    """Return whether this process serves a notebook; does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -204,7 +204,7 @@ class Progress:
 
 
 def format_value(value: Any) -> str:
-    """A metric as a short text."""
+    """Return a metric as a short text."""
     value = np.asarray(value)
     if value.ndim == 0:
         return f"{value.item():#.4g}" if value.dtype.kind == "f" else str(value)

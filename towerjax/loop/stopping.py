@@ -101,7 +101,7 @@ class EarlyStopping:
 
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
-    """The rules of early stopping; any one of them ends a run."""
+    """Return the rules of early stopping; any one of them ends a run."""
     given = () if early_stopping is None else early_stopping
     rules = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
@@ -111,7 +111,7 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
-    """The reason why a run with these evaluations ends; None if it continues."""
+    """Return the reason why a run with these evaluations ends; None if it continues."""
     sign = sign_of("EarlyStopping.mode", rule.metric, rule.mode)
     goal = rule.goal
 
@@ -193,7 +193,7 @@ class Point:
 
 
 def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
-    """The metric of an evaluation that an option names, as one real number."""
+    """Return the metric of an evaluation that an option names, as one real number."""
     name = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)

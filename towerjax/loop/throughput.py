@@ -24,7 +24,7 @@ class Done:
     counts: tuple[float, ...] = ()  # of each counting metric
 
     def since(self, other: "Done") -> "Done":
-        """The work done after ``other``."""
+        """Return the work done after ``other``."""
         before = other.counts or (0.0,) * len(self.counts)
         return Done(
             self.seconds - other.seconds,
@@ -68,7 +68,7 @@ class Throughput:
         self._last.append(self.done)
 
     def now(self) -> dict[str, float]:
-        """The rates of the last steps, by name."""
+        """Return the rates of the last steps, by name."""
         return self.rates(self.done.since(self._last[0]))
 
     def rates(self, done: Done) -> dict[str, float]:

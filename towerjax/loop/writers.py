@@ -142,7 +142,7 @@ class Writers:
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
-    """The writers as a tuple; raise if one cannot be opened."""
+    """Return the writers as a tuple; raise if one cannot be opened."""
     of_path = f"[tj.JsonLines({writers!r})]" if isinstance(writers, str) else None
     writers = check_list("writers", writers, of_path)
     example = (
@@ -311,7 +311,7 @@ def _earlier(writer: str, path: epath.Path, content: str) -> ValueError:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """A metric as numbers and lists for JSON."""
+    """Return a metric as numbers and lists for JSON."""
     return as_json(real_numbers("JSON", name, value).tolist())
 
 
@@ -484,7 +484,7 @@ class TensorBoard:
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """A new event file for a run whose state has done ``start`` steps.
+        """Return a new event file for a run whose state has done ``start`` steps.
 
         It raises a ``ValueError`` without ``tensorboardX``, or if ``logdir`` holds
         other runs.

@@ -116,7 +116,7 @@ class Absent:
 
     @staticmethod
     def is_topology(target: str) -> bool:
-        """Whether the target names TPUs."""
+        """Return whether the target names TPUs."""
         return _TPU.fullmatch(target) is not None
 
     @property
@@ -153,7 +153,7 @@ class Absent:
         return _TARGET.format(major=major, figures=figures, name=self.target.upper())
 
     def jax_devices(self) -> tuple[Any, ...]:
-        """The compiler's devices; raise if the compiler is not installed."""
+        """Return the compiler's devices; raise if the compiler is not installed."""
         jax.devices()  # first, so that the default devices are the present ones
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         devices = tuple(make(self))

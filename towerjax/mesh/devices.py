@@ -44,7 +44,7 @@ def canonical_device_name(device: Any) -> str:
 
 
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
-    """The canonical names of several devices of one platform, in their order."""
+    """Return the canonical names of several devices of one platform, in their order."""
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
@@ -67,7 +67,7 @@ def canonical_device_names(devices: Any) -> tuple[str, ...]:
 
 
 def platform_devices(platform: str) -> list[Device]:
-    """The devices of a platform; an empty list if JAX has no such platform."""
+    """Return the devices of a platform; an empty list if JAX has no such platform."""
     try:
         return jax.devices(platform)
     except RuntimeError:  # JAX has no such platform
@@ -125,7 +125,7 @@ def wake_cpu_devices(number: int) -> None:
 
 
 def find_devices(names: Sequence[str]) -> tuple[Device, ...]:
-    """The JAX devices with these canonical names."""
+    """Return the JAX devices with these canonical names."""
     devices = []
     for name in names:
         platform, _, index = name.partition(":")
@@ -224,7 +224,7 @@ def _waits_for(x: Any) -> bool:
 
 
 def _has_run(x: Any) -> bool | None:
-    """Whether a result is computed; None if it was donated."""
+    """Return whether a result is computed; None if it was donated."""
     try:
         return None if x.is_deleted() else x.is_ready()
     except RuntimeError:  # another thread donates it right now

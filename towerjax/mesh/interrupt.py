@@ -155,7 +155,7 @@ class InterruptGuard:
 
 
 def uninterrupted(body: Callable[[], Result]) -> Result:
-    """The result of ``body``, which Ctrl-C does not interrupt."""
+    """Return the result of ``body``, which Ctrl-C does not interrupt."""
     guard = InterruptGuard()
 
     def held() -> Result:

@@ -50,7 +50,7 @@ def peak_flops_of(kind: str) -> float | None:
 
 
 def peak_flops_of_all(placement: Placement, of_one: float | None) -> float | None:
-    """The FLOP/s of all devices of a strategy together; None if unknown.
+    """Return the FLOP/s of all devices of a strategy together; None if unknown.
 
     ``of_one`` is the number for one device, or None to look it up.
     """

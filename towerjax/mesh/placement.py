@@ -53,7 +53,7 @@ def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
 
 
 def whole_on(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is replicated over a mesh."""
+    """Return the sharding of an array that is replicated over a mesh."""
     return NamedSharding(mesh, WHOLE)
 
 
@@ -142,7 +142,7 @@ class Placement:
         return host_device()
 
     def tower_on(self, device: str | Device) -> int:
-        """The tower that runs on a device."""
+        """Return the tower that runs on a device."""
         device = canonical_device_name(device)
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
@@ -239,13 +239,13 @@ class Placement:
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
-        """The sharding of a value of that layout."""
+        """Return the sharding of a value of that layout."""
         return NamedSharding(self.mesh, SPECS[layout])
 
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None
     ) -> PyTree:
-        """A sharding for each leaf of ``values``, by a prefix tree of layouts.
+        """Return a sharding for each leaf of ``values``, by a prefix tree of layouts.
 
         Within a tower, a leaf is split like its parameter in ``params``.
         """
@@ -271,7 +271,7 @@ class Placement:
         return specs_like(values, self.specs.table(params, dict(self.within)))
 
     def split_rows(self, rows: PyTree) -> PyTree:
-        """A tower's rows, split over its devices if ``rows`` says so.
+        """Return a tower's rows, split over its devices if ``rows`` says so.
 
         It is called in a tower function.
         """

@@ -36,7 +36,7 @@ FoundNonFinite = api_util.InternalFloatingPointError
 def put(
     array: np.ndarray, sharding: NamedSharding, *, shared: bool = False
 ) -> jax.Array:
-    """The array on the devices, in a quarter of the time of ``jax.device_put``.
+    """Return the array on the devices, in a quarter of the time of ``jax.device_put``.
 
     It is a copy; or, if ``shared``, it shares the memory of ``array`` where XLA can.
     """
@@ -61,18 +61,18 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 
 def is_literal_zero(x: Any) -> bool:
-    """Whether ``x`` is a traced literal 0, such as the tangent of a constant."""
+    """Return whether ``x`` is a traced literal 0, such as the tangent of a constant."""
     literal = getattr(x, "val", None)
     return isinstance(literal, Literal) and not np.any(literal.val)
 
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs of a program are read by the outputs that are marked True."""
+    """Return which inputs of a program are read by the outputs that are marked True."""
     return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # 0.10 to 0.12
 
 
 def is_tracing() -> bool:
-    """Whether JAX is tracing a function."""
+    """Return whether JAX is tracing a function."""
     return not trace_state_clean()
 
 
@@ -88,7 +88,7 @@ def without_axis(name: str) -> AbstractContextManager[None]:
 
 
 def bound_axes() -> list[Any]:
-    """The names of the axes that are bound here."""
+    """Return the names of the axes that are bound here."""
     return [*get_axis_env().axis_sizes]
 
 
@@ -98,7 +98,7 @@ def coordinator_client() -> Any:
 
 
 def detects_cluster(method: str | None) -> bool:
-    """Whether JAX detects that it was started as one of several processes."""
+    """Return whether JAX detects that it was started as one of several processes."""
     if os.environ.get("JAX_COORDINATOR_ADDRESS") and method != "deactivate":
         return True
     return any(  # 0.10 to 0.12
@@ -109,7 +109,7 @@ def detects_cluster(method: str | None) -> bool:
 
 
 def read_arguments(compiled: Any) -> list[int]:
-    """The numbers of the leaves among its arguments that a program reads."""
+    """Return the numbers of the leaves among its arguments that a program reads."""
     return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
 
 

@@ -95,7 +95,7 @@ def from_first_process(tree: PyTree) -> PyTree:
 
 
 def is_preempted(number: int) -> bool:
-    """Whether a process was sent SIGTERM, and JAX chose this step to stop at."""
+    """Return whether a process was sent SIGTERM, and JAX chose this step to stop at."""
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
         return False
@@ -120,7 +120,7 @@ class Exchange:
         self._round = 0
 
     def all_gather(self, own: Any) -> list[Any]:
-        """The value of each process in this round, in the order of processes."""
+        """Return the value of each process in this round, in the order of processes."""
         prefix = f"towerjax/{self._name}/{self._round}"
         mine = jax.process_index()
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))

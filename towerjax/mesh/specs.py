@@ -60,7 +60,7 @@ class Specs:
     def table(
         self, params: PyTree, sizes: Mapping[str, int]
     ) -> dict[Keys, tuple[tuple[int, ...], PartitionSpec]]:
-        """The shape and the spec of each parameter, by its path.
+        """Return the shape and the spec of each parameter, by its path.
 
         ``sizes`` has the names and sizes of the axes within a tower.
         """
@@ -118,7 +118,7 @@ def specs_like(
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The axes that an entry of a spec names."""
+    """Return the axes that an entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -63,7 +63,7 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """A copy of process 0's values on the devices, which may be donated.
+    """Return a copy of process 0's values on the devices, which may be donated.
 
     All processes call this.
     """
@@ -94,7 +94,7 @@ def place_own(
 
 
 def copy_to_host(leaf: Any) -> Any:
-    """A new NumPy array, of a dtype that devices hold; a key stays a key."""
+    """Return a new NumPy array, of a dtype that devices hold; a key stays a key."""
     if is_key(leaf):  # a key's own copy() would compile a program
         data = key_data(leaf)
         if _is_global(data):  # one process cannot copy it on its devices
@@ -112,12 +112,12 @@ def _is_global(leaf: Any) -> bool:
 
 
 def is_split(leaf: Any) -> bool:
-    """Whether the processes hold different shards, so that none can read all."""
+    """Return whether the processes hold different shards, so that none can read all."""
     return _is_global(leaf) and not leaf.is_fully_replicated
 
 
 def readable(leaf: Any) -> Any:
-    """The leaf, replicated if it was split, so that each process can read it."""
+    """Return the leaf, replicated if it was split, so that each process can read it."""
     if not is_split(leaf):
         return leaf
     mirrored = whole_on(leaf.sharding.mesh)
@@ -141,13 +141,13 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def has_sharding(x: Any, sharding: NamedSharding) -> bool:
-    """Whether ``x`` is a JAX array with this sharding."""
+    """Return whether ``x`` is a JAX array with this sharding."""
     is_array = isinstance(x, jax.Array)
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """The rows on the devices of their towers.
+    """Return the rows on the devices of their towers.
 
     Rows of the host are copied, because a loader may reuse its buffer.
     """
@@ -181,7 +181,7 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """A function from arrays like ``x`` to arguments of a program; or None."""
+    """Return a function from arrays like ``x`` to arguments of a program; or None."""
     # A program of one device places a copy of few rows in less time than `put`.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
@@ -211,7 +211,7 @@ def wait_on_cpus(out: PyTree) -> PyTree:
 
 
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
-    """The tree, replicated, so that the host of each process can read it."""
+    """Return the tree, replicated, so that the host of each process can read it."""
     if placement.num_processes == 1:
         return tree
     mirrored = placement.sharding(Layout.MIRRORED)

@@ -56,7 +56,7 @@ def is_known(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """A list as a NumPy array; anything else as it is, in native byte order."""
+    """Return a list as a NumPy array; anything else as it is, in native byte order."""
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
@@ -95,7 +95,7 @@ def element_weights(
     *,
     repeats: bool = False,
 ) -> jax.Array:
-    """The weight of each element; with ``repeats`` any of its dims may be 1."""
+    """Return the weight of each element; with ``repeats`` any of its dims may be 1."""
     if weight is None:
         return jnp.ones(shape, jnp.float32)
     refuse_no_numbers(f"{name}: weight", weight)
@@ -195,7 +195,7 @@ class Pairs:
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:
-        """The labels or predictions, which are booleans, 0 or 1, as booleans."""
+        """Return the labels or predictions, which are booleans, 0 or 1, as booleans."""
         x = getattr(self, what)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."

@@ -23,7 +23,7 @@ _OF_COLLECTION = "_reduction_counter"  # a field of clu's, of several metrics
 
 
 def looks_like_state(x: Any) -> bool:
-    """Whether the class of ``x`` has ``merge`` and ``compute``."""
+    """Return whether the class of ``x`` has ``merge`` and ``compute``."""
     cls = type(x)  # not the object: a flax.nnx variable forwards to its value
     merges = getattr(cls, "merge", None)
     computes = getattr(cls, "compute", None)
@@ -36,7 +36,7 @@ def is_collection(x: Any) -> bool:
 
 
 def merge_parts(first: Any, second: Any) -> Any:
-    """The merged metrics of two parts of one batch."""
+    """Return the merged metrics of two parts of one batch."""
     # clu's LastValue averages the parts of a batch, and keeps the last of several
     # batches.
     of_parts = getattr(first, "_reduce_merge", None)
@@ -69,19 +69,19 @@ class Adapted:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def merge(self, other: "Adapted") -> "Adapted":
-        """The merged metrics of two batches, by the class's ``merge``."""
+        """Return the merged metrics of two batches, by the class's ``merge``."""
         return Adapted.of(self.metric.merge(other.metric), self.numbers)
 
     def _reduce_merge(self, other: "Adapted") -> "Adapted":
         return Adapted.of(merge_parts(self.metric, other.metric), self.numbers)
 
     def compute(self) -> Any:
-        """The value, by the class's ``compute`` on ``jax.Array``."""
+        """Return the value, by the class's ``compute`` on ``jax.Array``."""
         return jax.tree.map(jnp.asarray, self).metric.compute()
 
 
 def from_clu(metric: Any) -> Any:
-    """The metric state of a metric of ``clu.metrics`` or ``metrax``.
+    """Return the metric state of a metric of ``clu.metrics`` or ``metrax``.
 
     A step converts a ``Metric`` by itself. A ``Collection`` becomes a dict of its
     metrics: write ``{**from_clu(collection)}``. The library computes the value, so
@@ -167,7 +167,7 @@ def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any
 
 
 def is_metric(x: Any) -> bool:
-    """Whether ``x`` is a metric state: a pytree with ``merge`` and ``compute``.
+    """Return whether ``x`` is a metric state: a pytree with ``merge`` and ``compute``.
 
     Args:
       x: Any value.
@@ -187,7 +187,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check_metric(name: str, x: Any) -> Any:
-    """A tower's state, checked, with dtypes that are wide enough to add."""
+    """Return a tower's state, checked, with dtypes that are wide enough to add."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
         return Means(tuple(terms), drop_weak_type(x.penalty))
@@ -226,7 +226,7 @@ def _check_weighted(name: str, x: Weighted) -> Weighted:
 
 
 def has_value(x: Any) -> bool:
-    """Whether `compute` accepts ``x``: a metric state, or a sum of means."""
+    """Return whether `compute` accepts ``x``: a metric state, or a sum of means."""
     return isinstance(x, Means) or is_metric(x)
 
 
@@ -248,7 +248,7 @@ def explain_misuse(x: Any) -> str:
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
-    """The error of a function that did not get a metric state."""
+    """Return the error of a function that did not get a metric state."""
     text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
     if isinstance(x, Mapping):
         call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
@@ -283,7 +283,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
 
 
 def merge(first: Any, second: Any) -> Any:
-    """The merged state of two disjoint sets of examples.
+    """Return the merged state of two disjoint sets of examples.
 
     The order of merges changes the result by rounding only. Neither operand is changed.
 
@@ -314,7 +314,7 @@ def merge(first: Any, second: Any) -> Any:
 
 
 def compute(state: Any) -> Any:
-    """The value of a state; the state is not changed.
+    """Return the value of a state; the state is not changed.
 
     Args:
       state: A ``Weighted``, a sum of several, or any metric state. If its arrays are
@@ -348,7 +348,7 @@ def merge_stacked(rows: Any) -> Any:
 
 
 def on_host(state: Any) -> Any:
-    """A batch's state on the host, in 64 bits if merging adds the leaves."""
+    """Return a batch's state on the host, in 64 bits if merging adds the leaves."""
     state = jax.device_get(state)
     # Other states stay JAX arrays: their merge may divide by 0, where NumPy would warn.
     adds = is_additive(state, lambda first, second: first.merge(second))
@@ -375,7 +375,7 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 
 def has_invalid_rows(total: Any) -> bool:
-    """Whether a state on the host has a row whose weight `Pairs` made NaN."""
+    """Return whether a state on the host has a row whose weight `Pairs` made NaN."""
     if not isinstance(total, Weighted | Tally):
         return False
     weights = jax.tree.leaves(total)[-1]
@@ -383,6 +383,6 @@ def has_invalid_rows(total: Any) -> bool:
 
 
 def value_on_host(total: Any) -> Any:
-    """The value of a data set's state, with scalars as Python numbers."""
+    """Return the value of a data set's state, with scalars as Python numbers."""
     value = jax.tree.map(np.asarray, compute(total) if has_value(total) else total)
     return jax.tree.map(lambda x: x if x.ndim else x.item(), value)

@@ -27,7 +27,7 @@ Cut: TypeAlias = float | None
 
 
 def mean(values: Values, weight: Weight = None) -> Weighted:
-    """The weighted mean of the values; ``tf.metrics.mean``.
+    """Return the weighted mean of the values; ``tf.metrics.mean``.
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
@@ -59,7 +59,7 @@ def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
 def percentage_below(
     values: Values, threshold: float, weight: Weight = None
 ) -> Weighted:
-    """The share of values below a threshold; ``tf.metrics.percentage_below``.
+    """Return the share of values below a threshold; ``tf.metrics.percentage_below``.
 
     Args:
       values: ``[b, ...]``.
@@ -92,7 +92,7 @@ def _is_below(values: Any, threshold: Any) -> Any:
 def mean_absolute_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """The mean of ``|prediction - label|``; ``tf.metrics.mean_absolute_error``.
+    """Return the mean of ``|prediction - label|``; ``tf.metrics.mean_absolute_error``.
 
     Args:
       labels: ``[b, ...]`` numbers.
@@ -111,7 +111,7 @@ def mean_absolute_error(
 
 
 def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
-    """The share of predictions that equal the label; ``tf.metrics.accuracy``.
+    """Return the share of predictions that equal the label; ``tf.metrics.accuracy``.
 
     Labels and predictions are class ids or booleans, not scores. An id that does not
     fit into the devices' integers is refused.
@@ -135,7 +135,7 @@ def mean_squared_error(
 def root_mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Tally:
-    """The root of `mean_squared_error`; ``tf.metrics.root_mean_squared_error``.
+    """Return the root of `mean_squared_error`; ``tf.metrics.root_mean_squared_error``.
 
     The root is taken once, after all sums are added. Arguments and errors are those of
     `mean_absolute_error`.
@@ -155,7 +155,7 @@ _RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
 
 
 def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
-    """The numerator and the denominator of a rate."""
+    """Return the numerator and the denominator of a rate."""
     part, other = (outcomes[i] for i in _RATES[rate])
     return part, part + other
 
@@ -163,7 +163,7 @@ def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
 def _outcomes(
     name: str, labels: Any, predictions: Any, weight: Any, threshold: Cut
 ) -> list[jax.Array]:
-    """The four outcomes, each the weight ``()`` of its elements."""
+    """Return the four outcomes, each the weight ``()`` of its elements."""
     pairs = Pairs(name, labels, predictions, weight)
     yes = pairs.as_booleans("labels")
     said = pairs.predictions
@@ -188,7 +188,7 @@ def _outcomes(
 def true_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many positives are predicted positive; ``tf.metrics.true_positives``.
+    """Return how many positives are predicted positive; ``tf.metrics.true_positives``.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
@@ -216,7 +216,7 @@ def true_positives(
 def false_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many negatives are predicted positive; ``tf.metrics.false_positives``.
+    """Return how many negatives are predicted positive; ``tf.metrics.false_positives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -226,7 +226,7 @@ def false_positives(
 def false_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many positives are predicted negative; ``tf.metrics.false_negatives``.
+    """Return how many positives are predicted negative; ``tf.metrics.false_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -236,7 +236,7 @@ def false_negatives(
 def true_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """How many negatives are predicted negative; ``tf.metrics.true_negatives``.
+    """Return how many negatives are predicted negative; ``tf.metrics.true_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -258,7 +258,7 @@ def precision(
 def recall(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """The share of positives that are predicted positive; ``tf.metrics.recall``.
+    """Return the share of positives that are predicted positive; ``tf.metrics.recall``.
 
     The result is a ``Weighted``, 0 if nothing is positive.
     Arguments and errors are those of `true_positives`.
@@ -268,7 +268,7 @@ def recall(
 
 
 def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
-    """The mean of ``part / whole`` over the classes whose ``whole`` is not 0."""
+    """Return the mean of ``part / whole`` over the classes whose ``whole`` is not 0."""
     shares = quotient(part, whole)
     if absent == "zero":
         return shares.mean()
@@ -276,7 +276,7 @@ def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
 
 
 def _mean_iou(matrix: Any) -> Any:
-    """The mean IoU of a matrix of weights indexed by ``[label, prediction]``."""
+    """Return the mean IoU of a matrix of weights indexed by ``[label, prediction]``."""
     both = rows.library_of(matrix).diagonal(matrix)
     either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
     return _mean_over_classes(both, either, "left out")

@@ -21,13 +21,13 @@ Curve: TypeAlias = Literal["ROC", "PR"]
 
 
 def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
-    """The outcomes at each threshold, ``[n]`` each."""
+    """Return the outcomes at each threshold, ``[n]`` each."""
     above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
     return *above, *[x.cumsum()[:-1] for x in (yes, no)]
 
 
 def _rates(yes: Any, no: Any, rate: str) -> Any:
-    """A rate at each threshold, ``[n]``."""
+    """Return a rate at each threshold, ``[n]``."""
     return quotient(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
@@ -43,14 +43,14 @@ def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) ->
 
 
 def _area_under_roc(yes: Any, no: Any) -> Any:
-    """The sum of the trapezoids between the thresholds' points."""
+    """Return the sum of the trapezoids between the thresholds' points."""
     heights = _rates(yes, no, "sensitivity")
     widths = quotient(no[1:-1], no.sum())
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """The area under the curve, with counts interpolated between thresholds."""
+    """Return the area under the curve, with counts interpolated between thresholds."""
     # The integral of true / above over true, along the line between two thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
@@ -65,7 +65,7 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
 
 
 def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
-    """The thresholds as a tuple; raise unless they ascend."""
+    """Return the thresholds as a tuple; raise unless they ascend."""
     refuse_no_numbers(f"{name}: thresholds", thresholds)
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (edges[1:] > edges[:-1]).all()
@@ -116,7 +116,7 @@ def auc(
     num_thresholds: int = 200,
     thresholds: Any = None,
 ) -> Tally:
-    """The area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
+    """Return the area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
 
     There are ``num_thresholds`` thresholds at equal distances from 0 to 1. A score is
     positive at the thresholds below it. Two scores between the same thresholds count as
@@ -256,7 +256,7 @@ def precision_at_thresholds(
 def recall_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """The recall at several thresholds; ``tf.metrics.recall_at_thresholds``.
+    """Return the recall at several thresholds; ``tf.metrics.recall_at_thresholds``.
 
     The value is 0 if there are no positives. Arguments, result and errors are those of
     `precision_at_thresholds`.

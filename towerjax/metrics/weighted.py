@@ -125,7 +125,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         *,
         axis: Literal[0] | None = None,
     ) -> "Weighted":
-        """The weighted mean of ``values``, as its numerator and its denominator.
+        """Return the weighted mean of ``values``, as its numerator and its denominator.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32. An
         element of weight 0 is left out even if its value is NaN. Its gradient may still
@@ -204,7 +204,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """The mean; NumPy divides NumPy arrays, in their own dtype."""
+        """Return the mean; NumPy divides NumPy arrays, in their own dtype."""
         kinds = np.ndarray | np.generic
         totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
@@ -280,7 +280,7 @@ class Means(_LossTerm):
         return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
-        """The terms and the penalty, by their names in a step's metrics."""
+        """Return the terms and the penalty, by their names in a step's metrics."""
         terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
         return terms | {"loss/penalty": self.penalty}
 
@@ -309,7 +309,7 @@ class Means(_LossTerm):
 
 
 def penalty(value: ArrayLike) -> Means:
-    """A loss term that is the same on every tower and counts once.
+    """Return a loss term that is the same on every tower and counts once.
 
     An example is a penalty on the parameters. The step proves that the term is the same
     on every tower.
@@ -346,7 +346,7 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
 
 
 def widen(x: Any) -> Any:
-    """The array in at least 32 bits, so that its sum does not overflow soon."""
+    """Return the array in at least 32 bits, so that its sum does not overflow soon."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = x.dtype
     if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -385,7 +385,7 @@ class Additive:
         jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
     def merge(self, other: Any) -> Any:
-        """The sum of both states, leaf by leaf; neither is changed.
+        """Return the sum of both states, leaf by leaf; neither is changed.
 
         It raises a ``ValueError`` if ``other`` has another class, other shapes or other
         static fields.
@@ -399,7 +399,7 @@ class Additive:
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
     def compute(self) -> Any:
-        """The value of the merged state, an array; each subclass defines it."""
+        """Return the value of the merged state, an array; each subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no compute.")
 
 
@@ -412,5 +412,5 @@ class Tally(Additive):
     counted_by: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def compute(self) -> Any:
-        """The value of the merged sums."""
+        """Return the value of the merged sums."""
         return self.value(*self.sums, *self.options)

@@ -244,7 +244,7 @@ class Plan:
         return self._reading(passes, seen)
 
     def merging(self) -> "Plan":
-        """What the towers of each pass return, merged, without an update."""
+        """Return what the towers of each pass return, merged, without an update."""
 
         def merged(*args: PyTree) -> list[PyTree]:
             return self.passes.compared(args[2])

@@ -120,7 +120,7 @@ def bench(
 
 
 def _importable(build: Builder) -> str:
-    """The name by which a worker's process finds a function."""
+    """Return the name by which a worker's process finds a function."""
     if isinstance(build, str):
         return build
     name = f"{build.__module__}:{build.__qualname__}"
@@ -137,7 +137,7 @@ class NoSuchName(ValueError):
 
 
 def resolve(name: str, example: str) -> Any:
-    """The object that ``module:name`` names, such as the example."""
+    """Return the object that ``module:name`` names, such as the example."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
         raise NoSuchName(f"{name!r} is not of the form module:name, such as {example}.")
     try:
@@ -186,7 +186,7 @@ def _measured(work: Line, config: Config, timeout_s: float) -> Line:
 
 
 def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
-    """The environment of a worker: CPU devices, compilation cache, memory."""
+    """Return the environment of a worker: CPU devices, compilation cache, memory."""
     caches = environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
     devices = config.get("devices", config.get("towers"))
     return {
@@ -240,7 +240,7 @@ class Contender:
         return self.state, self.out
 
     def loss(self) -> float:
-        """The loss of one call; NaN if it has none."""
+        """Return the loss of one call; NaN if it has none."""
         jax.block_until_ready(self.run())
         loss = self.out.get("loss") if isinstance(self.out, Mapping) else self.out
         return float("nan") if loss is None else float(np.mean(np.asarray(loss, float)))
@@ -301,7 +301,7 @@ def check_losses(
 
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
-    """The figures, from each contender's seconds ``[rounds, 1 or 2]``."""
+    """Return the figures, from each contender's seconds ``[rounds, 1 or 2]``."""
     own_seconds = seconds[""]
     values = {"step_s": own_seconds[:, 0], "return_s": own_seconds[:, -1]}
     peers = {f"over {name}": x for name, x in seconds.items() if name}
@@ -323,7 +323,7 @@ class Timings(RowTable):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Timings":
-        """The times in a file of `bench`, of each configuration the last."""
+        """Return the times in a file of `bench`, of each configuration the last."""
         file = checked_path("path", path, "a file")
         lines = read_lines(file, "config", "a sweep")
         records = {of_grid.key_text(record["config"]): record for record, _ in lines}

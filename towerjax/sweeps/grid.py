@@ -27,7 +27,7 @@ Grid: TypeAlias = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]
 
 
 def configs_of(grid: Any) -> list[Config]:
-    """The configurations of a grid, checked, each once."""
+    """Return the configurations of a grid, checked, each once."""
     if isinstance(grid, Mapping):
         lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
         product = itertools.product(*lists)
@@ -61,7 +61,7 @@ def describe(config: Config) -> str:
 
 
 def key_text(key: Any) -> str:
-    """A key as text in the file: 0, 0.0 and False differ, two NaN do not."""
+    """Return a key as text in the file: 0, 0.0 and False differ, two NaN do not."""
     return json.dumps(as_json(key), sort_keys=True)
 
 
@@ -95,7 +95,7 @@ class RecordFile:
                 raise ValueError(f"{str(self.path)!r} {why}. Use another path.")
 
     def get(self, config: Config) -> Any:
-        """The record of a configuration, or None."""
+        """Return the record of a configuration, or None."""
         return self._records.get(key_text(config))
 
     def add(self, record: Line) -> Line:
@@ -139,7 +139,7 @@ class RowTable(Shown):
     _rows: Callable[[], list[Line]]  # a method
 
     def rows(self) -> list[Line]:
-        """A mapping for each result: its configuration, and its numbers.
+        """Return a mapping for each result: its configuration, and its numbers.
 
         The ends of an interval follow its median: ``"ms", "ms low", "ms high"``.
         """
@@ -153,7 +153,7 @@ class RowTable(Shown):
         return rows
 
     def tables(self) -> tuple[Table, ...]:
-        """The table as it is shown; how long each took is the last column."""
+        """Return the table as it is shown; how long each took is the last column."""
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)
@@ -165,6 +165,6 @@ class RowTable(Shown):
         return (Table(f"{len(rows)} {self.title}", tuple(names), cells),)
 
     def to_pandas(self) -> Any:
-        """The rows as a ``pandas.DataFrame``."""
+        """Return the rows as a ``pandas.DataFrame``."""
         pandas = require("pandas", "to_pandas(), unlike rows(),", "'towerjax[pandas]'")
         return pandas.DataFrame(self.rows())

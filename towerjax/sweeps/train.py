@@ -137,7 +137,7 @@ class Sweep(RowTable):
     def plot(
         self, metric: str = "loss", *, over: str | Sequence[str] | None = None
     ) -> "Figure":
-        """A figure of the `curves`: each mean, in a band from lowest to highest.
+        """Return a figure of the `curves`: each mean, in a band from lowest to highest.
 
         Args:
           metric: The name of a metric that is one number in each step.
@@ -264,7 +264,7 @@ def sweep(
 
 
 def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:
-    """The members that the file has."""
+    """Return the members that the file has."""
     records = [(file.get(config), config) for config in configs]
     return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
 
@@ -281,7 +281,7 @@ class _Work:
     traced: Mapping[str, Any]
 
     def is_done(self, record: Line | None) -> bool:
-        """Whether a record of the file has all that is asked."""
+        """Return whether a record of the file has all that is asked."""
         if not record:
             return False
         return not self.evaluate or record["evaluation"] is not None
@@ -308,7 +308,7 @@ class _Work:
     def _train(
         self, fixed: Config, step: Step, state: TrainState
     ) -> tuple[TrainState, History]:
-        """The last state and the history of one training."""
+        """Return the last state and the history of one training."""
         source: Any = as_reusable("batches", self.batches, "every training needs all")
         if callable(source):
             names = fixed if source is self.batches else {}
@@ -339,7 +339,7 @@ def _train_all(
 def _groups_of(
     columns: Numbers, todo: Sequence[Config], order: str
 ) -> list[tuple[Numbers, Sequence[Config]]]:
-    """The members that are trained at once, with their traced numbers."""
+    """Return the members that are trained at once, with their traced numbers."""
     if order == "together":
         return [(columns, todo)]
     groups: list[tuple[Numbers, Sequence[Config]]] = []
@@ -442,7 +442,7 @@ def _trained(
 def _evaluation_or_error(
     evaluate: Evaluate | None, state: TrainState, config: Config
 ) -> tuple[Line | None, BaseException | None]:
-    """The evaluation of a member, or what it raised."""
+    """Return the evaluation of a member, or what it raised."""
     try:
         return _evaluated(evaluate, state, config), None
     except BaseException as error:

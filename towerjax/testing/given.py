@@ -16,7 +16,7 @@ from towerjax.types.boundary import api_boundary
 
 @api_boundary
 def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """A copy for each device, as a program of `jax.pmap` is given its state.
+    """Return a copy for each device, as a program of `jax.pmap` is given its state.
 
     Args:
       tree: Arrays of any shapes. Other leaves, as of an Equinox module, stay.
@@ -37,7 +37,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
 
 @api_boundary
 def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """The rows of each device, as a program of `jax.pmap` is given its batch.
+    """Return the rows of each device, as a program of `jax.pmap` is given its batch.
 
     Args:
       tree: Arrays ``[B, ...]``, where ``D`` divides ``B``.

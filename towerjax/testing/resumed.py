@@ -193,7 +193,7 @@ def _differences(
     steps: tuple[int, ...],
     rtol: float,
 ) -> tuple[list[Refuted], list[str]]:
-    """The leaves that differ, each at its first difference, and advice."""
+    """Return the leaves that differ, each at its first difference, and advice."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
     saved = stopped.between
@@ -227,7 +227,7 @@ def _differences(
 def _unlike(
     got: _Leaves, want: _Leaves, got_is: str, want_is: str, rtol: float
 ) -> Iterator[tuple[str, str]]:
-    """The leaves that differ, and how."""
+    """Yield the leaves that differ, and how."""
     for name in {**want, **got}:
         if name not in got or name not in want:
             missing = got_is if name not in got else want_is
@@ -266,7 +266,7 @@ def _refuse_random(first: _Leaves, again: _Leaves) -> None:
 
 
 def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """The stages of a process that does all steps."""
+    """Return the stages of a process that does all steps."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -279,7 +279,7 @@ def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """The stages of a process that does the first steps and saves."""
+    """Return the stages of a process that does the first steps and saves."""
     before, _ = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -293,7 +293,7 @@ def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """The stages of a process that restores and does the last steps."""
+    """Return the stages of a process that restores and does the last steps."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -394,7 +394,7 @@ def _train(
 
 
 def _ended(gave: Any, before: int) -> _Stages:
-    """The final state of training, with the metrics of the last steps."""
+    """Return the final state of training, with the metrics of the last steps."""
     results = _Leaves()
     match gave:
         case (state, History() as history):
@@ -410,7 +410,7 @@ def _ended(gave: Any, before: int) -> _Stages:
 
 
 def _arrays(root: str, tree: PyTree) -> _Leaves:
-    """The numeric leaves by name, as arrays on the host."""
+    """Return the numeric leaves by name, as arrays on the host."""
     leaves = [
         (n, x) for n, x in named_leaves(root, tree) if isinstance(x, NUMBER_TYPES)
     ]

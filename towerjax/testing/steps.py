@@ -33,7 +33,7 @@ class RunsOnOneTower(Protocol):
     strategy: Strategy
 
     def on_one_tower(self, strategy: Strategy) -> Any:
-        """The same object on a strategy of one tower."""
+        """Return the same object on a strategy of one tower."""
 
 
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
@@ -213,7 +213,7 @@ def _read_tree(tree: PyTree) -> PyTree:
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
-    """A list of one message if the leaf differs; else an empty list."""
+    """Return a list of one message if the leaf differs; else an empty list."""
     a = np.asarray(key_data(a))
     b = np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -250,7 +250,7 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
 
 
 def one_tower(step: StepOrModel) -> StepOrModel:
-    """The same step, or the same model, on one tower of the first device.
+    """Return the same step, or the same model, on one tower of the first device.
 
     It has the step's functions, optimizer and options, but there are no micro-batches,
     states are not donated, and ``extend=`` is left out. Batches are padded and cut as

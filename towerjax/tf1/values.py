@@ -80,7 +80,7 @@ def _is_regrouped_whole(x: Any) -> bool:
 
 
 def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
-    """What `regroup` makes of one leaf of each tower."""
+    """Return what `regroup` makes of one leaf of each tower."""
     where = leaf_name("nests", path)
     if any(isinstance(x, variables.MirroredVar) for x in leaves):
         return _one_mirrored(leaves, where)

@@ -65,7 +65,7 @@ def check_program(
     always_run: bool,
     timeout_s: float | None = None,
 ) -> Looked:
-    """The findings on a program, which is proved for these numbers, or run.
+    """Return the findings on a program, which is proved for these numbers, or run.
 
     Args:
       maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``; of
@@ -139,7 +139,7 @@ def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
 
 
 def _faults_of_proof(told: str) -> list[Fault]:
-    """The faults in an error, one per line that it lists."""
+    """Return the faults in an error, one per line that it lists."""
     _, *lines = told.split("\n  - ")
     return [Fault("proof", "", line.strip()) for line in lines or [told]]
 

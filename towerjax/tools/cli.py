@@ -284,7 +284,7 @@ def report(
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
-    """What a named function returns, checked."""
+    """Return what a named function returns, checked."""
     function = resolve(make_step, "train:make_step")
     if isinstance(function, Step):
         raise ValueError(

@@ -48,16 +48,16 @@ class Fault:
 
 
 def _without_lines(text: str) -> str:
-    """The text without line numbers, so that it stays when code moves."""
+    """Return the text without line numbers, so that it stays when code moves."""
     return _LINE.sub(r"\1", text)
 
 
 def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
-    """A text for each kind of fault, for a person."""
+    """Yield a text for each kind of fault, for a person."""
     heads = {
         "proof": NOT_THE_SAME,
         "equality": words.depends,
-        "comparison": f"Results of a run depend on the number of {words.many}:",
+        "comparison": f"Results of a run depend on the number of {words.nouns.many}:",
     }
     for kind, head in heads.items():
         of_kind = [x for x in faults if x.kind == kind]
@@ -85,14 +85,14 @@ def _annotation(fault: Fault) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """The text, escaped so that GitHub sees one line and one property."""
+    """Return the text, escaped so that GitHub sees one line and one property."""
     for sign in f"%\r\n{more}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text
 
 
 def read_baseline(file: str, make: str) -> list[dict[str, Any]]:
-    """The entries for a program in a file of faults that are meant."""
+    """Return the entries for a program in a file of faults that are meant."""
     path = pathlib.Path(file)
     if not path.is_file():
         raise ValueError(

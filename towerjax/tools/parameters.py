@@ -20,7 +20,7 @@ from towerjax.types.trees import is_key
 
 @api_boundary
 def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.ndarray]:
-    """The parameters by name, as arrays on the host.
+    """Return the parameters by name, as arrays on the host.
 
     A name joins the keys of a leaf, as in ``"dense/kernel"`` for a dict or
     ``"layers/0/weight"`` for an Equinox module or a Flax NNX state. Flax's boxes around
@@ -204,7 +204,7 @@ _BOXES = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
 
 
 def _is_box(x: Any) -> bool:
-    """Whether ``x`` is one of Flax's boxes around one array."""
+    """Return whether ``x`` is one of Flax's boxes around one array."""
     there = [getattr(sys.modules[k], v) for k, v in _BOXES.items() if k in sys.modules]
     return isinstance(x, tuple(there)) and len(jax.tree.leaves(x)) == 1
 

@@ -48,7 +48,7 @@ def api_boundary(fn: _F) -> _F:
 
 
 def api_boundaries(cls: _C) -> _C:
-    """The class, with each of its own public methods made an `api_boundary`."""
+    """Return the class, with each of its own public methods made an `api_boundary`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:

@@ -67,7 +67,7 @@ def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
 
 
 def _is_public(name: str, value: Any) -> bool:
-    """Whether a module's value is one of its public names."""
+    """Return whether a module's value is one of its public names."""
     if name[0] == "_" or isinstance(value, ModuleType):
         return False
     return str(getattr(value, "__module__", "")).startswith("towerjax")
@@ -86,7 +86,7 @@ def _note_on(name: str) -> str:
 
 
 def _places_of(name: str) -> Iterator[str]:
-    """The public names, such as ``tj.tools.bench``, that end in a name."""
+    """Yield the public names, such as ``tj.tools.bench``, that end in a name."""
     root = sys.modules["towerjax"]
     if name in dir(root):
         yield f"tj.{name}"

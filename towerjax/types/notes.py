@@ -262,7 +262,7 @@ def noted(note: str | None) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that adds what to write instead of a missing name.
+    """Return a ``__getattr__`` that adds what to write instead of a missing name.
 
     Hide it from type checkers.
     """

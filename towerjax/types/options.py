@@ -26,12 +26,12 @@ def refuse_option(name: str, value: Any, what: str) -> NoReturn:
 
 
 def is_whole(number: Any) -> bool:
-    """Whether ``number`` is an int of Python or NumPy, and not a bool."""
+    """Return whether ``number`` is an int of Python or NumPy, and not a bool."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def is_one_real(value: Any) -> bool:
-    """Whether a value is one real number, also of NumPy, ml_dtypes or JAX."""
+    """Return whether a value is one real number, also of NumPy, ml_dtypes or JAX."""
     if not jax.tree_util.all_leaves([value]):
         return False
     array = np.asarray(value)
@@ -64,7 +64,7 @@ def cast_ints(options: Any) -> None:
 
 
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """A list of whole numbers as a tuple; raise unless there is at least one."""
+    """Return a list of whole numbers as a tuple; raise unless there is at least one."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
         refuse_option(name, numbers, "a list of one or more whole numbers")
     for i, number in enumerate(numbers):
@@ -73,7 +73,7 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """The different numbers of a list; raise unless there are at least two."""
+    """Return the different numbers of a list; raise unless there are at least two."""
     different = tuple(dict.fromkeys(check_wholes(name, numbers)))
     if len(different) < 2:
         raise ValueError(f"{name}={numbers!r} must be two or more different numbers.")
@@ -176,7 +176,7 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
-    """Whether a function takes the arguments of these names elsewhere.
+    """Return whether a function takes the arguments of these names elsewhere.
 
     Single letters stand for the name that begins with them: ``lambda b, p, t``.
     """
@@ -191,7 +191,7 @@ def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
 def _misnamed(
     signature: inspect.Signature, given: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """The reason why a keyword argument's name is wrong, and what to write."""
+    """Return the reason why a keyword argument's name is wrong, and what to write."""
     known = signature.parameters
     for name in given:
         near = difflib.get_close_matches(name, known, 1)

@@ -26,7 +26,7 @@ _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
-    """Whether elements have less than a byte, so that they are packed."""
+    """Return whether elements have less than a byte, so that they are packed."""
     info = jnp.finfo if kind is jnp.inexact else jnp.iinfo
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
@@ -64,7 +64,7 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
-    """The reason why no device can hold a leaf, and what to write; else None."""
+    """Return the reason why no device can hold a leaf, and what to write; else None."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
     if is_deleted(leaf):
@@ -166,7 +166,7 @@ def refuse_no_numbers(name: str, x: Any) -> None:
 
 
 def a_type(x: Any) -> str:
-    """The name of a value's type, with its article: ``"an int"``."""
+    """Return the name of a value's type, with its article: ``"an int"``."""
     name = type(x).__name__
     article = "an" if name.startswith((*"aeioAEIO", "nd")) else "a"
     return f"{article} {name}"
@@ -180,21 +180,21 @@ def types_of(x: Any) -> str:
 
 
 def shown(x: Any) -> str:
-    """A value and its type as text, on one short line."""
+    """Return a value and its type as text, on one short line."""
     text = " ".join(repr(x).split())
     text = text if len(text) <= 60 else f"{text[:56]} ..."
     return f"{text} of type {type(x).__name__}"
 
 
 def few(items: Iterable[Any]) -> list[str]:
-    """The first eight texts, and how many more there are."""
+    """Return the first eight texts, and how many more there are."""
     texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
 
 
 def listed(items: Iterable[Any]) -> str:
-    """The texts of `few`, joined by semicolons."""
+    """Return the texts of `few`, joined by semicolons."""
     return "; ".join(few(items))
 
 
@@ -219,7 +219,7 @@ def differences(
     expected: PyTree,
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """The leaves that differ; if none does, the first container that does."""
+    """Return the leaves that differ; if none does, the first container that does."""
     try:
         leaves, treedef = jax.tree.flatten(given)
     except ValueError:
@@ -240,7 +240,7 @@ def differences(
 
 
 def _have_one_type(leaves: list[Any], others: list[Any]) -> bool:
-    """Whether leaves are arrays of the shapes and dtypes of others."""
+    """Return whether leaves are arrays of the shapes and dtypes of others."""
     pairs = zip(leaves, others, strict=True)
     same = [
         getattr(x, "dtype", None) == getattr(y, "dtype", "none") and x.shape == y.shape
@@ -272,7 +272,7 @@ def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTre
 
 
 def _differing(given: Any, expected: Any) -> tuple[Any, Any]:
-    """The first nodes in which two tree structures differ."""
+    """Return the first nodes in which two tree structures differ."""
     if given.node_data() != expected.node_data():
         return given, expected
     pairs = zip(given.children(), expected.children(), strict=False)

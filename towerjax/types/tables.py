@@ -63,7 +63,7 @@ def as_text(tables: Sequence[Table]) -> Lines:
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
-    """The result of ``_repr_mimebundle_`` for tables: as rich shows them."""
+    """Return the result of ``_repr_mimebundle_`` for tables: as rich shows them."""
     from rich.table import Table as RichTable
     from rich.text import Text  # whose text rich does not read as markup
 
@@ -82,7 +82,7 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
 
 def drawn(*values: Any) -> dict[str, str]:
-    """The texts and HTML that rich renders, for ``_repr_mimebundle_``."""
+    """Return the texts and HTML that rich renders, for ``_repr_mimebundle_``."""
     from rich.console import Console
 
     console = Console(
@@ -95,7 +95,7 @@ def drawn(*values: Any) -> dict[str, str]:
 
 
 def picture(panels: int = 1) -> tuple["Figure", Any]:
-    """A figure for notebooks, with ``panels`` axes side by side, and these axes.
+    """Return a figure for notebooks, with ``panels`` axes side by side, and these axes.
 
     It raises a ``ValueError`` if Matplotlib is not installed.
     """
@@ -115,23 +115,23 @@ def picture(panels: int = 1) -> tuple["Figure", Any]:
 
 
 def number_of(count: int, one: str, many: str | None = None) -> str:
-    """A number of things as text, such as "1 device" and "1,024 devices"."""
+    """Return a number of things as text, such as "1 device" and "1,024 devices"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes as text with a unit."""
+    """Return a number of bytes as text with a unit."""
     return _with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def in_flops(count: float) -> str:
-    """A number of FLOPs as text with a unit."""
+    """Return a number of FLOPs as text with a unit."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
     return _with_unit(count, 1000, units)
 
 
 def in_seconds(seconds: float) -> str:
-    """A time as text with a unit."""
+    """Return a time as text with a unit."""
     if seconds == 0:
         return "0 s"
     return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
@@ -152,7 +152,7 @@ class Shown:
     """A base class of objects that are shown as their ``tables()``."""
 
     def tables(self) -> tuple[Table, ...]:
-        """The tables that are shown."""
+        """Return the tables that are shown."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def leaf_table(
 
 
 def layout_of(leaf: Any) -> str:
-    """The layout of a leaf on its devices, in a word or two."""
+    """Return the layout of a leaf on its devices, in a word or two."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "shape only"
     if not isinstance(leaf, jax.Array):

@@ -14,12 +14,17 @@ from towerjax.types.values import PyTree
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
-    """The name of a leaf in errors, e.g. ``batch['image']``."""
+    """Return the name of a leaf in errors, e.g. ``batch['image']``."""
     return f"{root}{jax.tree_util.keystr(path)}"
 
 
+def key_name(entry: Any) -> str:
+    """Return an entry of a key path as one word."""
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
 def name_by_key(path: tuple[Any, ...]) -> str:
-    """The name of a leaf in a tree whose first key already names the value."""
+    """Return the name of a leaf in a tree whose first key already names the value."""
     name = leaf_name("", path)
     if name.startswith("['"):
         return name.removeprefix("['").replace("']", "", 1)
@@ -75,7 +80,7 @@ def refuse_unsortable(root: str, tree: PyTree) -> None:
 
 
 def _is_unsortable(x: Any) -> bool:
-    """Whether ``x`` is a dict with keys of several types."""
+    """Return whether ``x`` is a dict with keys of several types."""
     try:
         sorted(x if isinstance(x, dict) else ())
     except TypeError:
@@ -89,41 +94,41 @@ def _is_of(kind: Any) -> Callable[[Any], bool]:
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """The tree with ``fn`` applied to each node of class ``kind``."""
+    """Return the tree with ``fn`` applied to each node of class ``kind``."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_of(kind))
     return treedef.unflatten([fn(x) if isinstance(x, kind) else x for x in leaves])
 
 
 def parts_of(kind: Any, tree: PyTree) -> list[Any]:
-    """The nodes of class ``kind``, in tree order."""
+    """Return the nodes of class ``kind``, in tree order."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_of(kind))
     return [x for x in nodes if isinstance(x, kind)]
 
 
 def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
-    """The tree with its nodes of class ``kind`` replaced, in tree order."""
+    """Return the tree with its nodes of class ``kind`` replaced, in tree order."""
     left = iter(new)
     return map_parts(kind, lambda _: next(left), tree)
 
 
 def has_tracers(tree: PyTree) -> bool:
-    """Whether any leaf is a tracer."""
+    """Return whether any leaf is a tracer."""
     return any([isinstance(x, Tracer) for x in jax.tree.leaves(tree)])
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether any leaf is a tracer, or a new array would be one."""
+    """Return whether any leaf is a tracer, or a new array would be one."""
     return has_tracers((tree, jax.device_put(np.int32(0))))
 
 
 def is_deleted(x: Any) -> bool:
-    """Whether ``x`` is an array whose buffers were donated."""
+    """Return whether ``x`` is an array whose buffers were donated."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     return is_array and x.is_deleted()
 
 
 def held_dtype(dtype: Any) -> Any:
-    """The dtype that an array of ``dtype`` has on a device."""
+    """Return the dtype that an array of ``dtype`` has on a device."""
     return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
 
 
@@ -144,21 +149,21 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 def native(leaf: Any) -> Any:
-    """An array in native byte order, the only one that JAX takes."""
+    """Return an array in native byte order, the only one that JAX takes."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
         return leaf.astype(leaf.dtype.newbyteorder("="))
     return leaf
 
 
 def own_array(leaf: Any) -> jax.Array:
-    """A leaf as a JAX array that shares no memory with a NumPy array."""
+    """Return a leaf as a JAX array that shares no memory with a NumPy array."""
     # jnp.asarray alone would compile a program for each shape and dtype.
     is_host = isinstance(leaf, np.ndarray | np.generic)
     return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
 
 def widen_dtype(dtype: Any) -> Any:
-    """The dtype in which values of ``dtype`` are added: float32 or wider."""
+    """Return the dtype in which values of ``dtype`` are added: float32 or wider."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
     return promote_dtypes(dtype, jnp.float32)
@@ -171,7 +176,7 @@ def promote_dtypes(*dtypes: Any) -> Any:
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` is a typed random key, or an array of them."""
+    """Return whether ``x`` is a typed random key, or an array of them."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -182,7 +187,7 @@ def key_data(x: jax.Array) -> jax.Array:
 
 
 def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """The inverse of `key_data`."""
+    """Return the inverse of `key_data`."""
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -198,8 +203,3 @@ def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
         named = [name for name, _ in named_leaves(root, value)]
         names += named if root else names_by_key(value)
     return names
-
-
-def key_name(entry: Any) -> str:
-    """Return an entry of a key path as one word."""
-    return jax.tree_util.keystr((entry,), simple=True)

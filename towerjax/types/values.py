@@ -71,11 +71,11 @@ class Sum:
     value: Any
 
     def merge(self, other: "Sum") -> "Sum":
-        """The sum of both values, leaf by leaf."""
+        """Return the sum of both values, leaf by leaf."""
         return Sum(jax.tree.map(operator.add, self.value, other.value))
 
     def compute(self) -> Any:
-        """The total."""
+        """Return the total."""
         return self.value
 
 

@@ -311,7 +311,7 @@ UNKNOWN = {
             *(W, X),
             out=SPLIT,
         ),
-        r"a key of axis_index, at \S+py",
+        r"a key of a replicated value and axis_index, at \S+py",
     ),
     "keys of devices": (
         lambda devices: (

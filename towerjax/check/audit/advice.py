@@ -133,7 +133,7 @@ class Case:
         return [x.leaf for x in self.findings]
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """The leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree for other random draws, or on other towers."""
         return self.audit.without(self.findings, one_tower, **draws)
 
 
@@ -205,7 +205,7 @@ def _refuted(case: Case) -> Explained | None:
 
 
 def _refuted_in(audit: Audit) -> list[Equality]:
-    """The leaves that the proof refutes, because they are off by a factor."""
+    """Return the leaves that the proof refutes, because they are off by a factor."""
     step = audit.step
     answers = equalities_of(
         StepToProve(
@@ -242,7 +242,7 @@ def _of_an_own_key(case: Case) -> Explained | None:
 
 
 def _draws_in(case: Case) -> list[Site]:
-    """The equations that draw random numbers."""
+    """Return the equations that draw random numbers."""
     return [x for x in case.sites if x[0].primitive.name == "random_bits"]
 
 
@@ -330,21 +330,21 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
 
 
 def _numbers_of(site: Site) -> tuple[str, list[Any]]:
-    """The primitive of an equation, and the literal numbers in it."""
+    """Return the primitive of an equation, and the literal numbers in it."""
     literals = [x.val for x in site[0].invars if isinstance(x, Literal)]
     numbers = [np.asarray(x).item() for x in literals if np.ndim(x) == 0]
     return site[0].primitive.name, numbers
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """The advice, with these lines added to its cause, if they have any."""
+    """Return the advice, with these lines added to its cause, if they have any."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
-    """The names of the variables that are read as the first tower's value."""
+    """Return the names of the variables that are read as the first tower's value."""
 
     def is_one(x: Any) -> bool:
         return isinstance(x, TowerLocal)
@@ -368,7 +368,7 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Whether each row of a pass meets all other rows by accident."""
+    """Return whether each row of a pass meets all other rows by accident."""
     return any(crossed_rows(_sites_of(traced), rows))
 
 
@@ -401,7 +401,7 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 
 def _size_along(eqn: JaxprEqn) -> int | None:
-    """The size of the dim along which an equation runs."""
+    """Return the size of the dim along which an equation runs."""
     params = eqn.params
     shape = _shape_of(eqn.invars[0])
     if "length" in params:

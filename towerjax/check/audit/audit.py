@@ -81,7 +81,7 @@ def run_audit(
 
 
 def _run_or_advise(audit: Audit) -> AuditReport:
-    """The report of an audit; raise with the cause if a leaf differs."""
+    """Return the report of an audit; raise with the cause if a leaf differs."""
     try:
         return audit.run()
     except SplitError as error:
@@ -109,7 +109,7 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
 
 
 def _on_host(batch: PyTree) -> PyTree:
-    """The examples of a batch on the host, as they were before placing."""
+    """Return the examples of a batch on the host, as they were before placing."""
     if not isinstance(batch, PlacedBatch):
         return batch
     arrays, _, held = jax.tree.map(copy_to_host, batch.args)

@@ -52,7 +52,7 @@ def noting_its_audit() -> Iterator[None]:
 
 
 def told_not_audited(error: NotAudited) -> str:
-    """The reason why a step is not audited, as one line."""
+    """Return the reason why a step is not audited, as one line."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
     ours = [x for x in notes if not x.startswith(("-", "The audit"))]  # "-": JAX's
@@ -105,7 +105,7 @@ def program_hash(traced: Traced, **options: Any) -> str | None:
 def hash_of_programs(
     jaxprs: Sequence[ClosedJaxpr], options: Mapping[str, Any]
 ) -> str | None:
-    """A hash of several programs; see `program_hash`."""
+    """Return a hash of several programs; see `program_hash`."""
     eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
     if any("callback" in eqn.primitive.name for eqn in eqns):
         return None
@@ -170,7 +170,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """The report made from JSON's fields; raise unless each has its type."""
+    """Return the report made from JSON's fields; raise unless each has its type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(
@@ -217,7 +217,7 @@ def _write(folder: str, program: str, text: str) -> None:
 
 
 def _read_text(folder: str, program: str) -> bytes:
-    """The text of a record, cut to a sensible length."""
+    """Return the text of a record, cut to a sensible length."""
     path = _path(folder, program)
     if isinstance(path, pathlib.Path):
         _refuse_links(path)
@@ -228,7 +228,7 @@ def _read_text(folder: str, program: str) -> bytes:
 
 
 def _path(folder: str, program: str) -> Any:
-    """The file of an audit result, on this machine or in a store."""
+    """Return the file of an audit result, on this machine or in a store."""
     is_stored = "://" in folder
     root = epath.Path(folder) if is_stored else pathlib.Path(folder)
     return root / "audited" / f"{program}.json"

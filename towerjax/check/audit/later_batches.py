@@ -35,12 +35,12 @@ class Splits:
         self.first = self.of_rows("evenly", np.arange(2 * each))
 
     def of_rows(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
-        """The split with these rows of the batch."""
+        """Return the split with these rows of the batch."""
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **how)
 
     def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
-        """The first split and all others.
+        """Return the first split and all others.
 
         Args:
           pads: Whether batches may be padded.
@@ -112,7 +112,7 @@ def _with_arrays(
 
 
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
-    """The numbers with the first row multiplied by a large factor."""
+    """Return the numbers with the first row multiplied by a large factor."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or _is_mask(x):
         return None
     x = np.array(x)
@@ -122,7 +122,7 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
 
 
 def _with_a_row_twice(x: np.ndarray, each: int) -> np.ndarray | None:
-    """The array with the first tower's first row on the second tower, too."""
+    """Return the array with the first tower's first row on the second tower, too."""
     is_whole = jnp.issubdtype(x.dtype, jnp.integer)
     if is_whole and x.ndim == 1 and len(np.unique(x)) == len(x):
         return None
@@ -143,5 +143,5 @@ def _masked(x: np.ndarray, each: int) -> np.ndarray | None:
 
 
 def _is_mask(x: np.ndarray) -> bool:
-    """Whether an array has only zeros and ones, as a mask or weights have."""
+    """Return whether an array has only zeros and ones, as a mask or weights have."""
     return bool(((x == 0) | (x == 1)).all() and (x == 1).any())

@@ -102,7 +102,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """The traced passes; they are traced once."""
+        """Return the traced passes; they are traced once."""
         if self.traced is None:
             if why := self._plan.passes.why_not_audited:
                 raise NotAudited(why)
@@ -128,7 +128,7 @@ class Towers:
         return _leaves_of(merged, placed, split.order)
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
-        """The results for inputs rounded once more; raise if a rerun differs."""
+        """Return the results for inputs rounded once more; raise if a rerun differs."""
         if not self._was_repeated:
             refuse_random(self.run(split).values, self(split).values)
             self._was_repeated = True
@@ -149,7 +149,7 @@ class Towers:
             refuse_unmasked(placed.num_examples, traced.proof.unmasked())
 
     def _params_for(self, split: RowsToRun) -> PyTree:
-        """The parameters, on the host, with which a split is run."""
+        """Return the parameters, on the host, with which a split is run."""
         params = jax.tree.map(copy_to_host, self.state.params)
         return _moved(params) if split.moves else params
 
@@ -268,13 +268,13 @@ def _leaves_of(
 
 
 def _rounding_of_sums(leaf: Any) -> float:
-    """The tolerance for the rounding of a merged value, from its own dtype."""
+    """Return the tolerance for the rounding of a merged value, from its own dtype."""
     dtypes = {str(getattr(x, "dtype", None)) for x in jax.tree.leaves(leaf)}
     return rounding_of_dtypes(dtypes)
 
 
 def _value_of(leaf: Any) -> PyTree:
-    """The leaf as one value; None if each tower has its own value."""
+    """Return the leaf as one value; None if each tower has its own value."""
     is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
     if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
         return None

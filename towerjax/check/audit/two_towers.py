@@ -85,7 +85,7 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **how: Any) -> Towers:
-        """The step on this number of towers."""
+        """Return the step on this number of towers."""
         how = {"rows": 2 * self.each, "passes": self._passes} | how
         return Towers(self.step.plan, self.step.strategy, number, self._state, **how)
 
@@ -148,7 +148,7 @@ class Audit:
         return self.one_tower.trace(self.from_batch.first).proof.unmasked()
 
     def run(self) -> AuditReport:
-        """The report; raise at the first split for which a leaf differs."""
+        """Return the report; raise at the first split for which a leaf differs."""
         reports = list[AuditReport]()
         notes = list[str]()
         for run in self.compared(self.splits):
@@ -161,17 +161,17 @@ class Audit:
         return dataclasses.replace(join_reports(reports), notes=tuple(notes))
 
     def compared(self, splits: Sequence[RowsToRun]) -> Iterator[Compared]:
-        """The results of the splits on two towers and on one."""
+        """Return the results of the splits on two towers and on one."""
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """The report of such runs; raise if a leaf differs."""
+        """Return the report of such runs; raise if a leaf differs."""
         return judge(runs, 2 * self.each, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """The leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree for other random draws, or on other towers."""
         failed = {x.split for x in findings}
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
         pairs = [(x, x) for x in splits if x.name in failed]
@@ -191,7 +191,7 @@ class Audit:
 
 
 def _gradient_follows(traced: Traced) -> bool:
-    """Whether the gradient is exactly the derivative of the loss.
+    """Return whether the gradient is exactly the derivative of the loss.
 
     It is not if a rule of the user says what a derivative is, if a `stop_gradient`
     leaves one out, or if a user's `shard_map` adds up values of a tower's devices.

@@ -74,7 +74,7 @@ def _of_whole_step(why: str) -> list[Equality]:
 
 
 def _why_not_traced(step: StepToProve) -> str:
-    """The reason why a step is not traced; "" if it is."""
+    """Return the reason why a step is not traced; "" if it is."""
     if not step.plan.passes.each:
         return "each call of it runs several steps"
     if any(map(is_sparse, jax.tree.leaves(step.batch, is_leaf=is_sparse))):
@@ -130,7 +130,7 @@ def _of_programs(
 
 
 def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
-    """Whether a pass takes the way that it takes for twice the rows.
+    """Return whether a pass takes the way that it takes for twice the rows.
 
     Its own program and one tower's have to take the same way.
     """
@@ -208,12 +208,12 @@ _OR_A_MEAN = (
 
 
 def advice_on_bare_loss(reduction: Reduction) -> str:
-    """What a bare loss has to be, of which ``loss_reduction=how`` was said."""
+    """Return what a bare loss has to be, of which ``loss_reduction=how`` was said."""
     return f"loss_reduction={reduction.name} {_BARE[reduction]}{_OR_A_MEAN}"
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """The refutation of a bare loss, with advice on its ``loss_reduction``."""
+    """Return the refutation of a bare loss, with advice on its ``loss_reduction``."""
     reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not LeafPart.OTHER
     if reduction is None or not is_loss or equality.says is not Says.REFUTED:
@@ -272,7 +272,7 @@ def _with_sums(
 
 
 def _why_not_walked(of_pass: PassToProve) -> str:
-    """The reason why nothing can be said about a pass; "" if something can."""
+    """Return the reason why nothing can be said about a pass; "" if something can."""
     if not of_pass.has_same_leaves:
         return "towers return different leaves for another number of towers"
     if of_pass.in_micro_batches and any(
@@ -283,6 +283,6 @@ def _why_not_walked(of_pass: PassToProve) -> str:
 
 
 def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
-    """Whether towers communicate."""
+    """Return whether towers communicate."""
     names = {eqn.primitive.name for eqn, _ in sites_over(jaxpr, axes)}
     return bool(names - {"axis_index"})

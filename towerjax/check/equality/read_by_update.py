@@ -19,7 +19,7 @@ UPDATE = "update"
 
 
 def per_tower_values_read(traced: Traced) -> list[Equality]:
-    """An unknown result if the next state depends on a merged `tj.PerTower`.
+    """Return an unknown result if the next state depends on a merged `tj.PerTower`.
 
     Tower-local variables may depend on it: each tower has its own. So may the state of
     a step whose towers train alone, each with a gradient of its own.
@@ -58,7 +58,7 @@ def _is_per_tower(x: PyTree) -> bool:
 
 
 def _of_state(shapes: PyTree) -> PyTree:
-    """Which results of an update are of the next state, and not tower-local."""
+    """Return which results of an update are of the next state, and not tower-local."""
     accepted, donated, (now, metrics, refused) = shapes
     of_donated = {
         name: jax.tree.map(lambda _, name=name: name != "local", x)

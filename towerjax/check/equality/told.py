@@ -36,7 +36,7 @@ class StepEquality:
         return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
-        """The same results and more of them."""
+        """Return the same results and more of them."""
         return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
     def not_of_own_devices(self, line: str) -> "StepEquality":
@@ -65,7 +65,7 @@ class StepEquality:
             raise SplitError(findings, advice)
 
     def is_open(self, leaf: str) -> bool:
-        """Whether a leaf, by the name that the audit has for it, is not proved.
+        """Return whether a leaf, by the name that the audit has for it, is not proved.
 
         A loss of several terms has a leaf for each term. If one of them is not proved,
         the gradient is not proved either. An audit compares the values that a metric

@@ -138,7 +138,7 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
 
 
 def _is_power(count: int, towers: int) -> bool:
-    """Whether a number is a power of the number of towers that a proof tries."""
+    """Return whether a number is a power of the number of towers that a proof tries."""
     power = 2 * math.log(count, towers)
     return abs(power - round(power)) < 1e-9
 
@@ -319,7 +319,7 @@ def _inputs_of(
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
-    """The input that each tower-local variable, which a tower returns, becomes.
+    """Return the input that each tower-local variable, which a tower returns, becomes.
 
     It is None if one tower starts with another value than the others. The list is empty
     unless the step is a train step that is not extended, whose next variables these
@@ -334,7 +334,7 @@ def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None
 
 
 def _is_one_for_all(value: Any) -> bool:
-    """Whether all towers have the same value; for shapes this is assumed."""
+    """Return whether all towers have the same value; for shapes this is assumed."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return True
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

@@ -46,7 +46,7 @@ class Ran(NamedTuple):
 
 
 def run_program(named: NamedFunction, devices: int) -> Ran:
-    """The results of a program that is made, run and traced in this process."""
+    """Return the results of a program that is made, run and traced in this process."""
     program, is_program = _made(find_function(named, devices), devices)
     seen = program.run()
     read = read_program(program)
@@ -98,7 +98,7 @@ def prove_program(
 
 
 def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
-    """The program, and whether ``make`` returned it.
+    """Return the program, and whether ``make`` returned it.
 
     If ``make`` returns something else, the program is one that returns that.
     """

@@ -74,7 +74,7 @@ def compare_runs(
     rtol: float | None,
     of: str = DEVICES,
 ) -> AuditReport:
-    """The report of runs that agree with the first run; raise if one does not.
+    """Return the report of runs that agree with the first run; raise if one does not.
 
     Args:
       runs: The program's results for each number; all are compared with the first.
@@ -171,7 +171,7 @@ def refuse_other_run(again: Seen, first: Seen) -> None:
 
 
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
-    """The results of a call for the names that the first run has."""
+    """Return the results of a call for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
     none = Value(None, is_state=False, is_key=False, is_returned=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
@@ -184,7 +184,7 @@ def _pairs(
     rtol: float,
     differing: dict[str, dict[str, None]],
 ) -> dict[str, tuple[Any, Any]]:
-    """The results of a run and of the first run, in equal shapes, by name.
+    """Return the results of a run and of the first run, in equal shapes, by name.
 
     Results that differ from device to device are added to ``differing``.
     """
@@ -260,7 +260,7 @@ def _reasons(
 
 
 def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
-    """The lines whose factors depend on the number."""
+    """Yield the lines whose factors depend on the number."""
     factors = [dict.fromkeys(x.factors) for x in reads]
     several = {x: None for some in factors for x in some}
     changing = [x for x in several if not all(x in some for some in factors)]

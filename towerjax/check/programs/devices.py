@@ -26,7 +26,7 @@ _USED_AS_A_NUMBER = (
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """The different numbers of devices; raise unless the first is 1."""
+    """Return the different numbers of devices; raise unless the first is 1."""
     different = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = different[0] == 1 and len(different) > 1
@@ -46,7 +46,7 @@ def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[in
 
 
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
-    """The list of devices to give to ``make``, for each number of devices."""
+    """Return the list of devices to give to ``make``, for each number of devices."""
     counts = check_numbers(numbers, len(jax.devices()))
     return {number: jax.devices()[:number] for number in counts}
 

@@ -4,7 +4,7 @@ It is the number of its devices, or of its micro-batches. The program is traced 
 several such numbers, and each two traces are walked side by side; see
 `towerjax.proof.equal`. Nothing is compiled or run.
 
-Reasons are told of towers here; `Words.reason` tells them of what is counted.
+Reasons are told in the nouns of what is counted; see `towerjax.proof.equal.nouns`.
 """
 
 import itertools
@@ -60,7 +60,7 @@ class MadeProgram(NamedTuple):
 
 
 def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """Whether each result is the same for all of these numbers.
+    """Return whether each result is the same for all of these numbers.
 
     Args:
       programs: The program for each number, with the same global arguments.
@@ -85,17 +85,17 @@ def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bo
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """The proof's answers for two numbers."""
+    """Return the proof's answers for two numbers."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
         _refuse_unlike(first, second)
         of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        of_results = [(Says.UNKNOWN, words.reason(str(error)))] * len(leaves)
+        of_results = [(Says.UNKNOWN, str(error))] * len(leaves)
     return [
-        Equality(name, *said)
-        for (name, x), said in zip(leaves, of_results, strict=True)
+        Equality(name, says, words.nouns.told(why))
+        for (name, x), (says, why) in zip(leaves, of_results, strict=True)
         if isinstance(x, jax.ShapeDtypeStruct)
     ]
 
@@ -106,7 +106,7 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
-            "arguments or results differ between numbers of towers"
+            "arguments or results differ between numbers of {many}"
         )
     for program in (first, second):
         jaxpr = program.traced.jaxpr.jaxpr
@@ -134,7 +134,7 @@ def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
 
 
 def _of_states(program: MadeProgram) -> list[tuple[str, Any]]:
-    """The leaves of arguments that come back as results, with their names."""
+    """Return the leaves of arguments that come back as results, with their names."""
     places = state_places(program.args, program.traced.out)
     trees = [(f"args[{i}]", program.args[i]) for i in places]
     return [x for name, tree in trees for x in named_leaves(name, tree, is_iterator)]
@@ -147,7 +147,7 @@ def _is_python_number(x: Any) -> bool:
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
 ) -> list[tuple[Says, str]]:
-    """The proof's result for each returned value, and why."""
+    """Return the proof's result for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
@@ -174,7 +174,7 @@ def _said_of_results(
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     """The kind of an argument: the same for all, or stacked for the devices."""
-    why = f"{name} is a different array for another number of towers"
+    why = f"{name} is a different array for another number of {{many}}"
     unknown = Unknown(why=why)
     try:
         walk.sizes.axes(first, second)
@@ -198,7 +198,7 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
         value = walk.constant(a[0], b[0])
         are_copies = all((x == x[:1]).all() for x in (a, b))
         if isinstance(value, Unknown) or value.power or not are_copies:
-            return Unknown(why=f"each tower is given a different {name}")
+            return Unknown(why=f"each {{one}} is given a different {name}")
         return Stacked(_any_value(value).power, of=Copy)
     rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
     if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
@@ -223,12 +223,12 @@ def _said_of_result(
         wanted = {None: Copy, 1: TowerRows}.get(own_rows)
         fits = is_stacked and value.of is wanted
         if not fits:
-            return Says.UNKNOWN, f"each tower returns {value.of.name} of its own"
+            return Says.UNKNOWN, f"each {{one}} returns {value.of.name} of its own"
     elif isinstance(value, Zero):
         fits = own_rows is None and (stacked is None or is_stacked)
     else:
         fits = isinstance(value, Copy) and (own_rows, stacked) == (None, None)
     if not fits:
-        return Says.UNKNOWN, "its shape depends on the number of towers"
+        return Says.UNKNOWN, "its shape depends on the number of {many}"
     is_power = not isinstance(value, Zero) and bool(value.power)
     return (Says.REFUTED, "") if is_power else (Says.PROVED, "")

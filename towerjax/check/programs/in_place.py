@@ -41,18 +41,18 @@ class Held:
                 yield name, x
 
     def changed(self) -> dict[str, Any]:
-        """The values that differ from before, by name."""
+        """Return the values that differ from before, by name."""
         now = dict(self._held())
         unread = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
-        """The names of values that are no longer there."""
+        """Return the names of values that are no longer there."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
     def was_given(self, name: str) -> bool:
-        """Whether a value is one that the trace of the program was given."""
+        """Return whether a value is one that the trace of the program was given."""
         return isinstance(self._before.get(name, (None,))[0], Tracer)
 
     def _is_kept(self, name: str, x: Any) -> bool:
@@ -92,7 +92,7 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """A fingerprint of a value that can be written; None for JAX's arrays."""
+    """Return a fingerprint of a value that can be written; None for JAX's arrays."""
     if isinstance(x, jax.Array):
         return None
     x = _read_now(x)
@@ -110,7 +110,7 @@ def _is_ref(x: Any) -> bool:
 
 
 def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arrays, numbers and Refs that can be reached, with their names."""
+    """Yield the arrays, numbers and Refs that can be reached, with their names."""
     todo = [*roots.items()][::-1]
     seen = dict[int, Any]()
     names = set[str]()
@@ -126,7 +126,7 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """The values that an object holds, with the suffix of their names."""
+    """Return the values that an object holds, with the suffix of their names."""
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__), ("", x.__func__)]
     if isinstance(x, functools.partial):
@@ -151,7 +151,7 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
 
 
 def _content_of(cell: types.CellType) -> Any:
-    """The value of a closure's cell; None if it is not yet defined."""
+    """Return the value of a closure's cell; None if it is not yet defined."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -71,7 +71,7 @@ class ToldError(Exception):
 def name_function(
     form: str, fn: Callable[..., Any], *, or_devices: bool = True
 ) -> NamedFunction:
-    """The place where another process finds a function; raise if it cannot.
+    """Return the place where another process finds a function; raise if it cannot.
 
     ``or_devices`` says whether the caller takes a function of devices, too.
     """
@@ -123,7 +123,7 @@ def _place_of(module: types.ModuleType) -> str:
 
 
 def _is_found(named: NamedFunction) -> bool:
-    """Whether Python finds the module by its name, in the same file."""
+    """Return whether Python finds the module by its name, in the same file."""
     if named.module == _MAIN:
         return False
     try:
@@ -156,7 +156,7 @@ def call_in_process(
     is_shown: bool = True,
     timeout_s: float | None = None,
 ) -> Any:
-    """The result of a function that is called in a process of its own.
+    """Return the result of a function that is called in a process of its own.
 
     Args:
       label: The name of the call in errors, and before each line that it prints.
@@ -190,7 +190,7 @@ def call_in_process(
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """The environment of a process whose JAX has this number of devices.
+    """Return the environment of a process whose JAX has this number of devices.
 
     Sets have one order in all processes, so that a program has the same text in each.
     """

@@ -186,7 +186,7 @@ def prove(
 def made_for_parts(
     make: Callable[..., Any], numbers: Sequence[int], form: str = FORM_OF_PARTS
 ) -> dict[int, UserProgram]:
-    """The program for each number of micro-batches."""
+    """Return the program for each number of micro-batches."""
     check_function("make", make, form)
     counts = check_different("micro_batches", numbers)
     check_takes(form, make, counts[0])
@@ -196,7 +196,7 @@ def made_for_parts(
 def proved_on(
     programs: Mapping[int, UserProgram], words: Words = OF_DEVICES
 ) -> tuple[ProgramReport | None, str]:
-    """The report of `prove` for a program for several numbers.
+    """Return the report of `prove` for a program for several numbers.
 
     Returns:
       A report, from which refuted results are not yet raised; or None, and why nothing
@@ -217,7 +217,7 @@ def proved_on(
 
 
 def refuted_in(report: ProgramReport) -> str:
-    """The error text for refuted results; "" if there are none."""
+    """Return the error text for refuted results; "" if there are none."""
     lines = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says is Says.REFUTED]
     return "\n".join([report.words.depends, *lines]) if lines else ""
 
@@ -225,7 +225,7 @@ def refuted_in(report: ProgramReport) -> str:
 def proved(
     traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
 ) -> ProgramReport:
-    """The report of `prove` on a program that was traced with these arguments.
+    """Return the report of `prove` on a program that was traced with these arguments.
 
     If ``equal`` has an answer for each result, a sum of equal values is not noted.
     """
@@ -316,7 +316,7 @@ def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
 
 
 def _is_manual(maps: Sequence[JaxprEqn]) -> bool:
-    """Whether the maps leave the compiler no axis over which to split a draw."""
+    """Return whether the maps leave the compiler no axis over which to split a draw."""
     axes = {axis for x in maps for axis in manual_axes(x)}
     return bool(maps) and all(
         axis in axes or size == 1 for axis, size in maps[0].params["mesh"].shape.items()
@@ -329,7 +329,7 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """What becomes of a state that each device has a copy of, by leaf name.
+    """Return what becomes of a state that each device has a copy of, by leaf name.
 
     A leaf that differs from device to device, such as keys, is not a copy. A setting,
     such as a learning rate, may be one.
@@ -364,7 +364,7 @@ class _GivenArray(NamedTuple):
 
 
 def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
-    """The arrays among the arguments, in order."""
+    """Return the arrays among the arguments, in order."""
     return [
         _GivenArray(number, leaf, x)
         for number, argument in enumerate(args)
@@ -374,7 +374,7 @@ def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
 
 
 def _first_leaves(out: Any) -> list[int]:
-    """The number of the first leaf of each result, among all leaves."""
+    """Return the number of the first leaf of each result, among all leaves."""
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     return [*itertools.accumulate(sizes, initial=0)]
 

@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 
 def read_program(program: UserProgram) -> Reading:
-    """The findings in the trace of a program."""
+    """Return the findings in the trace of a program."""
     traced, why = program.trace()
     if traced is None:
         return Reading(why)

@@ -89,7 +89,7 @@ class UserProgram:
         )
 
     def run(self, by: float = 0.0) -> Seen:
-        """The results of its calls; with ``by`` the arguments are rounded.
+        """Return the results of its calls; with ``by`` the arguments are rounded.
 
         The first run uses the arguments themselves, which may share arrays.
         """
@@ -136,7 +136,7 @@ class UserProgram:
         self._given = self._treedef.unflatten(self._leaves)
 
     def trace(self) -> tuple[TracedProgram | None, str]:
-        """The traced program, or None and why it cannot be traced."""
+        """Return the traced program, or None and why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
         if self._trace is None:
@@ -169,7 +169,7 @@ class UserProgram:
     def _with_numbers_as_arrays(
         self, traced: TracedProgram | None, kinds: Any
     ) -> tuple[Any, ...] | None:
-        """The arguments with Python numbers as arrays; None if there are none.
+        """Return the arguments with Python numbers as arrays; None if there are none.
 
         Numbers of a state change in the next call, so they are never constants. Of
         other arguments only numbers of these kinds become arrays.
@@ -188,7 +188,7 @@ class UserProgram:
         return None if is_same else tuple(args)
 
     def devices_named(self) -> frozenset[Device]:
-        """The devices of its arguments, and those that its trace names."""
+        """Return the devices of its arguments, and those that its trace names."""
         laid = [x for x in self._leaves if isinstance(x, jax.Array) and x.committed]
         return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
@@ -220,13 +220,13 @@ class UserProgram:
 
 
 def _as_array(x: Any, kinds: Any) -> Any:
-    """A Python number as an array of the type that JAX gives it."""
+    """Return a Python number as an array of the type that JAX gives it."""
     is_python = isinstance(x, kinds) and not isinstance(x, ARRAY_TYPES)
     return jnp.asarray(x) if is_python else x
 
 
 def _let_go(x: Any) -> Any:
-    """The shape of an array, in its place; other values stay."""
+    """Return the shape of an array, in its place; other values stay."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed
@@ -235,14 +235,14 @@ def _let_go(x: Any) -> Any:
 
 
 def _near(x: Any, by: float) -> Any:
-    """A copy of an array, rounded by a relative amount and placed as it was."""
+    """Return a copy of an array, rounded by a relative amount and placed as it was."""
     changed = rounded(x, by, only_broken=True) if by else x
     is_placed = isinstance(x, jax.Array) and changed is not x
     return jax.device_put(changed, x.sharding) if is_placed else x.copy()
 
 
 def _given_as(old: Any, new: Any) -> Any:
-    """A new value of a state, placed as the old value was."""
+    """Return a new value of a state, placed as the old value was."""
     if not isinstance(old, NUMBER_TYPES):
         return old
     if isinstance(old, jax.Array) and old.committed:
@@ -294,5 +294,5 @@ def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:
 
 
 def meshes_of_trace(traced: TracedProgram | None) -> frozenset[Device]:
-    """The devices of the meshes in a program; none if it cannot be traced."""
+    """Return the devices of the meshes in a program; none if it cannot be traced."""
     return frozenset(devices_in(traced.jaxpr)) if traced else frozenset()

@@ -205,7 +205,7 @@ def _compare_made(
 
 
 def takes_nothing(make: Any) -> bool:
-    """Whether a function can be called without an argument, and not with one."""
+    """Return whether a function can be called without an argument, and not with one."""
     if not callable(make) or isinstance(make, type):
         return False
     try:
@@ -218,7 +218,7 @@ def takes_nothing(make: Any) -> bool:
 def run_in_processes(
     named: NamedFunction, numbers: Sequence[int], timeout_s: float | None = None
 ) -> dict[int, Ran]:
-    """The results of a program in a new process for each number of devices."""
+    """Return the results of a program in a new process for each number of devices."""
     ran = {}
     for number in numbers:
         ran[number] = call_in_process(

@@ -37,12 +37,12 @@ class TracedProgram(NamedTuple):
 
 
 def is_iterator(x: Any) -> bool:
-    """Whether ``x`` is an iterator, which JAX must treat as a leaf."""
+    """Return whether ``x`` is an iterator, which JAX must treat as a leaf."""
     return isinstance(x, Iterator)
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves and the structure of any tree; an iterator is a leaf."""
+    """Return the leaves and the structure of any tree; an iterator is a leaf."""
     return jax.tree.flatten(tree, is_leaf=is_iterator)
 
 
@@ -55,7 +55,7 @@ def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
 def trace_program(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
 ) -> TracedProgram:
-    """The trace of a program with these arguments.
+    """Return the trace of a program with these arguments.
 
     Leaves of arguments that are not arrays are constants, as static arguments are. A
     result that is not a number is returned unchanged, and is 0 in the jaxpr.
@@ -93,7 +93,7 @@ def trace_or_say_why(
 
 
 def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
-    """The devices of the meshes and shardings that a program names."""
+    """Yield the devices of the meshes and shardings that a program names."""
     for eqn in all_eqns(jaxpr):
         for x in param_leaves(eqn.params):
             mesh = getattr(x, "mesh", x)
@@ -104,7 +104,7 @@ def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
 
 
 def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
-    """The arguments that are a returned state, and the places of their results.
+    """Return the arguments that are a returned state, and the places of their results.
 
     An argument is a state if a result has its tree, shapes and dtypes. The place is
     None if the state is the whole result. A lone array must come back at its own place.

@@ -1,10 +1,10 @@
 """The words for the number that results must not depend on: devices, micro-batches."""
 
 import dataclasses
-import re
 
 from towerjax.jaxprs.sites import outwards, user_line
 from towerjax.proof.equal.causes import Cause
+from towerjax.proof.equal.nouns import Nouns
 
 _BY_JAX = (
     " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
@@ -18,12 +18,10 @@ class Words:
 
     Attributes:
       option: The option that has their numbers, and the argument of ``make``.
-      one: The thing that is counted, in the singular.
-      many: The same in the plural.
+      nouns: The nouns in which the proof tells its reasons.
       alone: A program for one of them.
       letter: The letter that stands for its number.
       sums: The primitives that add up over all of them.
-      place: The number of one among them.
       equals: The reason for a factor: a copy that each of them adds.
       own: The reason for a factor: each divides by a number of its own.
       all: The reason for a factor: a sum is divided by their number.
@@ -32,12 +30,10 @@ class Words:
     """
 
     option: str
-    one: str
-    many: str
+    nouns: Nouns
     alone: str
     letter: str
     sums: tuple[str, ...]
-    place: str
     equals: str
     own: str
     all: str
@@ -47,17 +43,7 @@ class Words:
     @property
     def depends(self) -> str:
         """The first line of an error that lists what depends on their number."""
-        return f"Results of the program depend on the number of {self.many}:"
-
-    def reason(self, why: str) -> str:
-        """The proof's reason, which is told of towers, told of these."""
-        text, at, line = why.rpartition(", at ")
-        text, line = (text, line) if at else (line, "")
-        text = text.replace("tower.id", self.place)
-        text = re.sub(r"\btowers\b", self.many, text)
-        text = re.sub(r"\btower", self.one, text)
-        text = re.sub(rf"\bthe {self.one}'s", f"a {self.one}'s", text)
-        return text + at + line
+        return f"Results of the program depend on the number of {self.nouns.many}:"
 
     def of_power(self, power: int, cause: Cause | None) -> str:
         """The factor that a power of their number is, with its cause and a remedy."""
@@ -81,26 +67,24 @@ class Words:
     def of_unknown(self, why: str, cause: Cause | None) -> str:
         """The reason why a result is unknown, with a wrong number that causes it."""
         if cause is None:
-            return self.reason(why)
+            return why
         if cause.value is not None:
             power = self.of_power(cause.value.power, cause)
-            return f"{self.reason(why)}. There a value is {power}"
+            return f"{why}. There a value is {power}"
         return self.quotients.format(line_of(cause))
 
 
 def line_of(cause: Cause) -> str:
-    """The user's line of a cause."""
+    """Return the user's line of a cause."""
     return user_line(cause.site) or "a line of a library"
 
 
 OF_DEVICES = Words(
     option="devices",
-    one="device",
-    many="devices",
+    nouns=Nouns("device", "devices", "a device's", "axis_index"),
     alone="on one device",
     letter="D",
     sums=("psum", "psum_invariant"),
-    place="axis_index",
     equals=(
         "a value that is the same on all devices is added up at {}. Leave the sum out,"
         " or write jax.lax.pmean"
@@ -126,12 +110,15 @@ OF_DEVICES = Words(
 )
 OF_MICRO_BATCHES = Words(
     option="micro_batches",
-    one="micro-batch",
-    many="micro-batches",
+    nouns=Nouns(
+        "micro-batch",
+        "micro-batches",
+        "a micro-batch's",
+        "the number of a micro-batch",
+    ),
     alone="with one micro-batch",
     letter="n",
     sums=("add", "add_any", "reduce_sum"),
-    place="the number of a micro-batch",
     equals=(
         "each of the n micro-batches adds the same value at {}. Add it once, after the"
         " loop, or divide it by n"

@@ -51,7 +51,7 @@ class Operation:
     attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
-        """The computations that the operation runs, with their attributes."""
+        """Return the computations that the operation runs, with their attributes."""
         if self.opcode.endswith(("-done", "-update")):
             return {}  # the -start operation named them
         return {
@@ -86,7 +86,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The parsed text of a compiled program."""
+    """Return the parsed text of a compiled program."""
     header, *lines = text.splitlines()
     computations: dict[str, dict[str, Operation]] = {}
     within = ""
@@ -115,7 +115,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
-    """The tables at the head of the text, joined; empty if there are none."""
+    """Return the tables at the head of the text, joined; empty if there are none."""
 
     def table(name: str, row: str) -> list[Any]:
         block = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
@@ -153,7 +153,7 @@ class CompiledCollective:
     line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the shown table."""
+        """Return a row of the shown table."""
         when = f"at {self.start} of {self.length}, exposed"
         if self.start < self.end:
             beside = f"beside {in_bytes(self.beside)} read and written"
@@ -164,7 +164,7 @@ class CompiledCollective:
 
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
-    """The bytes that each of ``n`` devices sends if a collective runs as a ring.
+    """Return the bytes that each of ``n`` devices sends if a collective runs as a ring.
 
     ``2 b (n - 1) / n`` for an all-reduce of ``b`` bytes, ``b (n - 1) / n`` for a
     reduce-scatter or all-to-all, ``b (n - 1)`` for an all-gather, else ``b``.

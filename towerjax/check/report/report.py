@@ -50,7 +50,7 @@ class Timing:
 def time_calls(
     call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
 ) -> Timing:
-    """The times of ``calls`` calls, after one call that does not count."""
+    """Return the times of ``calls`` calls, after one call that does not count."""
     dispatched = []
     done = []
     for _ in range(calls + 1):
@@ -124,7 +124,7 @@ class StepReport(Shown):
         return sum(x.sent * x.trips for x in self.collectives)
 
     def tables(self) -> tuple[Table, ...]:
-        """The two tables that are shown."""
+        """Return the two tables that are shown."""
         memory = self.memory
         timing = self.timing
         rows = {kind: in_bytes(size) for kind, size in memory.by_kind.items()}
@@ -161,7 +161,7 @@ class StepReport(Shown):
 def report_of(
     fn: Callable[..., PyTree], args: Sequence[PyTree], strategy: Mirrored | OneDevice
 ) -> StepReport:
-    """The report on your own jitted function, compiled for a strategy's devices.
+    """Return the report on your own jitted function, compiled for a strategy's devices.
 
     Args:
       fn: A function under ``jax.jit``, on devices of ``strategy.placement.mesh``.
@@ -201,7 +201,7 @@ def report_of(
 def report_on(
     program: Program, placement: Placement, unproved: Mapping[str, str] | None
 ) -> StepReport:
-    """The report on a step's program, with the leaves that are not proved."""
+    """Return the report on a step's program, with the leaves that are not proved."""
     names = [*program.plan.ins, "step_flag"]
     report = _make_report(program.call, names, placement, program.seconds)
     return dataclasses.replace(report, unproved=unproved, counted=program.flops)
@@ -210,7 +210,7 @@ def report_on(
 def time_program(
     program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
 ) -> Timing:
-    """The times of a program's calls, with its own copy of a state."""
+    """Return the times of a program's calls, with its own copy of a state."""
     first, others_kept = split_state(state)
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
@@ -223,7 +223,7 @@ def time_program(
 def _make_report(
     compiled: Compiled, roots: Sequence[str], placement: Placement, compile_s: float
 ) -> StepReport:
-    """The report on a compiled program whose arguments have these names."""
+    """Return the report on a compiled program whose arguments have these names."""
     absent = placement.absent
     module = parse(compiled.as_text() or "")
     entry = module.computations[module.entry].values()
@@ -253,7 +253,7 @@ def _make_report(
 
 
 def _memory_of(placement: Placement) -> int | None:
-    """The memory of this process's first device; None where it does not say."""
+    """Return the memory of this process's first device; None where it does not say."""
     local_devices = (
         x for x in placement.jax_devices if x.process_index == jax.process_index()
     )
@@ -261,7 +261,7 @@ def _memory_of(placement: Placement) -> int | None:
 
 
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
-    """The bytes per device of the arguments that are read, by kind."""
+    """Return the bytes per device of the arguments that are read, by kind."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     shardings = jax.tree.leaves(compiled.input_shardings)
     held = {}

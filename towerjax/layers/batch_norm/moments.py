@@ -76,7 +76,7 @@ def moments_of(
     mask: Any,
     running: Moments,
 ) -> tuple[Moments, Moments]:
-    """The moments to normalise with, and the running ones after them.
+    """Return the moments to normalise with, and the running ones after them.
 
     `check_call` returns ``x`` and ``axes``, the dims of its features.
 
@@ -178,7 +178,7 @@ def _moments(
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
-    """The arrays, summed over towers by one reduction of their concatenation."""
+    """Return the arrays, summed over towers by one reduction of their concatenation."""
     if tower is None:
         return parts
     joined, taken_apart = ravel_pytree(parts)

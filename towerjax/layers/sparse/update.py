@@ -99,7 +99,7 @@ def update_with_rows(
 
 
 def _named_rows(grads: PyTree) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves by name, rows of a table one leaf, and the tree's structure."""
+    """Return the leaves by name, rows of a table one leaf, and the tree's structure."""
     named = named_leaves("grads", grads, is_leaf=is_rows)
     return named, jax.tree.structure(grads, is_leaf=is_rows)
 

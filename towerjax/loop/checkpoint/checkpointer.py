@@ -133,7 +133,7 @@ class Checkpointer:
         return min(costs, key=costs.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
-        """The record of a checkpoint, which describes its contents.
+        """Return the record of a checkpoint, which describes its contents.
 
         Args:
           number: The number of the step after which it was saved.
@@ -153,7 +153,7 @@ class Checkpointer:
     def restore(
         self, step: Step, state: TrainState, *, number: int | None = None
     ) -> TrainState:
-        """The state of a checkpoint, placed for this step's towers and devices.
+        """Return the state of a checkpoint, placed for this step's towers and devices.
 
         With several processes, all of them must call it.
 

@@ -69,7 +69,7 @@ def explained(done: str, path: epath.Path) -> Iterator[None]:
 
 
 def saved_steps(directory: epath.Path) -> tuple[int, ...]:
-    """The step numbers of the committed checkpoints, ascending."""
+    """Return the step numbers of the committed checkpoints, ascending."""
     with explained("read from", directory):
         try:
             paths = _those(directory, _NUMBER)
@@ -79,7 +79,7 @@ def saved_steps(directory: epath.Path) -> tuple[int, ...]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """The folders of checkpoints that are being written, or that a kill left."""
+    """Return the folders of checkpoints that are being written, or that a kill left."""
     if is_on_disk(directory):
         return _those(directory, _UNFINISHED)
     return [path for path in _those(directory, _NUMBER) if not _is_committed(path)]
@@ -186,7 +186,7 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
 
 
 def _is_at(file: int, path: epath.Path) -> bool:
-    """Whether an open file is the one of a path, which may have been deleted."""
+    """Return whether an open file is the one of a path, which may have been deleted."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -198,7 +198,7 @@ def _raise(error: OSError) -> None:
 
 
 def _lock_locally(path: epath.Path, name: str) -> int:
-    """The open file that locks a folder, with a name written into it."""
+    """Return the open file that locks a folder, with a name written into it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise CheckpointError(
             f"{str(path)!r}, which must be the lock file of a run, is a link, a pipe or"
@@ -224,7 +224,7 @@ def _lock_locally(path: epath.Path, name: str) -> int:
 
 
 def owner(directory: epath.Path) -> str:
-    """The name of the `lock`'s owner, as this process sees it."""
+    """Return the name of the `lock`'s owner, as this process sees it."""
     with explained("read from", path := directory / ".lock"):
         return path.read_text() if path.exists() else "nobody"
 
@@ -257,7 +257,7 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
-    """The table of a checkpoint; raise if it was changed."""
+    """Return the table of a checkpoint; raise if it was changed."""
     table = {}
     content = None
     with explained("read from", folder):
@@ -330,19 +330,19 @@ def _damaged(folder: epath.Path, fault: str) -> CheckpointError:
 
 
 def _is_file(path: epath.Path) -> bool:
-    """Whether there is a file; opening a pipe would wait for its writer."""
+    """Return whether there is a file; opening a pipe would wait for its writer."""
     return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
 def _no_files(folder: epath.Path) -> list[str]:
-    """A message for each path that is neither a file nor a folder."""
+    """Return a message for each path that is neither a file nor a folder."""
     if not is_on_disk(folder):  # where each look would be a request, and all are files
         return []
     return [f"{x} is not a file" for x in _below(folder) if not _is_file(folder / x)]
 
 
 def _below(folder: epath.Path) -> Iterator[str]:
-    """The names of all files below a folder."""
+    """Yield the names of all files below a folder."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _below(path))
@@ -351,7 +351,7 @@ def _below(folder: epath.Path) -> Iterator[str]:
 
 
 def _checksum(path: epath.Path) -> list[int]:
-    """The length of a file in bytes, and its CRC-32."""
+    """Return the length of a file in bytes, and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(2**24):

@@ -58,7 +58,7 @@ class Leaf:
 
 
 def leaves_of(state: PyTree) -> list[Leaf]:
-    """A `Leaf` for each leaf of a state, in tree order."""
+    """Return a `Leaf` for each leaf of a state, in tree order."""
     leaves = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
         reduction = node.reduction.name if isinstance(node, TowerLocal) else None
@@ -119,7 +119,7 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
 def restore_leaves(
     arrays: epath.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
-    """The state with saved values, in the shardings of ``state``.
+    """Return the state with saved values, in the shardings of ``state``.
 
     For the same number of towers, tower-local values are restored as they were. For
     another number, the towers' values are reduced to one value, which is split over the
@@ -209,7 +209,7 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
 def _shape_to_read(
     saved: Leaf, leaf: Any, placement: Placement
 ) -> jax.ShapeDtypeStruct | None:
-    """The shape and sharding to read a saved leaf with; None if it is empty."""
+    """Return the shape and sharding to read a saved leaf with; None if it is empty."""
     if not leaf.size:
         return None
     numbers = key_data(leaf)
@@ -278,7 +278,7 @@ class CheckpointRecord:
 
     @classmethod
     def _of(cls, fields: Any) -> "CheckpointRecord":
-        """The record of its fields in JSON's types; raise if their types differ.
+        """Return the record of its fields in JSON's types; raise if their types differ.
 
         JSON has lists instead of tuples, and strings for keys and non-finite numbers.
         """
@@ -332,7 +332,7 @@ def costs_of(options: Any) -> dict[int, float]:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of Python and of libraries that affect results, by name."""
+    """Return the versions of Python and of libraries that affect results, by name."""
     versions = {"python": platform.python_version(), "towerjax": __version__}
     for name in _LIBRARIES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -341,7 +341,7 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """What has changed since a checkpoint was saved, by its record."""
+    """Return what has changed since a checkpoint was saved, by its record."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
     if before == now:  # a strategy may leave towers and devices to the machine
@@ -355,19 +355,19 @@ def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
 
 
 def _in_short(devices: Sequence[str]) -> str:
-    """The number of these devices, and their platform."""
+    """Return the number of these devices, and their platform."""
     platforms = dict.fromkeys(name.partition(":")[0] for name in devices)
     return f"{len(devices)} of {' and '.join(platforms)}"
 
 
 def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The real scalars of an evaluation, without NaN."""
+    """Return the real scalars of an evaluation, without NaN."""
     numbers = {k: float(v) for k, v in values.items() if is_one_real(v)}
     return {name: v for name, v in numbers.items() if not math.isnan(v)}
 
 
 def encode_cursor(cursor: Any) -> Any:
-    """The cursor in JSON's types; raise unless `decode_cursor` inverts it."""
+    """Return the cursor in JSON's types; raise unless `decode_cursor` inverts it."""
 
     def as_text(x: Any) -> dict[str, str]:
         return {"base64": base64.b64encode(x).decode()}
@@ -386,7 +386,7 @@ def encode_cursor(cursor: Any) -> Any:
 
 
 def decode_cursor(encoded: Any) -> Any:
-    """The cursor that `encode_cursor` converted to JSON's types."""
+    """Return the cursor that `encode_cursor` converted to JSON's types."""
 
     def from_text(x: dict[str, Any]) -> Any:
         return base64.b64decode(x["base64"]) if x.keys() == {"base64"} else x

@@ -13,7 +13,7 @@ _PERIOD_S = 0.1
 
 
 def pipe_name(pipe: int) -> str:
-    """The value of the variable for a pipe."""
+    """Return the value of the variable for a pipe."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 

@@ -39,7 +39,7 @@ class RestartPlan:
         return max(n for n in range(1, left + 1) if self.towers % n == 0)
 
     def after(self, end: End) -> "RestartPlan | None":
-        """The plan of the restart after an end; None if the job is over."""
+        """Return the plan of the restart after an end; None if the job is over."""
         if not end.code or end.ended_by:
             return None
         if not self.restarts or not (end.lost or end.code == AGAIN):
@@ -48,7 +48,7 @@ class RestartPlan:
         return dataclasses.replace(self, restarts=self.restarts - 1, lost=lost)
 
     def code(self, end: End) -> int:
-        """The exit code of a job that is over."""
+        """Return the exit code of a job that is over."""
         if end.ended_by and end.code not in (0, AGAIN):
             return 128 + end.ended_by
         return AGAIN if end.lost and self.restarts is not None else end.code

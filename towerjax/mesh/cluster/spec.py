@@ -14,14 +14,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach that address."""
+    """Return whether only this machine can reach that address."""
     host, _, _ = address.rpartition(":")
     return host in ("localhost", "[::1]") or host.startswith("127.")
 
@@ -87,7 +87,7 @@ class Cluster:
 def parse_spec(
     spec: Any, task_type: Any = None, task_id: Any = None, *, how: str = "cluster_spec"
 ) -> Cluster:
-    """The cluster that a specification like ``TF_CONFIG`` describes.
+    """Return the cluster that a specification like ``TF_CONFIG`` describes.
 
     The processes are the chief, if there is one, and the workers in the order of
     their list. The first is process 0, which listens at its address. The other
@@ -229,7 +229,7 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """An error text if a launcher started several processes; None if none did.
+    """Return an error text if a launcher started several processes; None if none did.
 
     ``but`` is the clause that says why this process would be alone.
     """
@@ -237,7 +237,7 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """An error text for a process of several that joined no other; or None."""
+    """Return an error text for a process of several that joined no other; or None."""
     count = environ.get(VARIABLES[1], "")
     if count.isdecimal() and int(count) > 1:
         sign = f"{VARIABLES[1]}={count} {_COUNTS}", VARIABLES
@@ -321,7 +321,7 @@ def detection(environ: Mapping[str, str]) -> str | None:
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """The accelerators for a process that shares its machine; None for all."""
+    """Return the accelerators for a process that shares its machine; None for all."""
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     local, local_count = (environ.get(name, "") for name in launched[1][2:])

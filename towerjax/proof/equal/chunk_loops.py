@@ -38,9 +38,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     groups = [(x.layout, axis) for x, axis in pairs if isinstance(x, Groups)]
     in_order = [GroupDims((0, axis or 0), True) for _, axis in groups]
     if any(x != wanted for (x, _), wanted in zip(groups, in_order, strict=True)):
-        raise NotOfOneKindError(
-            "no rule for a loop over these groups of the tower's rows"
-        )
+        raise NotOfOneKindError("no rule for a loop over these groups of {its} rows")
     return bool(groups)
 
 

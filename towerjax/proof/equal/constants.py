@@ -27,7 +27,7 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
     """The kind of a literal, or of an array that a program closes over."""
     if isinstance(first, Tracer) or isinstance(second, Tracer):
         # A value of the program around a step, which has no number yet.
-        why = "the program closes over other values for another number of towers"
+        why = "the program closes over other values for another number of {many}"
         return copy() if first is second else Unknown(why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
         first = jax.random.key_data(first)
@@ -39,7 +39,7 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
     if a.shape != b.shape:
         if not (_is_filled(a) and _is_filled(b)):
             return Unknown(
-                why="a constant has an element for each row of a tower",
+                why="a constant has an element for each row of a {one}",
             )
         a = a.flat[0]
         b = b.flat[0]
@@ -59,7 +59,7 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
         return copy(0, number).replace(in_padding=level)
     power = _power_between(sizes, a, b)
     if power is None:
-        why = "a constant depends on the number of towers"
+        why = "a constant depends on the number of {many}"
         return Unknown(why=why)
     return copy(power).replace(in_padding=level)
 

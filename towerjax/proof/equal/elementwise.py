@@ -186,7 +186,7 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
     """The rows' numbers in the batch, if all towers have equally many, all at once."""
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
-        raise NotOfOneKindError("no rule for a sum with a tower's first row number")
+        raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
     is_vector = len(pair.shape(0)) == 1
     return rows().replace(fact=NumberInBatch() if is_vector else None)
 

@@ -64,7 +64,8 @@ class Sizes(NamedTuple):
                 continue
             what = self._what_differs(m, n)
             if what in found:
-                raise ProgramsDifferError(f"an array has several dims of {what}")
+                counted = "{many}" if what == "towers" else what
+                raise ProgramsDifferError(f"an array has several dims of {counted}")
             if what:
                 found[what] = i
         return found.get("rows"), found.get("towers")
@@ -81,7 +82,7 @@ class Sizes(NamedTuple):
         if is_of_all and not is_number and not self.padded:
             return ""  # the rows of all towers, equally many
         raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of towers"
+            "a size that is no number of rows depends on the number of {many}"
         )
 
 
@@ -233,6 +234,6 @@ def size_before(shape: Sequence[Any], axis: int) -> int:
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
         raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of towers"
+            "a size that is no number of rows depends on the number of {many}"
         )
     return math.prod(map(int, sizes))

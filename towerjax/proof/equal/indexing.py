@@ -45,7 +45,7 @@ from towerjax.proof.equal.rules import OF_ONE_TOWER, SPECIAL, rule
 from towerjax.proof.equal.zeros import fills_with_zero
 
 _AMONG_ROWS = "rows are read or written by the numbers of other rows"
-_OTHER_TOWER = "a tower reads the value of another tower"
+_OTHER_TOWER = "a {one} reads the value of another {one}"
 _OTHER_ELEMENTS = "which elements are taken depends on the number of rows"
 
 
@@ -277,9 +277,7 @@ def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
     x = _as_array(pair, x)
     _refuse_fill(pair, x)
     if pair.rows_in[0] is None:
-        raise NotOfOneKindError(
-            "elements are indexed by the numbers of the tower's rows"
-        )
+        raise NotOfOneKindError("elements are indexed by the numbers of {its} rows")
     if _has_plain_rows(pair, x, at) and _is_by_own_number(pair):
         return x
     raise NotOfOneKindError(_AMONG_ROWS)

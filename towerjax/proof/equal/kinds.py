@@ -121,7 +121,7 @@ class Kind:
     fact: Fact | None = dataclasses.field(default=None, kw_only=True)
     in_padding: InPadding = dataclasses.field(default=InPadding.ANY, kw_only=True)
 
-    name: ClassVar[str]  # for errors
+    name: ClassVar[str]  # for reasons, with fields for `Nouns`
     # The fields that say which value it is, as they are where that is not known.
     no_identity: ClassVar[dict[str, None]] = {"fact": None}
 
@@ -151,11 +151,11 @@ def _told_power(power: Any) -> str:
         case None | 0:
             return ""
         case 1:
-            return " times the number of towers"
+            return " times the number of {many}"
         case -1:
-            return " divided by the number of towers"
+            return " divided by the number of {many}"
         case _:
-            return f" times the number of towers^({Fraction(power)})"
+            return f" times the number of {{many}}^({Fraction(power)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class TowerRows(Kind):
     ``blocks`` is the number of blocks in the dim; each block has all rows in order.
     """
 
-    name = "the tower's rows"
+    name = "{its} rows"
     blocks: int = 1
 
 
@@ -209,7 +209,7 @@ class TowerRows(Kind):
 class Part(Kind):
     """The value is the sum of the towers' values."""
 
-    name = "a sum over the tower's rows"
+    name = "a sum over {its} rows"
 
 
 class GroupDims(NamedTuple):
@@ -228,7 +228,7 @@ class GroupDims(NamedTuple):
     order: Any = None
 
 
-PERMUTED = "the tower's rows in another order"
+PERMUTED = "{its} rows in another order"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,21 +241,21 @@ class Groups(Kind):
     def name(self) -> str:
         """The text for errors."""
         in_order = self.layout.order is None
-        return "the tower's rows in groups" if in_order else PERMUTED
+        return "{its} rows in groups" if in_order else PERMUTED
 
 
 @dataclasses.dataclass(frozen=True)
 class Maximum(Kind):
     """The value is the largest of the towers' values."""
 
-    name = "a maximum over the tower's rows"
+    name = "a maximum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Minimum(Kind):
     """The value is the smallest of the towers' values."""
 
-    name = "a minimum over the tower's rows"
+    name = "a minimum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Mean(Kind):
     0 where the divisor is.
     """
 
-    name = "a mean over the tower's rows"
+    name = "a mean over {its} rows"
     divisor: Any = NO_POWER
     vanishes: bool = False
 
@@ -282,7 +282,7 @@ class RowsInTurn:
 class Stacked(Kind):
     """The towers' values one after another, each of the kind ``of``."""
 
-    name = "the values of all towers"
+    name = "the values of all {many}"
     of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
 
 
@@ -293,28 +293,28 @@ class Stacked(Kind):
 class TowerId(Kind):
     """The number of the tower."""
 
-    name = "tower.id"
+    name = "{number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstRow(Kind):
     """The number of a tower's first row in the whole batch."""
 
-    name = "the number of a tower's first row"
+    name = "the number of a {one}'s first row"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers(Kind):
     """The numbers of a tower's rows, which start at 0 on each tower."""
 
-    name = "the numbers of the tower's rows"
+    name = "the numbers of {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder(Kind):
     """The numbers of the tower's rows in another order, each number once."""
 
-    name = "the numbers of the tower's rows in another order"
+    name = "the numbers of {its} rows in another order"
     order: Any = dataclasses.field(kw_only=True)
 
 
@@ -322,7 +322,7 @@ class RowOrder(Kind):
 class Columns(Kind):
     """Indices, of which each column has a kind of its own; an order is told whole."""
 
-    name = "indices with the numbers of the tower's rows"
+    name = "indices with the numbers of {its} rows"
     columns: tuple[type[Kind] | RowOrder, ...] = dataclasses.field(kw_only=True)
 
 
@@ -330,28 +330,28 @@ class Columns(Kind):
 class Key(Kind):
     """A tower's own key, which stands for one key per row."""
 
-    name = "a tower's own key"
+    name = "a {one}'s own key"
 
 
 @dataclasses.dataclass(frozen=True)
 class Valid(Kind):
     """The number of the tower's rows that are no padding."""
 
-    name = "the number of the tower's rows without padding"
+    name = "the number of {its} rows without padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size(Kind):
     """The number of the tower's rows, of towers that may have padding."""
 
-    name = "the number of the tower's rows, padding included"
+    name = "the number of {its} rows, padding included"
 
 
 @dataclasses.dataclass(frozen=True)
 class IsFull(Kind):
     """Whether a tower has no padding."""
 
-    name = "whether none of the tower's rows is padding"
+    name = "whether none of {its} rows is padding"
 
 
 @dataclasses.dataclass(frozen=True)

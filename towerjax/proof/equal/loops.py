@@ -97,7 +97,7 @@ def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
     counts = {len(open_jaxpr(x).invars) for x in programs}
     if len(kinds) > 1 or counts != {len(ins)}:
         raise ProgramsDifferError(
-            f"the program has another {min(kinds)} for another number of towers"
+            f"the program has another {min(kinds)} for another number of {{many}}"
         )
     if kinds == {"RematTraced"}:
         return pair.inside(programs, ins)
@@ -289,10 +289,10 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
         return _over_own_rows(pair, lengths, programs)
     if lengths[0] != lengths[1]:
         raise NotOfOneKindError(
-            "the number of trips of a loop depends on the number of towers"
+            "the number of trips of a loop depends on the number of {many}"
         )
     if any(axis == 0 for axis in pair.rows_in[start:]):
-        raise NotOfOneKindError("no rule for a loop over the tower's rows")
+        raise NotOfOneKindError("no rule for a loop over {its} rows")
     xs = ins[start:]
 
     def trip(carry: list[Kind]) -> list[Kind]:
@@ -312,7 +312,7 @@ def _over_own_rows(
 ) -> list[Kind]:
     """The kinds of a loop over rows, in which no row depends on another row."""
     if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
-        raise NotOfOneKindError("a loop over the tower's rows is inside another one")
+        raise NotOfOneKindError("a loop over {its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     given = [x.bare() for x in pair.ins]
@@ -349,7 +349,7 @@ def _over_own_rows(
 def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
     """The kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
-        return pair.unknown("no rule for a loop over the tower's rows and another dim")
+        return pair.unknown("no rule for a loop over {its} rows and another dim")
     if isinstance(x, Zero | Unknown | Copy):
         return x
     if isinstance(x, RowNumbers) and len(pair.shape(operand)) == 1:
@@ -371,7 +371,7 @@ def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
     if pair.rows_in[operand] is not None:
         x = rows(x.power) if isinstance(x, Copy) else x
         if not isinstance(x, TowerRows | Zero) or blocks_of(x) > 1:
-            return pair.unknown(f"a loop over the tower's rows changes {x}")
+            return pair.unknown(f"a loop over {{its}} rows changes {x}")
         power = None if isinstance(x, Zero) else x.power
         return Buffer(power, zeros=x.zeros, carry=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
@@ -407,7 +407,7 @@ def _count_of_trips(pair: EquationPair) -> Kind:
     lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
     if pair.sizes.times(*lengths) == 1:
         return size_of_rows(pair.sizes)
-    return pair.unknown("a loop counts several trips for each of the tower's rows")
+    return pair.unknown("a loop counts several trips for each of {its} rows")
 
 
 def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
@@ -428,7 +428,7 @@ def _rows_of(pair: EquationPair, x: Kind) -> Kind:
         return RowNumbers()
     if isinstance(x, Zero | Unknown):
         return x
-    return pair.unknown(f"a loop over the tower's rows returns {x} for each row")
+    return pair.unknown(f"a loop over {{its}} rows returns {x} for each row")
 
 
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)

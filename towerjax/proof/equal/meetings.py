@@ -37,7 +37,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless the collective is over all towers."""
     if pair.scope.in_chunks:
         raise NotOfOneKindError(
-            f"no rule for {pair.name} of a chunk of each tower's rows"
+            f"no rule for {pair.name} of a chunk of each {{one}}'s rows"
         )
     axes = tuple(x for x in named_axes(pair.first) if x not in pair.walk.alone)
     is_of_all = axes in pair.walk.axes
@@ -118,7 +118,7 @@ def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
     for eqn, towers in programs:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
-            raise NotOfOneKindError("a permutation leaves towers out")
+            raise NotOfOneKindError("a permutation leaves {many} out")
     if any(blocks_of(x) > 1 for x in ins):
         raise refused(pair)
     order = pair.walk.new_identity()
@@ -184,7 +184,7 @@ def _keys_of_own_key(pair: EquationPair, x: Key) -> Kind:
 def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
     """Keys, of which rows need one key each."""
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all towers use the same keys for their rows")
+        raise NotOfOneKindError("all {many} use the same keys for their rows")
     return function_of([x], "a key")
 
 
@@ -193,13 +193,12 @@ def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
     """A draw of a tower's own key has one number per row; a shared key draws a copy."""
     has_rows = pair.rows_out[0] is not None
     if isinstance(key, Key):
-        if any(not isinstance(x, ELEMENTS) or x.power for x in others):
-            raise NotOfOneKindError("a random draw depends on a tower's values")
-        if any(blocks_of(x) > 1 for x in others):
-            raise NotOfOneKindError("a random draw depends on a tower's values")
+        are_elements = all(isinstance(x, ELEMENTS) and not x.power for x in others)
+        if not are_elements or any(blocks_of(x) > 1 for x in others):
+            raise NotOfOneKindError("a random draw depends on a {one}'s values")
         if not has_rows:
-            raise NotOfOneKindError("a tower draws numbers that belong to no row")
+            raise NotOfOneKindError("a {one} draws numbers that belong to no row")
         return rows()
     if has_rows and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all towers draw the same numbers for their rows")
+        raise NotOfOneKindError("all {many} draw the same numbers for their rows")
     return function_of(pair.ins, "a draw")

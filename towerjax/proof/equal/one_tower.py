@@ -59,6 +59,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
+from towerjax.proof.equal.nouns import NOUNS_OF_TOWERS
 from towerjax.proof.equal.says import Says
 from towerjax.proof.equal.walk import kinds_of_results
 
@@ -273,6 +274,7 @@ def _answers(
         if says is Says.REFUTED and ", since a factor at " not in why:
             line = _line_of_result(program, number)
             why += f", made at {line}" if line else ""
+        why = NOUNS_OF_TOWERS.told(why)
         found.append(Equality(leaf.name, says, why, advice, leaf.state))
     return found
 

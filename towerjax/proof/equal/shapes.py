@@ -379,7 +379,7 @@ def _as_groups(pair: EquationPair, x: Kind, r_in: int) -> Kind:
     end = len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
-        raise NotOfOneKindError("the tower's rows are put in another order")
+        raise NotOfOneKindError("{its} rows are put in another order")
     return Groups(x.power, layout=GroupDims((*range(start, end),), True))
 
 
@@ -408,10 +408,10 @@ def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
 def _rows_joined(pair: EquationPair, axis: int) -> Kind:
     """Blocks of rows, joined along their dim."""
     if any(r != axis for r in pair.rows_in):
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError("{its} rows are joined with other values")
     ins = [rows(x.power) if isinstance(x, Copy) else x for x in pair.ins]
     if other := [x for x in ins if not isinstance(x, TowerRows | Zero)]:
-        raise NotOfOneKindError(f"the tower's rows are joined with {other[0]}")
+        raise NotOfOneKindError(f"{{its}} rows are joined with {other[0]}")
     of_rows = [x for x in ins if isinstance(x, TowerRows)]
     if not of_rows:
         return ZERO
@@ -428,7 +428,7 @@ def _rows_joined(pair: EquationPair, axis: int) -> Kind:
 def _columns(pair: EquationPair, axis: int) -> Kind:
     """Indices that have the row numbers in some of their columns."""
     if axis != len(pair.out_shape()) - 1:
-        raise NotOfOneKindError("no rule for these indices of the tower's rows")
+        raise NotOfOneKindError("no rule for these indices of {its} rows")
     columns: list[type[Kind] | RowOrder] = []
     for i, x in enumerate(pair.ins):
         size = pair.shape(i)[axis]
@@ -438,10 +438,10 @@ def _columns(pair: EquationPair, axis: int) -> Kind:
             columns.append(x)
         elif isinstance(x, RowNumbers | TowerRows | SAME_FOR_ALL) and not x.power:
             if blocks_of(x) > 1:
-                raise NotOfOneKindError("no rule for these indices of the tower's rows")
+                raise NotOfOneKindError("no rule for these indices of {its} rows")
             columns += [type(x)] * size
         else:
-            raise NotOfOneKindError("no rule for these indices of the tower's rows")
+            raise NotOfOneKindError("no rule for these indices of {its} rows")
     return Columns(columns=tuple(columns))
 
 
@@ -494,7 +494,7 @@ def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
         times = pair.sizes.times(size, other)
         blocks = (times or Fraction(0)) / of_block
         if not isinstance(x, TowerRows) or not blocks or blocks.denominator != 1:
-            raise NotOfOneKindError("only some of the tower's rows are taken")
+            raise NotOfOneKindError("only some of {its} rows are taken")
         pieces.append(x.replace(blocks=int(blocks)))
     return pieces
 
@@ -526,7 +526,7 @@ def _sliced(pair: EquationPair, x: Kind) -> Kind:
         return x
     low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
     if not isinstance(x, TowerRows) or not is_each or low is None or high is None:
-        raise NotOfOneKindError("only some of the tower's rows are taken")
+        raise NotOfOneKindError("only some of {its} rows are taken")
     return x.replace(blocks=high - low)
 
 
@@ -545,7 +545,7 @@ def _padded(pair: EquationPair, x: Kind, filler: Kind) -> Kind:
     """The operand, padded along dims without rows."""
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError("{its} rows are joined with other values")
     if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
-        raise NotOfOneKindError("the tower's rows are joined with other values")
+        raise NotOfOneKindError("{its} rows are joined with other values")
     return joined([x, filler], "together with")

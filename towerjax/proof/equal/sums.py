@@ -134,7 +134,7 @@ def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
         return part(x.power).replace(fact=Count(x.fact.flag) if is_count else None)
     kind = _EXTREMES.get(name)
     if kind is None:
-        raise NotOfOneKindError(f"no rule for {name} over the tower's rows")
+        raise NotOfOneKindError(f"no rule for {name} over {{its}} rows")
     if name == "reduce_or" and not has_padding:
         is_flag = isinstance(x.fact, Flag) and is_all
         return guards.has_any(x.fact.flag, True) if is_flag else kind(x.power)
@@ -187,7 +187,7 @@ def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
-            "no rule for a reduction of the tower's rows by a function of the user's"
+            "no rule for a reduction of {its} rows by a function of the user's"
         )
     _refuse_other_function(pair)
     return function_of(ins, "a reduction by a function")
@@ -208,7 +208,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
 def _cumulative(pair: EquationPair, x: Kind) -> Kind:
     """A cumulative sum, product or extreme along a dim without rows."""
     if pair.params["axis"] == pair.rows_in[0]:
-        raise NotOfOneKindError(f"no rule for {pair.name} along the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} along {{its}} rows")
     if pair.name in ("cumsum", "cummax", "cummin"):
         return x
     return function_of([x], pair.name)
@@ -236,7 +236,7 @@ def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
 def _in_another_order(pair: EquationPair) -> list[Kind]:
     """A sort of rows: one order for all operands, with each row exactly once."""
     if len(pair.shape(0)) != 1:  # each column has its own order
-        raise NotOfOneKindError("the tower's rows are sorted")
+        raise NotOfOneKindError("{its} rows are sorted")
     order = pair.walk.new_identity()
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
@@ -264,7 +264,7 @@ def _best(pair: EquationPair, x: Kind) -> list[Kind]:
     """The largest elements along a dim without rows, by the rule of a sort."""
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0]:
-        raise NotOfOneKindError("no rule for the largest of the tower's rows")
+        raise NotOfOneKindError("no rule for the largest of {its} rows")
     x = as_copy(x)
     return [x.times_tower(x.power), _places_in(x)]
 
@@ -313,14 +313,14 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     if are_summed and params["feature_group_count"] == 1:
         if pair.are(TowerRows) and not pair.has_padding(zeros_of(pair, 0)):
             return part(product_of(x, y).power)
-    raise NotOfOneKindError("no rule for a convolution along the tower's rows")
+    raise NotOfOneKindError("no rule for a convolution along {its} rows")
 
 
 @rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
 def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
     """A convolution of a part with what all towers have is linear in the part."""
     if pair.rows_in[1] is not None:
-        raise NotOfOneKindError("no rule for a convolution along the tower's rows")
+        raise NotOfOneKindError("no rule for a convolution along {its} rows")
     return product_of(x, y)
 
 
@@ -361,11 +361,11 @@ def _refuse_windows_of_rows(pair: EquationPair) -> None:
         for key, alone in _WINDOW.items():
             sizes = pair.params.get(key)
             if sizes is not None and sizes[axis] not in (alone, [*np.ravel(alone)]):
-                raise NotOfOneKindError("no rule for a window along the tower's rows")
+                raise NotOfOneKindError("no rule for a window along {its} rows")
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
-        raise NotOfOneKindError("no rule for a window over the tower's rows")
+        raise NotOfOneKindError("no rule for a window over {its} rows")
 
 
 @rule("fft", LINEAR, copies_as_rows=True)
@@ -374,7 +374,7 @@ def _transformed(pair: EquationPair, x: Kind) -> Kind:
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if pair.rows_in[0] in last or pair.rows_in[0] != pair.rows_out[0]:
-        raise NotOfOneKindError("no rule for an fft along the tower's rows")
+        raise NotOfOneKindError("no rule for an fft along {its} rows")
     return x
 
 
@@ -387,11 +387,11 @@ def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """A function of each matrix in the last two dims."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
-            raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
+            raise NotOfOneKindError(f"no rule for {pair.name} of {{its}} rows")
     result = function_of(ins, pair.name)
     is_first = all(axis in (None, 0) for axis in pair.rows_out)
     if blocks_of(result) > 1 or not is_first:
-        raise NotOfOneKindError(f"no rule for {pair.name} of the tower's rows")
+        raise NotOfOneKindError(f"no rule for {pair.name} of {{its}} rows")
     return [result] * len(pair.rows_out)
 
 
@@ -404,5 +404,5 @@ def _solution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     if is_linear and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
-        raise NotOfOneKindError("no rule for a linear solve along the tower's rows")
+        raise NotOfOneKindError("no rule for a linear solve along {its} rows")
     return function_of([x, y], "a solution")

@@ -136,7 +136,7 @@ class Walk:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
                 raise ProgramsDifferError(
-                    "the program closes over other arrays for another number of towers"
+                    "the program closes over other arrays for another number of {many}"
                 )
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
@@ -157,7 +157,7 @@ class Walk:
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
             raise ProgramsDifferError(
-                "the program has other inputs or results for another number of towers"
+                "the program has other inputs or results for another number of {many}"
             )
         given = [*zip(a.constvars, b.constvars, strict=True)]
         given += zip(a.invars, b.invars, strict=True)
@@ -169,7 +169,7 @@ class Walk:
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
                 raise ProgramsDifferError(
-                    "the program reads other values for another number of towers"
+                    "the program reads other values for another number of {many}"
                 )
             return env[x]
 
@@ -230,7 +230,7 @@ class Walk:
             if x is not y and not is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(
-                    f"{key} of {name} depends on the number of towers"
+                    f"{key} of {name} depends on the number of {{many}}"
                 )
 
     def _by_rule(self, pair: EquationPair) -> list[Kind]:
@@ -244,7 +244,7 @@ class Walk:
             return [ZERO] * len(pair.rows_out)
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             if axis is not None and not isinstance(value, Stacked | Zero | Unknown):
-                raise NotOfOneKindError("no rule for an array with one entry per tower")
+                raise NotOfOneKindError("no rule for an array with one entry per {one}")
         if pair.name in BY_ELEMENT and _is_of_groups(pair):
             return _by_groups(pair)
         if layout := orders.order_of(pair):
@@ -263,7 +263,9 @@ class Walk:
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
         if has_towers and not isinstance(value, Stacked | Zero):
-            return pair.unknown(f"{pair.name} makes an array with one entry per tower")
+            return pair.unknown(
+                f"{pair.name} makes an array with one entry per {{one}}"
+            )
         value = value.replace(in_padding=zeros.in_padding(pair, result, value))
         if isinstance(value, zeros.KNOWN_ZEROS):
             found = value.zeros | zeros.zeros_of(pair, result)
@@ -346,10 +348,10 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
             line = user_line((one, None))
             at = f", at {line}" if line else ""
             raise ProgramsDifferError(
-                f"the program differs between numbers of towers{at}"
+                f"the program differs between numbers of {{many}}{at}"
             )
     if len(a.eqns) != len(b.eqns):
-        raise ProgramsDifferError("the program differs between numbers of towers")
+        raise ProgramsDifferError("the program differs between numbers of {many}")
     return pairs
 
 

@@ -39,7 +39,7 @@ def mapped_within(pair: EquationPair) -> list[Kind]:
     axes = manual_axes(pair.first)
     towers = {name for names in pair.walk.axes for name in names}
     if axes & towers or axes != manual_axes(pair.second):
-        raise NotOfOneKindError("a shard_map in a tower is over the towers")
+        raise NotOfOneKindError("a shard_map in a {one} is over the {many}")
     split = _axes_of_rows(pair)
     given = [_given_part(pair, x) for x in pair.ins]
     bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
@@ -72,7 +72,7 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     split = found.pop() if found else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
-            "rows meet a value that differs between a tower's devices"
+            "rows meet a value that differs between a {one}'s devices"
         )
     return split
 
@@ -92,7 +92,7 @@ def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -
     if axis is not None:
         is_whole = along == split and blocks_of(x) == 1
     if not isinstance(x, Unknown) and not (isinstance(x, LINEAR) and is_whole):
-        return pair.unknown(f"a shard_map within a tower returns {x}")
+        return pair.unknown(f"a shard_map within a {{one}} returns {x}")
     return x.bare()
 
 
@@ -112,5 +112,5 @@ def met_within(pair: EquationPair) -> list[Kind]:
     rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
     for x, (before, after) in zip(pair.ins, rows, strict=True):
         if not isinstance(x, kinds) or {before, after} & along:
-            raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a tower")
+            raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a {{one}}")
     return [x.bare() for x in pair.ins]

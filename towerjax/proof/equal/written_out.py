@@ -52,7 +52,7 @@ _CALLS = "jit pjit closed_call core_call".split()
 _CHAINS = "add add_any max min".split()
 _MOST_MATCHES = 6  # of one value
 _EXTREME = {"max": Maximum, "min": Minimum}
-_OTHERS = "no equations do the same for each tower"
+_OTHERS = "no equations do the same for each {one}"
 _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
 
 
@@ -521,7 +521,7 @@ def _total(name: str, x: Kind) -> Kind:
         return added_over_towers(x)
     if isinstance(x, Copy) or type(x) is _EXTREME.get(name):
         return copy(x.power)
-    raise NotOfOneKindError(f"no rule for a sum over towers of {x}")
+    raise NotOfOneKindError(f"no rule for a sum over {{many}} of {x}")
 
 
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
@@ -581,5 +581,5 @@ def kinds_by_matches(
       ProgramsDifferError: The first program is not of one tower, or a rule fails.
     """
     if walk.sizes.towers[0] != 1:
-        raise ProgramsDifferError("a loop is written out, and no program has one tower")
+        raise ProgramsDifferError("a loop is written out, and no program has one {one}")
     return Matched(walk, *programs).results(ins)

@@ -166,7 +166,7 @@ class TracedLoss:
         return cls(program, Lookups.of(program, 0, trained), returned)
 
     def of_micro_batch(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
-        """What the function returns, and the ids of its lookups."""
+        """Return what the function returns, and the ids of its lookups."""
         values, ids = self.lookups.evaluate(jax.tree.leaves(trained), zeros)
         return put_parts(jax.Array, self.returned, map(jnp.asarray, values)), ids
 

@@ -31,7 +31,7 @@ class Look(Protocol):
     """What a pass returns for a guard: a look at each tower, and at the merged sums."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """What one tower's tree of `Returned` shows, before any sum."""
+        """Return what one tower's tree of `Returned` shows, before any sum."""
 
     def at_all(
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes

@@ -59,7 +59,7 @@ def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
 def _unmasked_calls(
     calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
 ) -> list[str]:
-    """What towers send of their rows without saying which of them are padding.
+    """Return what towers send of their rows without saying which of them are padding.
 
     Each call is there twice: as it depends on the rows, and on which are padding.
     """

@@ -121,7 +121,7 @@ class StatePolicy:
         return given if self.strategy.placement.num_processes == 1 else None
 
     def kind(self, state: TrainState) -> Hashable:
-        """What tells apart states that need different programs, or None."""
+        """Return what tells apart states that need different programs, or None."""
         return None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
