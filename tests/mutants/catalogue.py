@@ -48,8 +48,8 @@ _NEW = "new = parts_of(Returned, jax.tree.unflatten(treedef, out))"
 REGISTRY = (
     _m("B01", "mean of the towers' means instead of sum / total weight",
        "step.passes.on_device:on_device", _GIVEN,
-       "own[0][:] = [type(x)(x.value, jax.numpy.sign(x.weight))"
-       f" if hasattr(x, 'weight') else x for x in own[0]]\n        {_GIVEN}",
+       "addends[0][:] = [type(x)(x.value, jax.numpy.sign(x.weight))"
+       f" if hasattr(x, 'weight') else x for x in addends[0]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[5]"),
     _m("B02", "a sum where the mean was meant", "make.train:_mean_gradient",
        "dataclasses.replace(grads, sum=[grads.sum]).value[0]", "grads.sum",
@@ -89,8 +89,8 @@ REGISTRY = (
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
        "step.passes.on_device:on_device", _GIVEN,
        "rows = jax.tree.leaves(of_device[0])[0].shape[0]\n"
-       "        own[0][:] = [type(x)(x.sum, jax.numpy.full_like(x.weight, rows))"
-       f" for x in own[0]]\n        {_GIVEN}",
+       "        addends[0][:] = [type(x)(x.sum, jax.numpy.full_like(x.weight, rows))"
+       f" for x in addends[0]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[8]"),
     _m("B10", "gradients of micro-batches averaged, not weighted",
        "step.passes.micro_batches:scan_micro_batches", _NEW,
@@ -120,8 +120,8 @@ REGISTRY = (
        "exact_values::evaluation_reads_tower_local_values_by_their_reduction"),
     _m("B17", "metrics are averaged over towers instead of merged",
        "step.passes.on_device:on_device", _GIVEN,
-       "own[1][:] = [type(x)(x.value, jax.numpy.float32(1))"
-       f" if hasattr(x, 'weight') else x for x in own[1]]\n        {_GIVEN}",
+       "addends[1][:] = [type(x)(x.value, jax.numpy.float32(1))"
+       f" if hasattr(x, 'weight') else x for x in addends[1]]\n        {_GIVEN}",
        f"{_ONE_TOWER}[5]"),
     _m("B18", "the mean of integers is an integer, so it is floored",
        "collectives.reduce:reduced_dtype", "mean=jnp.mean", "mean=None", _MEET),
@@ -149,18 +149,18 @@ REGISTRY = (
        'kept["step"] + 1', 'kept["step"] + 3', f"{_ONE_TOWER}[8]"),
     _m("B24", "the step flag of NaN is tower 0's", "step.passes.on_device:on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
-       "        first = jax.lax.all_gather(own[0][1].sum, axes.names)[0]\n"
+       "        first = jax.lax.all_gather(addends[0][1].sum, axes.names)[0]\n"
        "        added[1] = dataclasses.replace(added[1], sum=first)",
        f"{_FLAG}[raise]"),
     _m("B25", "a tower with NaN is left out and the others' weight is kept",
        "step.passes.on_device:on_device", _GIVEN,
-       "good = jax.numpy.isfinite(own[0][1].sum)\n"
-       "        own[0][:] = [type(x)(jax.tree.map("
+       "good = jax.numpy.isfinite(addends[0][1].sum)\n"
+       "        addends[0][:] = [type(x)(jax.tree.map("
        "lambda g: jax.numpy.where(good, g, 0),"
-       f" x.sum), x.weight) for x in own[0]]\n        {_GIVEN}", f"{_FLAG}[raise]"),
+       f" x.sum), x.weight) for x in addends[0]]\n        {_GIVEN}", f"{_FLAG}[raise]"),
     _m("B26", "a tower skips its update alone", "step.passes.on_device:on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
-       "        added[1] = dataclasses.replace(added[1], sum=own[0][1].sum)",
+       "        added[1] = dataclasses.replace(added[1], sum=addends[0][1].sum)",
        f"{_FLAG}[raise]"),
     _m("B27", "features and labels are split in different order",
        "data.placer:Placer.place",
@@ -645,7 +645,8 @@ OTHER = (
 VALUES = (
     _m("V11", "each micro-batch divides by its own weights",
        "step.passes.on_device:_with_gradient",
-       "_added(own, tower) if weights is None else weights", "_added(own, tower)",
+       "_added(addends, tower) if weights is None else weights",
+       "_added(addends, tower)",
        f"{_ONE_TOWER}[15]"),
     _m("V12", "what all towers share is counted by each micro-batch",
        "step.passes.on_device:_with_gradient",
@@ -914,7 +915,9 @@ ROUNDS = (
        "diloco::between_rounds_nothing_is_sent_and_then_what_the_formula_says"),
     _m("Y05", "what a tower updates is copied at every step",
        "contrib.diloco:Rounds._between",
-       "_with_leading_dim(lambda given: keep(given)[0], given)", "keep(given)[0]",
+       "_with_leading_dim(\n"
+       "        lambda of_tower: keep(of_tower)[0], state_of_tower\n"
+       "    )", "keep(state_of_tower)[0]",
        "diloco::what_a_tower_updates_is_not_copied"),
     _m("Y06", "padding counts in a mean that is a tower's own",
        "step.run.masks:_values_to_mask", "lambda x: x.values", "lambda x: None",

@@ -180,8 +180,8 @@ class Rounds:
         none = tj.Weighted(zero, zero)
         weight = jnp.zeros(len(fragments))
         faults = jnp.zeros(self._period, jnp.int32)
-        own = Own(part, first["opt_state"], weight, none, faults)
-        variable = tj.TowerLocal(own, tj.Reduction.NONE, name=_MINE)
+        first_own = Own(part, first["opt_state"], weight, none, faults)
+        variable = tj.TowerLocal(first_own, tj.Reduction.NONE, name=_MINE)
         outer = Outer(tuple(map(self.sync.outer.init, fragments)), none)
         local = {**first.get("local", {}), _MINE: variable}
         return {"opt_state": outer, "local": local}
@@ -193,10 +193,10 @@ class Rounds:
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
-        given = _of_one(
+        state_of_tower = _of_one(
             state, own.value.params, own.value.opt_state, _others(state.local)
         )
-        out = self.fns.tower(given, rows, tower)
+        out = self.fns.tower(state_of_tower, rows, tower)
         loss = out["loss"]
         grads = out["grads"]
         local = out["local"]
@@ -274,9 +274,11 @@ class Rounds:
             part = self.fns.trained(after.params)
             return accepts, (part, after.opt_state, after.local), None
 
-        given = own.params, own.opt_state, _others(variables)
+        state_of_tower = own.params, own.opt_state, _others(variables)
         keep = functools.partial(self.fns.accept_or_keep, attempt)
-        part, opt_state, local = _with_leading_dim(lambda given: keep(given)[0], given)
+        part, opt_state, local = _with_leading_dim(
+            lambda of_tower: keep(of_tower)[0], state_of_tower
+        )
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
         mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))

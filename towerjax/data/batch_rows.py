@@ -242,11 +242,11 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 def explain_change(expected: Signature, got: Signature) -> str:
     """Return the leaves that differ between two signatures, one bullet per leaf."""
-    given, wanted = (
+    leaves_got, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
     )
-    return "\n".join(f"  * {line}" for line in differences("batch", given, wanted))
+    return "\n".join(f"  * {line}" for line in differences("batch", leaves_got, wanted))
 
 
 def refuse_unlike(signatures: Sequence[Signature]) -> None:

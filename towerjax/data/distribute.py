@@ -202,9 +202,9 @@ class DistributedDataset:
         # Each element is copied at once: a loader may reuse its buffer for the next
         # one.
         first = itertools.islice(elements, self._towers)
-        given = [jax.tree.map(_own_copy, x) for x in first]
-        bare = all(map(_has_scalars, given))
-        taken = [_with_dim_of_rows(x) for x in given]
+        copies = [jax.tree.map(_own_copy, x) for x in first]
+        bare = all(map(_has_scalars, copies))
+        taken = [_with_dim_of_rows(x) for x in copies]
         for element in taken:
             batch_rows.refuse_other_than_rows(element)
             batch_rows.refuse_wrapping(element)

@@ -427,11 +427,11 @@ class Stream(Iterator[Placed]):
         self._after = state
 
 
-def _fill(made: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
+def _fill(batches: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
     try:
         # A `with jax.enable_x64(...)` around the run does not reach its threads.
         with jax.enable_x64(x64):
-            iterator = iter(made)
+            iterator = iter(batches)
             while True:
                 feed.room.acquire()
                 if feed.stopped.is_set():

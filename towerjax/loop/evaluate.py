@@ -77,8 +77,8 @@ def evaluate(
     check_batches("batches", batches, or_function=True)
     check_whole("prefetch", prefetch, 0)
     totals: dict[str, Any] | None = None
-    made = outputs_on_host(step, state, batches, prefetch)
-    with contextlib.closing(made) as outputs:
+    outputs_of_batches = outputs_on_host(step, state, batches, prefetch)
+    with contextlib.closing(outputs_of_batches) as outputs:
         for metrics in outputs:
             if not isinstance(metrics, Mapping):
                 raise ValueError(

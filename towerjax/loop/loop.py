@@ -335,12 +335,14 @@ class Loop:
         state = self.point.state
         if self._options.eval_params is None:
             return state
-        given = self._options.eval_params(state)
-        if isinstance(given, TrainState):
-            return given
+        other_params = self._options.eval_params(state)
+        if isinstance(other_params, TrainState):
+            return other_params
         placement = self._step.strategy.placement
         at = state_layout(self._step.strategy)
-        params = place_others(given, placement, at.params, "params", given)
+        params = place_others(
+            other_params, placement, at.params, "params", other_params
+        )
         return dataclasses.replace(state, params=params)
 
     def _check_enough(self) -> None:

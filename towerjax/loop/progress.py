@@ -150,9 +150,9 @@ class Progress:
         self._next_s = 0.0
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
-    def phase(self, number: int, what: str) -> None:
+    def phase(self, number: int, label: str) -> None:
         """Show what happens before a step."""
-        text = f"step {number}: {what}"
+        text = f"step {number}: {label}"
         self._display.show(number - 1 - self._start, self._total, text)
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:

@@ -102,8 +102,12 @@ class EarlyStopping:
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     """Return the rules of early stopping; any one of them ends a run."""
-    given = () if early_stopping is None else early_stopping
-    rules = tuple(given) if isinstance(given, list | tuple) else (given,)
+    listed_rules = () if early_stopping is None else early_stopping
+    rules = (
+        tuple(listed_rules)
+        if isinstance(listed_rules, list | tuple)
+        else (listed_rules,)
+    )
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
         form = "None, a tj.EarlyStopping(...), or a list of these"
         refuse_option("early_stopping", early_stopping, form)

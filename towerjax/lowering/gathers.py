@@ -90,21 +90,23 @@ def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) ->
         closed, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*of_leaves)
         values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *of_leaves)
         out, pull = jax.tree.unflatten(jax.tree.structure(shapes), values)
-        kept, of_pull = jax.tree.flatten(pull)
-        results = closed.jaxpr.outvars[len(values) - len(kept) :]
+        residuals, of_pull = jax.tree.flatten(pull)
+        results = closed.jaxpr.outvars[len(values) - len(residuals) :]
         recomputed = _Made(closed, number, results)
-        kept = [None if i in recomputed.numbers else x for i, x in enumerate(kept)]
+        residuals = [
+            None if i in recomputed.numbers else x for i, x in enumerate(residuals)
+        ]
 
-        def back(shards: list[Any], kept: list[Any], grads: PyTree) -> list[Any]:
+        def back(shards: list[Any], residuals: list[Any], grads: PyTree) -> list[Any]:
             again = dict(
                 zip(recomputed.numbers, recomputed.values(shards), strict=True)
             )
-            every = [again.get(i, x) for i, x in enumerate(kept)]
+            every = [again.get(i, x) for i, x in enumerate(residuals)]
             (found,) = of_pull.unflatten(every)(grads)
             new = dict(zip(moved, found, strict=True))
             return [new.get(i) for i in range(len(leaves))]
 
-        return out, jax.tree_util.Partial(back, of_leaves[:number], kept)
+        return out, jax.tree_util.Partial(back, of_leaves[:number], residuals)
 
     def last(back: Any, grads: PyTree) -> tuple[list[Any]]:
         return (back(jax.tree.map(_instantiated, grads, is_leaf=_is_zero)),)

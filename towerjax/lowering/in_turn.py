@@ -65,8 +65,8 @@ def scan_and_add(
     zeros = jax.tree.map(jnp.zeros_like, shapes[0])
 
     def body(total: PyTree, tower: PyTree) -> tuple[PyTree, PyTree]:
-        sums, kept = tower_fn(tower)
-        return jax.tree.map(jnp.add, total, sums), kept
+        sums, per_tower = tower_fn(tower)
+        return jax.tree.map(jnp.add, total, sums), per_tower
 
     return scan_in_turn(body, zeros, towers)
 

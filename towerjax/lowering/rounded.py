@@ -17,21 +17,21 @@ from towerjax.types.trees import widen_dtype
 
 
 def rounds_shared_values(
-    program: ClosedJaxpr, own: Sequence[Any], trained: Sequence[Any], axis: str
+    program: ClosedJaxpr, per_tower: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
     """Return whether values that all towers share are rounded to fewer bits.
 
-    ``own`` are the per-tower inputs, ``trained`` the inputs by which a gradient is
-    taken, and ``axis`` is the axis of all towers.
+    ``per_tower`` are the per-tower inputs, ``trained`` the inputs by which a gradient
+    is taken, and ``axis`` is the axis of all towers.
     """
     avals: list[Any] = [var.aval for var in trained]
     if any(_has_few_bits(x.dtype) for x in avals):
         return True
-    return _rounds(program.jaxpr, set(own), axis)
+    return _rounds(program.jaxpr, set(per_tower), axis)
 
 
-def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
-    differ = dependents(body, own, axis)
+def _rounds(body: Jaxpr, per_tower: set[Any], axis: str) -> bool:
+    differ = dependents(body, per_tower, axis)
 
     def is_own(var: Any) -> bool:
         return not isinstance(var, Literal) and var in differ

@@ -68,10 +68,10 @@ class Shards:
         """
 
         def run(*args: PyTree) -> PyTree:
-            given = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
-            pairs = zip(given, self.taken, strict=True)
-            given = [x if at is None else take_shard(x, at) for x, at in pairs]
-            out = fn(*jax.tree.unflatten(self.args, given))
+            shards = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
+            pairs = zip(shards, self.taken, strict=True)
+            shards = [x if at is None else take_shard(x, at) for x, at in pairs]
+            out = fn(*jax.tree.unflatten(self.args, shards))
             leaves = jax.tree.leaves(out, is_leaf=is_shard)
             return jax.tree.unflatten(
                 self.out,
@@ -111,9 +111,9 @@ def shards_of(
         within = placement.specs_within(values, params)
         return treedef, [dim(*x) for x in zip(layouts, leaves, within, strict=True)]
 
-    treedef, given = each(*args)
-    shards = [None] * len(given) if taken is None else each(args[0], taken)[1]
-    return Shards(treedef, given, shards, *each(*out), exact)
+    treedef, dims_of_args = each(*args)
+    shards = [None] * len(dims_of_args) if taken is None else each(args[0], taken)[1]
+    return Shards(treedef, dims_of_args, shards, *each(*out), exact)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -417,7 +417,7 @@ def over_local_towers(
     """``tower_fn(tower_id, own, *replicated) -> (sums, kept)`` of a device's towers.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
-    and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
+    and ``of_each`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
     ``programs`` keeps the program by this ``name``, for the next call with arguments of
     these shapes and as many towers, on any devices. ``is_lowered``: whether
     ``tower_fn`` is lowered already and runs as it is; not if towers run together.
@@ -430,17 +430,17 @@ def over_local_towers(
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap over one tower would still turn convolutions into grouped ones.
-        own = jax.tree.map(lambda x: x[0], per_tower)
-        sums, kept = run(first, own, *replicated)
-        rows = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+        of_one = jax.tree.map(lambda x: x[0], per_tower)
+        sums, of_each = run(first, of_one, *replicated)
+        rows = jax.tree.map(lambda x: jnp.asarray(x)[None], of_each)
         if stack_sums:
             sums = jax.tree.map(lambda x: x[None], sums)
         return sums, rows
     numbers = first + jnp.arange(axes.num_local, dtype=jnp.int32)
     towers = numbers, per_tower
     if not axes.in_turn:
-        sums, kept = _together(lower, towers, replicated)
-        return sums if stack_sums else jax.tree.map(add_rows, sums), kept
+        sums, of_each = _together(lower, towers, replicated)
+        return sums if stack_sums else jax.tree.map(add_rows, sums), of_each
     if not stack_sums:
         return scan_and_add(lambda tower: run(*tower, *replicated), towers)
     number = numbers[0] if number is None else number

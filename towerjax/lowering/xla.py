@@ -89,7 +89,7 @@ def inline_and_merge(lowered: Lowered, *, inverses: bool = True) -> None:
 
 def _inline_in(block: Any, functions: dict[str, Any]) -> None:
     """Replace each call in a block by the body of its function."""
-    calls = collections.deque(each.operation for each in block.operations)
+    calls = collections.deque(view.operation for view in block.operations)
     while calls:
         op = calls.popleft()
         for region in op.regions:
@@ -102,9 +102,9 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         body = copy.regions[0].blocks[0]
         for argument, operand in zip(body.arguments, op.operands, strict=True):
             argument.replace_all_uses_with(operand)
-        *inside, end = [each.operation for each in body.operations]
-        for each in inside:
-            each.move_before(op)
+        *inside, end = [view.operation for view in body.operations]
+        for view in inside:
+            view.move_before(op)
         for result, value in zip(op.results, end.operands, strict=True):
             result.replace_all_uses_with(value)
         calls.extendleft(reversed(inside))
@@ -220,10 +220,10 @@ def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
     regions = []
     for block in (block for region in op.regions for block in region.blocks):
         defined = [*block.arguments]
-        for each in block.operations:
+        for inner_op in block.operations:
             known = inside | {x: len(inside) + i for i, x in enumerate(defined)}
-            regions.append(_merge_key(each.operation, known))
-            defined += each.operation.results
+            regions.append(_merge_key(inner_op.operation, known))
+            defined += inner_op.operation.results
     types = tuple(x.type for x in op.results)
     return op.name, operands, _attribute_key(op), types, tuple(regions)
 

@@ -99,13 +99,13 @@ def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTr
 
 def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Static]:
     """Return a member's first state, and the strategy and options of its step."""
-    made = build(numbers)
-    if not isinstance(made, tuple) or len(made) != 2:
+    built = build(numbers)
+    if not isinstance(built, tuple) or len(built) != 2:
         raise ValueError(
-            f"build returned {a_type(made)}, but must return a step and its first"
+            f"build returned {a_type(built)}, but must return a step and its first"
             " state. Write return step, state."
         )
-    step, state = made
+    step, state = built
     check_is_state(state)
     state = dataclasses.replace(state, extra=(numbers, state.extra))
     return state, Static((step.strategy, step.options))
@@ -228,6 +228,6 @@ def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> O
 class _StatesOfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
-    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
+    def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the state itself: nothing needs checking."""
-        return given
+        return state_or_params

@@ -51,14 +51,14 @@ def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
     return calls_after(_PATIENCE_S, lambda: print_line(text))
 
 
-def require_same(what: str, text: str, advice: str) -> None:
+def require_same(name: str, text: str, advice: str) -> None:
     """Raise, on every process, unless ``text`` is the same on all of them."""
     if jax.process_count() == 1:
         return
     _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
     number = np.frombuffer(digest, np.uint8)
-    with says_if_alone(f"{what} is compared between processes"):
+    with says_if_alone(f"{name} is compared between processes"):
         all_of_them = np.asarray(multihost_utils.process_allgather(number))
     differing = [
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
@@ -66,7 +66,7 @@ def require_same(what: str, text: str, advice: str) -> None:
     if differing:
         shown = text if len(text) <= 400 else f"{len(text)} characters of text"
         raise ValueError(
-            f"{what} must be the same on all {jax.process_count()} processes, but"
+            f"{name} must be the same on all {jax.process_count()} processes, but"
             f" process{'es' * (len(differing) > 1)}"
             f" {', '.join(map(str, differing))} and process 0 differ. On process"
             f" {jax.process_index()}: {shown}. {advice}"
@@ -112,9 +112,9 @@ class Exchange:
     So it need not wait for a step that runs.
     """
 
-    def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
+    def __init__(self, name: str, content: str, stopped: threading.Event) -> None:
         self._name = name
-        self._what = what
+        self._what = content
         self._stopped = stopped
         self._client = coordinator_client()
         self._round = 0

@@ -34,19 +34,19 @@ class Specs:
         return f"{{{listed(named)}}}"
 
     @classmethod
-    def of(cls, given: Any) -> "Specs | None":
+    def of(cls, specs: Any) -> "Specs | None":
         """The specs of a tree of specs, a prefix of it, or a function; or None."""
-        if given is None or isinstance(given, Specs):
-            return given
-        if callable(given):
-            by_name: Any = given
+        if specs is None or isinstance(specs, Specs):
+            return specs
+        if callable(specs):
+            by_name: Any = specs
             return cls(by_name=by_name)
 
         def is_spec(x: Any) -> bool:
             return x is None or isinstance(x, PartitionSpec) or hasattr(x, "spec")
 
         pairs = []
-        for path, x in jax.tree_util.tree_leaves_with_path(given, is_leaf=is_spec):
+        for path, x in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
             spec = getattr(x, "spec", x)  # of a NamedSharding
             if not isinstance(spec, PartitionSpec | None):
                 raise ValueError(

@@ -105,23 +105,26 @@ def element_weights(
             " an example."
         )
     weight = floats_of(as_array(weight))
-    given = weight.shape
+    shape_given = weight.shape
     dims = len(shape)
-    weight = weight.reshape(given + (1,) * (dims - len(given)))
+    weight = weight.reshape(shape_given + (1,) * (dims - len(shape_given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
-    fits = not given or weight.shape in leading
-    if repeats and len(given) == dims:
-        fits = all(size in (1, whole) for size, whole in zip(given, shape, strict=True))
+    fits = not shape_given or weight.shape in leading
+    if repeats and len(shape_given) == dims:
+        fits = all(
+            size in (1, whole) for size, whole in zip(shape_given, shape, strict=True)
+        )
     if not fits:
         advice = (
             f"Weights must have the shape of the leading dims, {shape[:1]} for one per"
             " example."
         )
-        if len(given) == 1 and given[0] in shape[1:]:
-            at = shape.index(given[0])
+        if len(shape_given) == 1 and shape_given[0] in shape[1:]:
+            at = shape.index(shape_given[0])
             advice = f"Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
         raise ValueError(
-            f"{name} got {what} of shape {shape} and weights of shape {given}. {advice}"
+            f"{name} got {what} of shape {shape} and weights of shape {shape_given}."
+            f" {advice}"
         )
     return jnp.broadcast_to(weight, shape)
 
@@ -159,11 +162,11 @@ class Pairs:
     """
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
-        for what, x in (("labels", labels), ("predictions", predictions)):
+        for part, x in (("labels", labels), ("predictions", predictions)):
             # Whole numbers compare however few bits they have.
             is_array = isinstance(x, np.ndarray)
             if not (is_array and jnp.issubdtype(x.dtype, jnp.integer)):
-                refuse_no_numbers(f"{name}: {what}", x)
+                refuse_no_numbers(f"{name}: {part}", x)
         self.labels = as_array(labels)
         self.predictions = as_array(predictions)
         shapes = jnp.shape(self.labels), jnp.shape(self.predictions)
@@ -177,7 +180,7 @@ class Pairs:
         self._given = 1 if weight is None else weight
         self.weights = element_weights(name, shapes[0], weight)
 
-    def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
+    def require(self, part: str, x: Any, valid: Any, remedy: str) -> None:
         """Raise for a known invalid value; make the weight of a traced one NaN."""
         if is_known(x) and is_known(self._given):
             x = np.asarray(x)
@@ -185,7 +188,7 @@ class Pairs:
             counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
             if (bad := x[counts & ~np.asarray(valid)]).size:
                 raise ValueError(
-                    f"{self.name} got {what} with the value {bad[0]}: {remedy}"
+                    f"{self.name} got {part} with the value {bad[0]}: {remedy}"
                 )
         self.mark(valid)
 
@@ -194,15 +197,15 @@ class Pairs:
         is_bad = (self.weights != 0) & ~jnp.asarray(valid)
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
-    def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:
+    def as_booleans(self, part: Literal["labels", "predictions"]) -> jax.Array:
         """Return the labels or predictions, which are booleans, 0 or 1, as booleans."""
-        x = getattr(self, what)
+        x = getattr(self, part)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
         with jax.numpy_dtype_promotion("standard"):
             is_no = x == 0
             is_yes = x == 1
-        self.require(what, x, is_no | is_yes, remedy)
+        self.require(part, x, is_no | is_yes, remedy)
         return jnp.asarray(~is_no)
 
     def ids(self) -> tuple[tuple[str, Any], ...]:

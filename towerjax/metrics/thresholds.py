@@ -31,9 +31,11 @@ def _rates(yes: Any, no: Any, rate: str) -> Any:
     return quotient(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
-def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) -> Any:
-    """The rate at the threshold where the rate ``given`` is nearest to ``wanted``."""
-    distance = abs(_rates(yes, no, given) - wanted)
+def _rate_at_nearest(
+    yes: Any, no: Any, rate: str, fixed_rate: str, wanted: float
+) -> Any:
+    """Return a rate at the threshold where ``fixed_rate`` is nearest to ``wanted``."""
+    distance = abs(_rates(yes, no, fixed_rate) - wanted)
     nearest = distance.min()
     # If several thresholds are equally near, up to rounding, take the best rate. The
     # result is NaN if one of them is NaN.
@@ -164,14 +166,16 @@ def auc(
 
 
 def _at_nearest(
-    pairs: Pairs, rate: str, given: str, wanted: float, num_thresholds: int
+    pairs: Pairs, rate: str, fixed_rate: str, wanted: float, num_thresholds: int
 ) -> Tally:
     """Histograms whose value is one rate at a given value of another rate."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
-            f"{pairs.name} got {given}={wanted!r}, which must be between 0 and 1."
+            f"{pairs.name} got {fixed_rate}={wanted!r}, which must be between 0 and 1."
         )
-    return _curves(pairs, num_thresholds, _rate_at_nearest, rate, given, float(wanted))
+    return _curves(
+        pairs, num_thresholds, _rate_at_nearest, rate, fixed_rate, float(wanted)
+    )
 
 
 def sensitivity_at_specificity(

@@ -267,12 +267,12 @@ def _timed(job: Line) -> Line:
         call, state, batch = built
         place = getattr(call, "place_batch", lambda x: x)
         start = time.perf_counter()
-        contenders[name] = own = Contender(call, state, place(batch))
+        contenders[name] = new = Contender(call, state, place(batch))
         jax.monitoring.register_event_listener(listen)
         try:
             if isinstance(call, Step):
-                call.prepare(state, own.batch, audit=False)
-            losses = [own.loss()]
+                call.prepare(state, new.batch, audit=False)
+            losses = [new.loss()]
         finally:
             jax.monitoring.unregister_event_listener(listen)
         if not name:
@@ -280,7 +280,7 @@ def _timed(job: Line) -> Line:
             measured["from_cache"] = _CACHE_HIT in events
             rows = [*np.shape(jax.tree.leaves(batch)[0]), None][0]
             measured["examples"] = config.get("batch", rows)
-        losses += [own.loss() for _ in range(_NUM_LOSSES - 1)]
+        losses += [new.loss() for _ in range(_NUM_LOSSES - 1)]
         check_losses(name, losses, measured.setdefault("losses", losses), job["rtol"])
     measured["device"] = jax.devices()[0].device_kind
     timed = [contender.run for contender in contenders.values()]
@@ -290,13 +290,16 @@ def _timed(job: Line) -> Line:
 
 
 def check_losses(
-    name: str, losses: Sequence[float], own: Sequence[float], rtol: float | None
+    name: str, losses: Sequence[float], losses_here: Sequence[float], rtol: float | None
 ) -> None:
     """Raise unless both have the same losses, and so the same computation."""
-    if rtol is not None and not np.allclose(losses, own, rtol, 0, equal_nan=True):
+    if rtol is not None and not np.allclose(
+        losses, losses_here, rtol, 0, equal_nan=True
+    ):
         raise ValueError(
-            f"{name} has the first losses {list(losses)}, and the step {list(own)}: not"
-            f" the same computation within {rtol:g}. Their times are not compared."
+            f"{name} has the first losses {list(losses)}, and the step"
+            f" {list(losses_here)}: not the same computation within {rtol:g}. Their"
+            " times are not compared."
         )
 
 

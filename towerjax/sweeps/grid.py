@@ -110,7 +110,7 @@ class RecordFile:
 
 @contextlib.contextmanager
 def counted(
-    progress: bool | None, what: str, done: int, total: int
+    progress: bool | None, noun: str, done: int, total: int
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
     """Two functions: ``show(done, text)`` shows the progress, ``note(text)`` a line."""
     check_choice("progress", progress, (None, True, False))
@@ -118,7 +118,7 @@ def counted(
     start_s = time.monotonic()
 
     def show(done: int, text: str) -> None:
-        text = f"{what} {min(done + 1, total)}/{total}  {text}"
+        text = f"{noun} {min(done + 1, total)}/{total}  {text}"
         if before < done < total:
             each_s = (time.monotonic() - start_s) / (done - before)
             left = datetime.timedelta(seconds=int(each_s * (total - done)))
@@ -127,7 +127,7 @@ def counted(
 
     with contextlib.closing(choose_display(progress)) as display:
         if done:
-            display.note(f"{done} of {total} {what}s were done before")
+            display.note(f"{done} of {total} {noun}s were done before")
         yield show, display.note
         show(total, "done")
 

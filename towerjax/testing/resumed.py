@@ -200,8 +200,8 @@ def _differences(
     restored = resumed.between
     findings = dict[str, Refuted]()
     advice = list[str]()
-    for name, told in _unlike(restored, saved, "restored", "saved", rtol):
-        findings[name] = Refuted(name, told)
+    for name, reason in _unlike(restored, saved, "restored", "saved", rtol):
+        findings[name] = Refuted(name, reason)
         if _same_bits(restored.get(name), resumed.made.get(name)):
             advice.append(f"{name}: {_AS_MADE}")
     other_batches = _unlike(
@@ -217,8 +217,10 @@ def _differences(
     in_one = f"after {before + after} at once"
     for stage in ("end", "results"):
         ends = getattr(resumed, stage)
-        for name, told in _unlike(ends, getattr(at_once, stage), in_two, in_one, rtol):
-            findings.setdefault(name, Refuted(name, told))
+        for name, reason in _unlike(
+            ends, getattr(at_once, stage), in_two, in_one, rtol
+        ):
+            findings.setdefault(name, Refuted(name, reason))
     if is_elsewhere and findings:
         advice.append(_ELSEWHERE)
     return [*findings.values()], advice
@@ -298,7 +300,7 @@ def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
     training = _made(named)
     if not isinstance(training, _Training):
         return _ended(training(folder, before + after), before)
-    made = _arrays("state", training.state)
+    first_state = _arrays("state", training.state)
     restored = training.restore(folder, training.state, training.batches)
     match restored:
         case (state, batches):
@@ -309,7 +311,7 @@ def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
                 ValueError(f"restore must return (state, batches), but {fault}.")
             )
     between = _arrays("state", loop.state)
-    return loop.seen(range(before, before + after), made, between)
+    return loop.seen(range(before, before + after), first_state, between)
 
 
 class _Loop:

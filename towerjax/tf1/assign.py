@@ -129,17 +129,17 @@ def _combine(
     )
 
 
-def _warn_if_dropped(what: str) -> None:
-    call = f"strategy.{what}"
+def _warn_if_dropped(verb: str) -> None:
+    call = f"strategy.{verb}"
     warn_if_dropped(call, f"A variable is never changed. Write v = {call}(v, ...).")
 
 
 def _given(
-    strategy: AnyStrategy, variable: Variable, value: PyTree, what: str
+    strategy: AnyStrategy, variable: Variable, value: PyTree, verb: str
 ) -> PyTree:
     """The value that all towers get for a variable; raise if it differs by tower."""
-    check_variable(variable, f"strategy.{what}")
-    refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
+    check_variable(variable, f"strategy.{verb}")
+    refuse_per_tower([value], f"strategy.{verb} of {label(variable)}")
     return of_first_process(as_native("value", plain(value)), strategy.placement)
 
 

@@ -52,16 +52,18 @@ class _TowerFn:
     ) -> tuple[list[jax.Array], list[Any], Any]:
         """The arrays of the result, whether towers may differ in each, and the rest."""
         pools = {_ROWS: iter(rows), _WHOLE: iter(arrays)}
-        given = [next(pools[x]) if x in pools else x.value for x in self.kinds]
-        args, kwargs = jax.tree.unflatten(self.treedef, given)
+        all_args = [next(pools[x]) if x in pools else x.value for x in self.kinds]
+        args, kwargs = jax.tree.unflatten(self.treedef, all_args)
         check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
         with bound(_CALL):
             out = self.fn(tower, *args, **kwargs)
         kinds = [*_kinds_of(out)]
         pairs = [*zip(jax.tree.leaves(out), kinds, strict=True)]
-        made = [jnp.asarray(x) for x, kind in pairs if not isinstance(kind, Constant)]
+        constants = [
+            jnp.asarray(x) for x, kind in pairs if not isinstance(kind, Constant)
+        ]
         wanted = [kind for kind in kinds if not isinstance(kind, Constant)]
-        return made, wanted, (jax.tree.structure(out), kinds)
+        return constants, wanted, (jax.tree.structure(out), kinds)
 
 
 def call_for_each_tower(

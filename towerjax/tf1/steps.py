@@ -58,10 +58,10 @@ class MultiStepContext:
         def tower_fn(tower: tj.Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._of_towers = {}
             out = fn(tower, *args, **kwargs)
-            given = self._of_towers
+            of_towers = self._of_towers
             self._of_towers = None
-            reductions.update({name: x for name, (x, _) in given.items()})
-            return out, {name: x for name, (_, x) in given.items()}
+            reductions.update({name: x for name, (x, _) in of_towers.items()})
+            return out, {name: x for name, (_, x) in of_towers.items()}
 
         out, per_tower = call_for_each_tower(self.strategy, tower_fn, *args, **kwargs)
         for name, reduction in reductions.items():

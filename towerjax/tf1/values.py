@@ -157,11 +157,11 @@ def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyT
     return copy_to(value, destinations)
 
 
-def refuse_per_tower(values: PyTree, what: str) -> None:
+def refuse_per_tower(values: PyTree, method: str) -> None:
     """Raise if a value differs from tower to tower."""
     if per_tower := parts_of(PerTower | tj.TowerLocal, values):
         raise ValueError(
-            f"{what}: Expected value to be mirrored across towers, got a"
+            f"{method}: Expected value to be mirrored across towers, got a"
             f" {type(per_tower[0]).__name__}. Reduce it first, with strategy.reduce or"
             " strategy.read_var, or assign in a tower, with tower.assign."
         )

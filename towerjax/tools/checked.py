@@ -138,10 +138,10 @@ def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
     looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
 
 
-def _faults_of_proof(told: str) -> list[Fault]:
+def _faults_of_proof(report: str) -> list[Fault]:
     """Return the faults in an error, one per line that it lists."""
-    _, *lines = told.split("\n  - ")
-    return [Fault("proof", "", line.strip()) for line in lines or [told]]
+    _, *lines = report.split("\n  - ")
+    return [Fault("proof", "", line.strip()) for line in lines or [report]]
 
 
 def _check_in_processes(

@@ -61,7 +61,7 @@ def mfu(
     return step.program(state, batch).flops.products / step_s / peak
 
 
-def _check_positive(name: str, value: Any, what: str) -> None:
-    check_number(name, value, what)
+def _check_positive(name: str, value: Any, form: str) -> None:
+    check_number(name, value, form)
     if not value > 0:
-        refuse_option(name, value, what)
+        refuse_option(name, value, form)

@@ -430,7 +430,7 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
     )
 
 
-def check_roles(builder: str, **given: Any) -> None:
+def check_roles(builder: str, **functions: Any) -> None:
     """Raise unless each argument of a builder has the type for its position."""
 
     def is_module(x: Any) -> bool:
@@ -445,18 +445,18 @@ def check_roles(builder: str, **given: Any) -> None:
             return hasattr(x, "init") and hasattr(x, "update")
         return callable(x) and not isinstance(x, type) and not is_module(x)
 
-    wrong = [role for role, x in given.items() if not fits(role, x)]
+    wrong = [role for role, x in functions.items() if not fits(role, x)]
     if not wrong:
-        for role in given.keys() & {"loss_fn", "metric_fn", "predict_fn"}:
-            check_takes(f"{role}(params, batch, tower)", given[role])
+        for role in functions.keys() & {"loss_fn", "metric_fn", "predict_fn"}:
+            check_takes(f"{role}(params, batch, tower)", functions[role])
         return
-    shown = ", ".join(f"{role} is {a_type(given[role])}" for role in wrong)
-    swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)
+    shown = ", ".join(f"{role} is {a_type(functions[role])}" for role in wrong)
+    swapped = any(fits(a, functions[b]) for a in wrong for b in wrong if a != b)
     are = "a strategy such as tj.Mirrored()"
     if "optimizer" in wrong:
         are = f"an optimizer of optax (of nnx.Optimizer(model, tx) the tx) and {are}"
     for role in wrong:
-        x = given[role]
+        x = functions[role]
         if is_module(x):
             are += (
                 f"; a module is no {role}: write a function that calls it, such as"
@@ -468,7 +468,7 @@ def check_roles(builder: str, **given: Any) -> None:
             are += f"; call it, {role}={getattr(x, '__name__', role)}(...)"
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
-        f" Write {builder}({', '.join(given)}), with {are}."
+        f" Write {builder}({', '.join(functions)}), with {are}."
     )
 
 
@@ -553,8 +553,8 @@ def _check_axis_name(name: Any) -> None:
 
 def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
     """The axes within a tower as pairs; raise unless they are names and sizes."""
-    given: Any = list(within.items()) if isinstance(within, Mapping) else within
-    pairs: Any = given if isinstance(given, list | tuple) else [None]
+    axes: Any = list(within.items()) if isinstance(within, Mapping) else within
+    pairs: Any = axes if isinstance(axes, list | tuple) else [None]
     if not all(isinstance(x, tuple) and len(x) == 2 for x in pairs):
         raise ValueError(
             f"within={within!r:.200} must be a dict of axis names and sizes, such as"

@@ -351,20 +351,20 @@ class Tower:
         return assign_in_tower(self.reduce, count, variable, value, combine)
 
 
-def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
+def _check_meeting(axes: TowerAxes, method: str, values: PyTree = None) -> None:
     """Raise if towers cannot communicate, or if ``values`` hold all towers' values."""
     if axes.in_turn:
         raise ValueError(
-            f"{what} needs all towers at once, but tower_loop='scan' runs the towers of"
-            " a device one after another. Use tower_loop='vmap', or return the value as"
-            " tj.Weighted. If the loss needs a value of all rows, compute it in an"
+            f"{method} needs all towers at once, but tower_loop='scan' runs the towers"
+            " of a device one after another. Use tower_loop='vmap', or return the value"
+            " as tj.Weighted. If the loss needs a value of all rows, compute it in an"
             " earlier pass of tj.build_step. Results of call_for_each_tower are reduced"
             " by strategy.reduce."
         )
     if parts_of(PerTower, values):
         raise ValueError(
-            f"{what} got a PerTower, which already holds all towers' values. In a merge"
-            " function write strategy.reduce(tj.Reduction.MEAN, value), or"
+            f"{method} got a PerTower, which already holds all towers' values. In a"
+            " merge function write strategy.reduce(tj.Reduction.MEAN, value), or"
             " strategy.unwrap(value)."
         )
 
@@ -445,8 +445,8 @@ def trace_in_tower(
     """
     axes, _ = context_args(tower)
 
-    def of_inputs(replicated: Any, own: PyTree) -> PyTree:
-        local, rows, context = own
+    def of_inputs(replicated: Any, per_tower: PyTree) -> PyTree:
+        local, rows, context = per_tower
         state = dataclasses.replace(replicated, local=local)
         context = {**context, "rows": tower.rows}
         if shows_state:

@@ -164,13 +164,13 @@ def unwrap(self: StrategyFields, value: Any) -> list[Any]:
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 
-def refuse_in_tower(what: str, value: Any, instead: str) -> None:
+def refuse_in_tower(method: str, value: Any, instead: str) -> None:
     """Raise in a tower function for a value of one tower that was not merged."""
     if is_of_one_tower(value):
         raise ValueError(
-            f"strategy.{what} needs all towers' values, but in a tower function it got"
-            f" one tower's value. Write {instead}, or merge first: in"
-            f" tower.merge_call(lambda strategy, x: strategy.{what}(...), x) the"
+            f"strategy.{method} needs all towers' values, but in a tower function it"
+            f" got one tower's value. Write {instead}, or merge first: in"
+            f" tower.merge_call(lambda strategy, x: strategy.{method}(...), x) the"
             " function gets all towers' values."
         )
 

@@ -320,11 +320,11 @@ def assign_in_tower(
     return dataclasses.replace(variable, value=new)
 
 
-def check_variable(variable: Any, what: str) -> None:
+def check_variable(variable: Any, method: str) -> None:
     """Raise unless ``variable`` is one."""
     if not is_variable(variable):
         raise ValueError(
-            f"{what}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
+            f"{method}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
             " or a tj.TowerLocal. Make one with strategy.create_var(name, initial)."
         )
 

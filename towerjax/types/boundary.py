@@ -81,7 +81,7 @@ def _of_others(
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def warn_if_dropped(what: str, advice: str) -> None:
+def warn_if_dropped(call: str, advice: str) -> None:
     """Warn if the user's line calls towerjax and drops the result.
 
     Python drops the result of a call that is a statement by its next instruction.
@@ -96,7 +96,7 @@ def warn_if_dropped(what: str, advice: str) -> None:
     while code[after] == opmap["CACHE"]:
         after = after + 2
     if code[after] == opmap["POP_TOP"]:
-        warn(f"The result of {what} is dropped, so nothing has changed. {advice}")
+        warn(f"The result of {call} is dropped, so nothing has changed. {advice}")
 
 
 def _package_of(frame: types.FrameType) -> str:

@@ -188,9 +188,9 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
     if called == "Step.__call__" and "positional arguments but" in rest:
         return "A batch is one tree: write step(state, (x, y)), and x, y = batch there."
     if by_name and "positional arguments but" in rest:
-        given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
+        names = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
         return (
-            f"Write {called}({', '.join(given)}, {by_name[0]}=...): pass the arguments"
+            f"Write {called}({', '.join(names)}, {by_name[0]}=...): pass the arguments"
             " after that by name, in any order."
         )
     return ""
@@ -215,13 +215,13 @@ def _of_unpacked(error: Exception) -> str:
             continue
         lines = [linecache.getline(code.co_filename, n + 1) for n in range(number)]
         for line in lines[code.co_firstlineno - 1 :]:
-            found = re.match(r"\s*(\w+(?: *, *\w+)+) *= *(\w+)\s*$", line)
-            held = frame.f_locals.get(found[2]) if found else None
-            if found and isinstance(held, Mapping):
-                values = ", ".join(f"{found[2]}[{key!r}]" for key in held)
+            match = re.match(r"\s*(\w+(?: *, *\w+)+) *= *(\w+)\s*$", line)
+            held = frame.f_locals.get(match[2]) if match else None
+            if match and isinstance(held, Mapping):
+                values = ", ".join(f"{match[2]}[{key!r}]" for key in held)
                 return (
-                    f"{found[2]} is a dict, and unpacking it gives its keys. Write"
-                    f" {found[1]} = {values}."
+                    f"{match[2]} is a dict, and unpacking it gives its keys. Write"
+                    f" {match[1]} = {values}."
                 )
     return ""
 

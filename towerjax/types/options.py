@@ -20,9 +20,9 @@ from towerjax.types.refusals import shown
 _INT32_MAX = 2**31 - 1
 
 
-def refuse_option(name: str, value: Any, what: str) -> NoReturn:
+def refuse_option(name: str, value: Any, form: str) -> NoReturn:
     """Raise the error for an option with a wrong value."""
-    raise ValueError(f"{name}={value!r:.200} must be {what}.")
+    raise ValueError(f"{name}={value!r:.200} must be {form}.")
 
 
 def is_whole(number: Any) -> bool:
@@ -94,21 +94,21 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         refuse_option(name, value, f"one of {', '.join(map(repr, allowed))}")
 
 
-def check_text(name: str, value: Any, what: str) -> None:
+def check_text(name: str, value: Any, form: str) -> None:
     """Raise unless a value is a text that is not empty."""
     if not isinstance(value, str) or not value:
-        refuse_option(name, value, what)
+        refuse_option(name, value, form)
 
 
 def check_number(
-    name: str, value: Any, what: str, highest: float = sys.float_info.max
+    name: str, value: Any, form: str, highest: float = sys.float_info.max
 ) -> None:
     """Raise unless a value is a number from 0 to the highest, or a JAX array."""
     if isinstance(value, jax.Array):  # perhaps a tracer
         return
     plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not plain or not 0 <= float(value) <= highest:
-        refuse_option(name, value, what)
+        refuse_option(name, value, form)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -130,15 +130,15 @@ def opening(name: str, path: Any) -> Iterator[None]:
         ) from error
 
 
-def require(module: str, what: str, install: str) -> Any:
+def require(module: str, needed_by: str, install: str) -> Any:
     """A module of an optional package; raise with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(
-            f"{what} needs the package {package}, which is not installed ({error}). Run"
-            f" pip install {install}."
+            f"{needed_by} needs the package {package}, which is not installed"
+            f" ({error}). Run pip install {install}."
         ) from error
 
 
@@ -189,13 +189,13 @@ def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
 
 
 def _misnamed(
-    signature: inspect.Signature, given: Mapping[str, Any]
+    signature: inspect.Signature, arguments: Mapping[str, Any]
 ) -> tuple[str, str] | None:
     """Return the reason why a keyword argument's name is wrong, and what to write."""
     known = signature.parameters
-    for name in given:
+    for name in arguments:
         near = difflib.get_close_matches(name, known, 1)
-        if name not in known and near and near[0] not in given:
+        if name not in known and near and near[0] not in arguments:
             return (
                 f"it has no argument {name!r}"
             ), f"Write {near[0]!r} in place of {name!r}."

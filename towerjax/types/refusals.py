@@ -251,33 +251,33 @@ def _have_one_type(leaves: list[Any], others: list[Any]) -> bool:
 
 def check_like(
     root: str,
-    given: PyTree,
+    got: PyTree,
     expected: PyTree,
-    what: str,
+    name_of_both: str,
     advice: str,
     describe: Callable[[Any], str] = kind_of,
 ) -> None:
     """Raise unless a tree has the expected leaves and containers."""
-    if wrong := differences(root, given, expected, describe):
-        raise ValueError(f"{what}: {listed(wrong)}. {advice}")
+    if wrong := differences(root, got, expected, describe):
+        raise ValueError(f"{name_of_both}: {listed(wrong)}. {advice}")
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
     """``after`` without weak types; raises unless it has the types of ``before``."""
-    what = "The step would change the type of its state, and so compile anew each time"
-    check_like(root, after, before, what, f"Look at {culprit}.")
+    fault = "The step would change the type of its state, and so compile anew each time"
+    check_like(root, after, before, fault, f"Look at {culprit}.")
     # Drops the weak type of what was computed with Python numbers.
     after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
-def _differing(given: Any, expected: Any) -> tuple[Any, Any]:
+def _differing(got: Any, expected: Any) -> tuple[Any, Any]:
     """Return the first nodes in which two tree structures differ."""
-    if given.node_data() != expected.node_data():
-        return given, expected
-    pairs = zip(given.children(), expected.children(), strict=False)
+    if got.node_data() != expected.node_data():
+        return got, expected
+    pairs = zip(got.children(), expected.children(), strict=False)
     different = (_differing(*two) for two in pairs if two[0] != two[1])
-    return next(different, (given, expected))
+    return next(different, (got, expected))
 
 
 class Portable(Exception):

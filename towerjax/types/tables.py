@@ -110,8 +110,8 @@ def picture(panels: int = 1) -> tuple["Figure", Any]:
             return buffer.getvalue()
 
     size = max(6.4, 3.2 * panels), 4.0  # in inches
-    made = Picture(size, layout="constrained", dpi=100)
-    return made, made.subplots(1, panels, squeeze=False)[0] if panels else ()
+    figure = Picture(size, layout="constrained", dpi=100)
+    return figure, figure.subplots(1, panels, squeeze=False)[0] if panels else ()
 
 
 def number_of(count: int, one: str, many: str | None = None) -> str:

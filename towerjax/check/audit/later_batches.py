@@ -34,10 +34,10 @@ class Splits:
         self._total = len(feed.batches(batch, 1))
         self.first = self.of_rows("evenly", np.arange(2 * each))
 
-    def of_rows(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
+    def of_rows(self, name: str, at: np.ndarray, **options: Any) -> RowsToRun:
         """Return the split with these rows of the batch."""
         at = at % self._total
-        return RowsToRun(name, self._take(at), order=at, **how)
+        return RowsToRun(name, self._take(at), order=at, **options)
 
     def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
         """Return the first split and all others.

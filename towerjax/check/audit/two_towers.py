@@ -84,10 +84,10 @@ class Audit:
         self.is_narrow = is_wide and call_on_first_process(fits)
         self._trace()
 
-    def towers(self, number: int, **how: Any) -> Towers:
+    def towers(self, number: int, **fields: Any) -> Towers:
         """Return the step on this number of towers."""
-        how = {"rows": 2 * self.each, "passes": self._passes} | how
-        return Towers(self.step.plan, self.step.strategy, number, self._state, **how)
+        fields = {"rows": 2 * self.each, "passes": self._passes} | fields
+        return Towers(self.step.plan, self.step.strategy, number, self._state, **fields)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
         """The step on one tower; if it is padded, it has more padding than two."""

@@ -141,8 +141,10 @@ def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
         return several, one_tower
 
     pairs = zip(of(single), of(doubled), strict=True)
-    own, one_tower = [way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs]
-    return own is not None and own == one_tower
+    of_several, one_tower = [
+        way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs
+    ]
+    return of_several is not None and of_several == one_tower
 
 
 def line_of_own_devices(traced: Traced) -> str:

@@ -220,7 +220,7 @@ def _trace_passes(
     def of_local(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
 
-    own, replicated = without_replicated(step.batch)
+    row_leaves, replicated = without_replicated(step.batch)
     counts = jax.ShapeDtypeStruct((number,), jnp.int32)
 
     def is_shape(x: Any) -> bool:
@@ -235,7 +235,7 @@ def _trace_passes(
         lambda variable: jax.tree.map(of_local, variable),
         shapes_of(step.state),
     )
-    of_step = state, jax.tree.map(of_all, own), counts, replicated
+    of_step = state, jax.tree.map(of_all, row_leaves), counts, replicated
     merged = list[PyTree]()
     kinds = list[PyTree]()
     for at, pass_ in enumerate(passes.in_turn(merged)):
@@ -249,7 +249,7 @@ def _trace_passes(
             raise NotTracedError(split, error) from error
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
-        inputs = [*_inputs_of(step, pass_, own, replicated), *later]
+        inputs = [*_inputs_of(step, pass_, row_leaves, replicated), *later]
         # The next micro-batch reads what one leaves in a variable.
         variables = [] if in_micro_batches else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_micro_batches else []
@@ -277,8 +277,8 @@ def _trace_tower(
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
     def on_device(*args: PyTree) -> PyTree:
-        *given, index = args
-        arguments = Arguments.of(pass_, axes, *given)
+        *of_step, index = args
+        arguments = Arguments.of(pass_, axes, *of_step)
         if in_micro_batches:
             run = functools.partial(call_tower, pass_, axes)
             sums, (tree, _) = over_local_towers(
@@ -296,7 +296,7 @@ def _trace_tower(
 
 
 def _inputs_of(
-    step: StepToProve, pass_: Pass, own: PyTree, replicated: PyTree
+    step: StepToProve, pass_: Pass, row_leaves: PyTree, replicated: PyTree
 ) -> list[Given]:
     """The kinds of the inputs of a tower's program, without results of earlier passes.
 
@@ -313,8 +313,8 @@ def _inputs_of(
         is_own = is_local(x) and not is_read_as_one
         kind = Given.PER_TOWER if is_own else Given.REPLICATED
         inputs += [kind] * len(jax.tree.leaves(x))
-    of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
-    inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
+    of_rows = Given.PER_TOWER if parts_of(IndexedRows, row_leaves) else Given.ROWS
+    inputs += [of_rows] * len(jax.tree.leaves(row_leaves)) + [Given.VALID]
     return inputs + [Given.REPLICATED] * len(jax.tree.leaves(replicated))
 
 

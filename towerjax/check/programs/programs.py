@@ -342,7 +342,7 @@ def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str,
         for x in arrays
     ]
     num_by_name = len(jaxpr.in_avals) - len(arrays)
-    told = becomes_of(jaxpr, is_copied + [False] * num_by_name)
+    of_results = becomes_of(jaxpr, is_copied + [False] * num_by_name)
     first_leaf = _first_leaves(traced.out)
     names = [name for name, _ in named_leaves("result", traced.out)]
     becomes = dict[str, str]()
@@ -350,8 +350,8 @@ def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str,
         if not (copied and x.argument in at_result):
             continue
         leaf = first_leaf[at_result[x.argument] or 0] + x.leaf
-        if told[leaf]:
-            becomes[names[leaf]] = told[leaf]
+        if of_results[leaf]:
+            becomes[names[leaf]] = of_results[leaf]
     return becomes
 
 

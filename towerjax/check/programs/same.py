@@ -165,9 +165,9 @@ def same_for(
         return same_on_devices(make, values, rtol=rtol)
     form = f"make({of})"
     check_function("make", make, form)
-    given = check_different(of, values)
+    different = check_different(of, values)
     return _compare_made(
-        of, given, lambda number: UserProgram(form, make(number)), rtol
+        of, different, lambda number: UserProgram(form, make(number)), rtol
     )
 
 

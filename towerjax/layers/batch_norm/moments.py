@@ -105,15 +105,15 @@ def moments_of(
     total, *batch = _moments(x, weight, axes, tower)
     counts = jnp.broadcast_to(total > 0, batch[0].shape)
     used = {}
-    kept = {}
+    new_running = {}
     for name, new in zip(MOMENTS, batch, strict=True):
         old = running[name]
         some = counts.reshape(old.shape)
         new = new.reshape(old.shape)
         used[name] = jnp.where(some, new, old)
         moved = layer.momentum * old + (1 - layer.momentum) * new
-        kept[name] = jnp.where(some, moved.astype(old.dtype), old)
-    return used, kept
+        new_running[name] = jnp.where(some, moved.astype(old.dtype), old)
+    return used, new_running
 
 
 def _weights(

@@ -81,10 +81,10 @@ class TowerBatchNorm(nnx.BatchNorm):
             return super().__call__(x, True)
         variables = {name: getattr(self, name) for name in moments.MOMENTS}
         running = {name: variable[...] for name, variable in variables.items()}
-        used, kept = moments.moments_of(self, x, axes, tower, mask, running)
+        used, new_running = moments.moments_of(self, x, axes, tower, mask, running)
         for name, variable in variables.items():
             variable.set_value(used[name])
         y = super().__call__(x, True)
         for name, variable in variables.items():
-            variable.set_value(kept[name])
+            variable.set_value(new_running[name])
         return y

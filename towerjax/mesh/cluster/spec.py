@@ -133,7 +133,9 @@ def parse_spec(
     return Cluster(places.index(mine), len(places), addresses[0], how)
 
 
-def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _jobs_and_task(
+    spec: Any, source: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Job -> addresses, and the task that the specification names, if any."""
     jobs = spec
     task = {}
@@ -147,8 +149,8 @@ def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str,
         and isinstance(task, Mapping)
     ):
         raise ValueError(
-            f"{how} is {spec!r}, which names no list of processes. Write, for example,"
-            f" {_EXAMPLE}, or leave all of it out for a job of one process."
+            f"{source} is {spec!r}, which names no list of processes. Write, for"
+            f" example, {_EXAMPLE}, or leave all of it out for a job of one process."
         )
     return jobs, task
 
@@ -163,9 +165,12 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
     names = ("coordinator", "num_processes", "process_id")
     passed: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
     launched: dict[str, Any] = {name: environ.get(name) or None for name in VARIABLES}
-    for values, how in ((passed, "explicit arguments"), (launched, "towerjax launch")):
+    for values, source in (
+        (passed, "explicit arguments"),
+        (launched, "towerjax launch"),
+    ):
         if any(value is not None for value in values.values()):
-            return cluster_of_three(values, how)
+            return cluster_of_three(values, source)
     if not (text := environ.get("TF_CONFIG")):
         return None
     try:
@@ -177,22 +182,22 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
         ) from error
 
 
-def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
+def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
     """The cluster of a coordinator, a number of processes and this one's number."""
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(
-            f"{how}: {', '.join(values)} belong together, got {dict(values)}. Give"
+            f"{source}: {', '.join(values)} belong together, got {dict(values)}. Give"
             f" {' and '.join(missing)} too, or none of them."
         )
     coordinator, num_processes, process_id = values.values()
-    if how != "explicit arguments":  # variables are text
+    if source != "explicit arguments":  # variables are text
         num_processes = int(num_processes)
         process_id = int(process_id)
     if not _is_address(coordinator):
-        raise ValueError(f"{how}: coordinator={coordinator!r} {_NO_ADDRESS}")
-    check_whole(f"{how}: num_processes", num_processes)
-    check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
-    return Cluster(process_id, num_processes, coordinator, how)
+        raise ValueError(f"{source}: coordinator={coordinator!r} {_NO_ADDRESS}")
+    check_whole(f"{source}: num_processes", num_processes)
+    check_whole(f"{source}: process_id", process_id, 0, num_processes - 1)
+    return Cluster(process_id, num_processes, coordinator, source)
 
 
 # The launchers, the innermost first. Each has variables for this process's number, for
@@ -280,13 +285,13 @@ def _count_tasks(environ: Mapping[str, str]) -> int:
     return sum(len(tasks) for job, tasks in jobs.items() if job != "evaluator")
 
 
-def _alone(sign: _Sign, but: str, how: str) -> str | None:
+def _alone(sign: _Sign, but: str, remedy: str) -> str | None:
     if sign is None:
         return None
     meaning, names = sign
     return (
         f"{meaning}, but {but}: each would be a job of its own, and write the same"
-        f" files. {how} If each is to be a job of its own, set {', '.join(names)} to"
+        f" files. {remedy} If each is to be a job of its own, set {', '.join(names)} to"
         " nothing."
     )
 

@@ -87,7 +87,7 @@ def _carried() -> Accumulator:
     return Accumulator(start, add, _total, _stay_per_tower)
 
 
-def _total(total: PyTree, kept: None) -> PyTree:
+def _total(total: PyTree, nothing: None) -> PyTree:
     """Return the last total, which is the tower's value."""
     return total
 
@@ -175,8 +175,8 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
         def kept(part: Returned) -> Returned:
             return Returned(part.value, _KEPT.get(part.how, PER_TOWER))
 
-        each = jax.tree.map(as_returned, x.values, is_leaf=is_typed)
-        return PerTower(map_parts(Returned, kept, each))
+        returned = jax.tree.map(as_returned, x.values, is_leaf=is_typed)
+        return PerTower(map_parts(Returned, kept, returned))
     if is_rows(x):
         return Returned(x, JOINED)
     if isinstance(x, Rows | TowerLocal) or not is_metric(x):
@@ -188,10 +188,10 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if not parts_of(IndexedRows, x):
         return Returned(x, accumulator)
 
-    def each(part: Any) -> Any:
+    def as_part(part: Any) -> Returned:
         return Returned(part, JOINED if is_rows(part) else accumulator)
 
-    return jax.tree.map(each, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
+    return jax.tree.map(as_part, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
 
 
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
@@ -324,10 +324,10 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
     return sorted(parts, key=lambda named: _ORDER.index(named[0]))
 
 
-def states_of(own: PerTower) -> PyTree:
+def states_of(per_tower: PerTower) -> PyTree:
     """Return a tower's own sums and metric states; None for each bare value."""
     return jax.tree.map(
-        lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
+        lambda x: x if is_metric(x) else None, per_tower.values, is_leaf=is_typed
     )
 
 

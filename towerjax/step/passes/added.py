@@ -83,18 +83,18 @@ class Added:
 
     @classmethod
     def of(
-        cls, ops: CrossTowerOps, own: PyTree, params: PyTree, axes: TowerAxes
+        cls, ops: CrossTowerOps, addends: PyTree, params: PyTree, axes: TowerAxes
     ) -> "Added":
-        """Return the sums over all towers of ``own``, a device's sums.
+        """Return the sums over all towers of ``addends``, a device's sums.
 
-        ``own`` is two trees, of which the first is guarded. A gradient by a `Shard` is
-        already added over devices. A sum in the shape of sharded parameters is added
+        ``addends`` is two trees, of which the first is guarded. A gradient by a `Shard`
+        is already added over devices. A sum in the shape of sharded parameters is added
         and scattered here.
         """
-        leaves = jax.tree.leaves((own, params), is_leaf=is_shard)
+        leaves = jax.tree.leaves((addends, params), is_leaf=is_shard)
         if not any(map(is_shard, leaves)):
-            number = len(jax.tree.leaves(own[0]))
-            return cls(sum_over_towers(ops, own, axes), (None, None), number)
+            number = len(jax.tree.leaves(addends[0]))
+            return cls(sum_over_towers(ops, addends, axes), (None, None), number)
         dim_of = dim_of_shards(ops, params, axes)
 
         def shard(x: Any) -> Any:
@@ -102,12 +102,12 @@ class Added:
                 return x
             return None if (dim := dim_of(x)) is None else scatter_shard(x, dim)
 
-        shards = jax.tree.map(shard, own, is_leaf=is_shard)
+        shards = jax.tree.map(shard, addends, is_leaf=is_shard)
 
         def unless_scattered(x: Any, shard: Any) -> Any:
             return x if shard is None else None
 
-        rest = jax.tree.map(unless_scattered, own, shards, is_leaf=is_shard)
+        rest = jax.tree.map(unless_scattered, addends, shards, is_leaf=is_shard)
         number = len(jax.tree.leaves(rest[0]))
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 

@@ -179,8 +179,8 @@ def gradient_of(
         return [[*x.sums, *x.shared] for x in losses], (losses, tree), ids
 
     sums, pull_back, (losses, tree) = vjp(sums_of, trained, tables)
-    own = [w for x in losses for w in x.denominators]
-    totals = denominators(own) if own else []
+    denominators_of_tower = [w for x in losses for w in x.denominators]
+    totals = denominators(denominators_of_tower) if denominators_of_tower else []
     factors = []
     for loss_sums in losses:
         number = len(loss_sums.denominators)

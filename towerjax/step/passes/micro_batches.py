@@ -65,18 +65,20 @@ def scan_micro_batches(
         out = run(*jax.tree.leaves((*numbered, local_after(totals))))
         new = parts_of(Returned, jax.tree.unflatten(treedef, out))
         pairs = [x.how.add(t, x.value) for t, x in zip(totals, new, strict=True)]
-        return [total for total, _ in pairs], [kept for _, kept in pairs]
+        return [total for total, _ in pairs], [each_value for _, each_value in pairs]
 
-    def finish(part: Returned, total: PyTree, kept: PyTree) -> Returned:
+    def finish(part: Returned, total: PyTree, stacked: PyTree) -> Returned:
         join = part.how.finish
-        if of_several and jax.tree.leaves(kept):
-            kept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), kept)  # [k, A, ...]
+        if of_several and jax.tree.leaves(stacked):
+            stacked = jax.tree.map(
+                lambda x: jnp.swapaxes(x, 0, 1), stacked
+            )  # [k, A, ...]
             join = vmap_members(functools.partial(join, total))
-            return Returned(join(kept), part.how)
-        return Returned(join(total, kept), part.how)
+            return Returned(join(stacked), part.how)
+        return Returned(join(total, stacked), part.how)
 
-    totals, kept = scan_in_turn(body, _starts(parts, local), numbered)
-    done = [finish(*x) for x in zip(parts, totals, kept, strict=True)]
+    totals, stacked_parts = scan_in_turn(body, _starts(parts, local), numbered)
+    done = [finish(*x) for x in zip(parts, totals, stacked_parts, strict=True)]
     return put_parts(Returned, shapes, done)
 
 

@@ -58,8 +58,8 @@ def on_device(
         state = pass_.used(held)
         args = Arguments.of(pass_, axes, state, *of_device)
         tower = TracedTower.of(pass_, axes, programs, args)
-        own, (tree, flagged) = over_towers(tower)
-        sums = Added.of(pass_.strategy.cross_tower_ops, own, held.params, axes)
+        addends, (tree, flagged) = over_towers(tower)
+        sums = Added.of(pass_.strategy.cross_tower_ops, addends, held.params, axes)
         added, shown = sums.tree()
         tree = put_sums(tree, (added, shown))
         parts = parts_of(Returned, tree)
@@ -88,15 +88,24 @@ def over_towers(tower: TracedTower) -> tuple[PyTree, PyTree]:
 
 def _together(tower: TracedTower) -> tuple[PyTree, PyTree]:
     """Add the towers' losses, and take one derivative of the sum."""
-    own = tower.args.own
+    per_tower = tower.args.own
     # One derivative adds the denominators up by itself, between its two halves.
     weights = None if tower.pass_.micro_batches == 1 else _denominators(tower)
     call = functools.partial(on_local_towers, tower)
     of_micro_batch = _with_gradient(
-        call, tower, weights, own.num_valid, tower.args.replicated, of_several=True
+        call,
+        tower,
+        weights,
+        per_tower.num_valid,
+        tower.args.replicated,
+        of_several=True,
     )
     tree = each_micro_batch(
-        of_micro_batch, own.rows, own.local, tower.pass_.micro_batches, of_several=True
+        of_micro_batch,
+        per_tower.rows,
+        per_tower.local,
+        tower.pass_.micro_batches,
+        of_several=True,
     )
     sums, rest = take_sums(tree)
     return sums, (rest, None)
@@ -112,14 +121,18 @@ def _each_by_itself(
     pass_ = tower.pass_
 
     def of_tower(
-        tower_id: jax.Array, own: PerTowerArgs, weights: Any, *replicated: PyTree
+        tower_id: jax.Array, per_tower: PerTowerArgs, weights: Any, *replicated: PyTree
     ) -> tuple[PyTree, PyTree]:
         call = functools.partial(_on_one_tower, tower, tower_id)
         of_micro_batch = _with_gradient(
-            call, tower, weights, own.num_valid, replicated, of_several=False
+            call, tower, weights, per_tower.num_valid, replicated, of_several=False
         )
         tree = each_micro_batch(
-            of_micro_batch, own.rows, own.local, pass_.micro_batches, of_several=False
+            of_micro_batch,
+            per_tower.rows,
+            per_tower.local,
+            pass_.micro_batches,
+            of_several=False,
         )
         flagged = pass_.looks_at and pass_.looks_at.at_tower(tree)
         sums, rest = take_sums(tree)
@@ -156,8 +169,8 @@ def _denominators(tower: TracedTower) -> list[jax.Array] | None:
         return None
     # The same program runs once more; XLA keeps only what the weights need.
     alone = dataclasses.replace(pass_, differentiates=False, looks_at=None)
-    own, (rest, _) = over_towers(dataclasses.replace(tower, pass_=alone))
-    losses = LossSums.each(values_of(put_sums(rest, own)[pass_.loss]))
+    addends, (rest, _) = over_towers(dataclasses.replace(tower, pass_=alone))
+    losses = LossSums.each(values_of(put_sums(rest, addends)[pass_.loss]))
     return _added([w for x in losses for w in x.denominators], tower)
 
 
@@ -215,16 +228,16 @@ def _with_gradient(
         lookups = lookups.of_towers(axes.num_local)
         calls = axes.num_devices
 
-    def denominators(own: list[jax.Array]) -> list[jax.Array]:
-        return _added(own, tower) if weights is None else weights
+    def denominators(addends: list[jax.Array]) -> list[jax.Array]:
+        return _added(addends, tower) if weights is None else weights
 
     def of_micro_batch(index: Any, rows: PyTree, local: PyTree) -> PyTree:
         ops = pass_.strategy.cross_tower_ops
         targets = targets_of(ops, trained, axes, lookups.tables)
 
         def of_values(values: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
-            own = PerTowerArgs(rows, num_valid, local, zeros)
-            return call(own, index, targets.put(values), *others)
+            per_tower = PerTowerArgs(rows, num_valid, local, zeros)
+            return call(per_tower, index, targets.put(values), *others)
 
         tree, gradient = gradient_of(
             of_values,
@@ -243,7 +256,7 @@ def _with_gradient(
 
 
 def on_local_towers(
-    tower: TracedTower, own: PerTowerArgs, index: Any, *replicated: PyTree
+    tower: TracedTower, per_tower: PerTowerArgs, index: Any, *replicated: PyTree
 ) -> tuple[PyTree, Ids]:
     """Run one micro-batch of all towers of a device, and add their sums.
 
@@ -257,18 +270,18 @@ def on_local_towers(
         programs=tower.programs,
         name=MICRO_BATCH,
     )
-    sums, (rest, ids) = _on_shards(run, tower)(own, index, *replicated)
+    sums, (rest, ids) = _on_shards(run, tower)(per_tower, index, *replicated)
     return put_sums(rest, sums), ids
 
 
 def _on_one_tower(
-    tower: TracedTower, tower_id: Any, own: PerTowerArgs, *others: PyTree
+    tower: TracedTower, tower_id: Any, per_tower: PerTowerArgs, *others: PyTree
 ) -> tuple[PyTree, Ids]:
     """Run one micro-batch of one tower: a tree of `Returned`, and the ids looked up."""
     run: Callable[..., PyTree] = tower.evaluate
     if tower.is_on_shards and tower.lookups is not None:
         run = _lowered(run, tower, MICRO_BATCH)
-    sums, (rest, ids) = run(tower_id, own, *others)
+    sums, (rest, ids) = run(tower_id, per_tower, *others)
     return put_sums(rest, sums), ids
 
 

@@ -76,7 +76,7 @@ class Arguments:
     ) -> "Arguments":
         """Return the towers' arguments, from those that a device holds."""
         rows = split_rows(batch, axes.num_local)
-        own = PerTowerArgs(rows, num_valid, plain(state.local))
+        per_tower = PerTowerArgs(rows, num_valid, plain(state.local))
         trained = None
         if pass_.trained is not None:
             trained = on_shards(pass_.trained, state, *merged, replicated=True)
@@ -88,7 +88,7 @@ class Arguments:
         first = jax.tree.map(lambda x: x[0], plain(state.local))
         local = with_local_values(state.local, first)
         state = dataclasses.replace(state, local=local)
-        return cls(own, ReplicatedArgs(trained, state, read, of_batch, merged))
+        return cls(per_tower, ReplicatedArgs(trained, state, read, of_batch, merged))
 
     def shapes_of_micro_batch(self, micro_batches: int) -> tuple[PyTree, ...]:
         """Return the shapes of one tower's arguments for one of its micro-batches.
@@ -113,7 +113,7 @@ def call_tower(
     pass_: Pass,
     axes: TowerAxes,
     tower_id: jax.Array,
-    own: PerTowerArgs,
+    per_tower: PerTowerArgs,
     index: Any,
     trained: PyTree,
     state: Any,
@@ -129,8 +129,8 @@ def call_tower(
       ``(sums, (rest, ids))``: the tower's sums, and its other results as `Returned`. A
       call looks nothing up, so ``ids`` is empty; `TracedTower.evaluate` fills it.
     """
-    count = num_rows(own.rows)
-    local = own.local if read is None else read
+    count = num_rows(per_tower.rows)
+    local = per_tower.local if read is None else read
     # The program of an exact strategy may not depend on the number of devices.
     may_depend = not pass_.strategy.exact
     tower = tower_of(
@@ -141,12 +141,12 @@ def call_tower(
         local=local,
         micro_batches=pass_.micro_batches,
         rows=count,
-        num_valid=own.num_valid,
+        num_valid=per_tower.num_valid,
         of_rows=count * pass_.micro_batches if may_depend else None,
         first_row=0 if index is None else index * count,
         micro_batch=index,
     )
-    rows = pass_.strategy.placement.split_rows(own.rows)
+    rows = pass_.strategy.placement.split_rows(per_tower.rows)
     rows = with_replicated(rows, of_batch) if of_batch else rows
     state = dataclasses.replace(state, local=with_local_values(state.local, local))
     args = state, rows, tower, *merged
@@ -242,13 +242,13 @@ class TracedTower:
         return not rounds_shared_values(program, differ, values, self.axes.tower_axis)
 
     def evaluate(
-        self, tower_id: Any, own: PerTowerArgs, *others: PyTree
+        self, tower_id: Any, per_tower: PerTowerArgs, *others: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
         """Return what `call_tower` returns, and the ids that the tower looked up."""
         if self.lookups is None:
-            return call_tower(self.pass_, self.axes, tower_id, own, *others)
-        args = tower_id, own._replace(zeros=()), *others
-        values, ids = self.lookups.evaluate(jax.tree.leaves(args), own.zeros)
+            return call_tower(self.pass_, self.axes, tower_id, per_tower, *others)
+        args = tower_id, per_tower._replace(zeros=()), *others
+        values, ids = self.lookups.evaluate(jax.tree.leaves(args), per_tower.zeros)
         out = jax.tree.unflatten(self.treedef, map(jnp.asarray, values))
         sums, (rest, _) = out
         return sums, (rest, ids)

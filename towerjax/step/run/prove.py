@@ -85,7 +85,7 @@ def join_proofs(proofs: Sequence[Proof]) -> Proof:
     if len(proofs) == 1:
         return proofs[0]
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
-    return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
+    return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
 
 
 def _prove_pass(traced: TracedPass) -> Proof:

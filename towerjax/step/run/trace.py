@@ -141,8 +141,8 @@ class Traced:
             shards=shards,
         )(*results)
 
-    def _update(self, *given: PyTree) -> Outcome:
-        donated, rest = accept(self.finish, self.shapes, *given)
+    def _update(self, *results_of_passes: PyTree) -> Outcome:
+        donated, rest = accept(self.finish, self.shapes, *results_of_passes)
         return Outcome(donated, *rest)
 
 

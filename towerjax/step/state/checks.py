@@ -128,15 +128,18 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     wrong = []
     anew = []
     for field, needed in made.items():
-        given = getattr(state, field)
+        value = getattr(state, field)
         again = f"fresh.{field}"
-        own = field == "local"  # `check_num_towers` looks at their first dim
-        if own:  # a step does not know the variables of others
-            given = {k: x for k, x in given.items() if k in needed}
+        is_per_tower = field == "local"  # `check_num_towers` looks at their first dim
+        if is_per_tower:  # a step does not know the variables of others
+            value = {k: x for k, x in value.items() if k in needed}
             again = "{**state.local, **fresh.local}"
         shapes = [
-            {n: f"{[*np.shape(x)[own:]]}" for n, x in named_leaves(f"state.{field}", t)}
-            for t in (given, needed)
+            {
+                n: f"{[*np.shape(x)[is_per_tower:]]}"
+                for n, x in named_leaves(f"state.{field}", t)
+            }
+            for t in (value, needed)
         ]
         if lines := unlike(*shapes):
             wrong += lines

@@ -63,11 +63,11 @@ class StatePolicy:
         """The layout of each part of a state between two calls."""
         return state_layout(self.strategy)
 
-    def check(self, given: PyTree) -> None:
+    def check(self, state_or_params: PyTree) -> None:
         """Raise unless it is a whole state, made for as many towers."""
-        check_is_state(given, self.advice)
-        check_num_towers(given, self.strategy.placement.num_towers)
-        check_leaves(given)
+        check_is_state(state_or_params, self.advice)
+        check_num_towers(state_or_params, self.strategy.placement.num_towers)
+        check_leaves(state_or_params)
 
     def copied(self, state: TrainState) -> TrainState:
         """Return a copy of a state on the strategy's devices."""
@@ -91,34 +91,36 @@ class StatePolicy:
         out = unmark_per_tower(out, lambda value: on_every_process(value, placement))
         return _without_padding(out, batch)
 
-    def as_state(self, given: PyTree) -> TrainState:
+    def as_state(self, state_or_params: PyTree) -> TrainState:
         """Check a state without placing it: it has shapes or traced values."""
-        check_is_state(given)
-        check_not_donated(given)
-        check_made(given, self.made(given.params))
-        return given
+        check_is_state(state_or_params)
+        check_not_donated(state_or_params)
+        check_made(state_or_params, self.made(state_or_params.params))
+        return state_or_params
 
-    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
+    def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Check a state and place its scalars; return itself if none had to be.
 
         ``expected`` has the shapes that the last program takes, if there is one.
         """
-        check_is_state(given)
-        check_leaves(given)
-        made = self.made(given.params)
-        check_made(given, made)
+        check_is_state(state_or_params)
+        check_leaves(state_or_params)
+        made_fields = self.made(state_or_params.params)
+        check_made(state_or_params, made_fields)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        known = expected or dataclasses.replace(given, step=number, **made)
-        placed = with_numbers_placed(given, self.strategy.placement, known)
+        known = expected or dataclasses.replace(
+            state_or_params, step=number, **made_fields
+        )
+        placed = with_numbers_placed(state_or_params, self.strategy.placement, known)
         check_made_for(placed, self.strategy)
         return placed
 
-    def take(self, given: PyTree) -> TrainState | None:
+    def take(self, state_or_params: PyTree) -> TrainState | None:
         """Return the given state, if no check is needed; None if `start` must check it.
 
         It must with several processes, because each might hold other numbers.
         """
-        return given if self.strategy.placement.num_processes == 1 else None
+        return state_or_params if self.strategy.placement.num_processes == 1 else None
 
     def kind(self, state: TrainState) -> Hashable:
         """Return what tells apart states that need different programs, or None."""
@@ -146,28 +148,32 @@ class Read(StatePolicy):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
-    def as_state(self, given: PyTree) -> TrainState:
+    def as_state(self, state_or_params: PyTree) -> TrainState:
         """Return the values that the step reads, of a state or of bare parameters."""
-        if isinstance(given, TrainState):
-            check_not_donated(given)
+        if isinstance(state_or_params, TrainState):
+            check_not_donated(state_or_params)
         else:
-            _check_read(given)
-            given = jax.tree.map(jnp.asarray, given)
-        return _model_part(given, jnp.int32(0), jax.random.key(0))
+            _check_read(state_or_params)
+            state_or_params = jax.tree.map(jnp.asarray, state_or_params)
+        return _model_part(state_or_params, jnp.int32(0), jax.random.key(0))
 
-    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
+    def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the values that the step reads, checked and placed on the devices."""
-        refuse_traced("state", given)
-        if not isinstance(given, TrainState):
-            _check_read(given)
-        model = _model_part(given, *self.counters)
+        refuse_traced("state", state_or_params)
+        if not isinstance(state_or_params, TrainState):
+            _check_read(state_or_params)
+        model = _model_part(state_or_params, *self.counters)
         check_not_donated(model)
         check_num_towers(model, self.strategy.num_towers)
         return self.placed(model)
 
-    def take(self, given: PyTree) -> TrainState | None:
+    def take(self, state_or_params: PyTree) -> TrainState | None:
         """Return the values that the step reads, unplaced; None for bare parameters."""
-        return _model_part(given) if isinstance(given, TrainState) else None
+        return (
+            _model_part(state_or_params)
+            if isinstance(state_or_params, TrainState)
+            else None
+        )
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """Return what towers returned under the single name, without padding."""
@@ -187,12 +193,12 @@ def _check_read(params: PyTree) -> None:
     refuse_unheld("params", params)
 
 
-def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
+def _model_part(state_or_params: PyTree, *counters: jax.Array) -> TrainState:
     """Return a state, or parameters with these counters, without values never read."""
-    state = given
-    if not isinstance(given, TrainState):
+    state = state_or_params
+    if not isinstance(state_or_params, TrainState):
         number, rng = counters
-        state = TrainState(number, given, (), {}, rng)
+        state = TrainState(number, state_or_params, (), {}, rng)
     local = state.local
     if local and type(local) is dict:
         local = {k: x for k, x in local.items() if not is_never_read(x)}

@@ -279,9 +279,9 @@ def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
     return {**local, **more}
 
 
-def refuse_result(given: Any) -> None:
+def refuse_result(value: Any) -> None:
     """Raise if the result of a step is given in place of a state or parameters."""
-    if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
+    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
         raise ValueError(
             "A state is expected, but this is the result of a step, (state, metrics)."
             " Unpack it: state, metrics = step(state, batch)."

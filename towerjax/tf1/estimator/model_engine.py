@@ -234,15 +234,15 @@ class _TrainedModel(StatePolicy):
         " other trees."
     )
 
-    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
+    def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the state to start from, copied first if it is kept elsewhere."""
-        return super().start(spread(given, self, self.kept_at), expected)
+        return super().start(spread(state_or_params, self, self.kept_at), expected)
 
-    def take(self, given: PyTree) -> TrainState | None:
+    def take(self, state_or_params: PyTree) -> TrainState | None:
         """Return the state on all devices."""
         if self.kept_at is not VariablePlacement.MIRRORED:
-            given = spread(given, self, self.kept_at)
-        return super().take(given)
+            state_or_params = spread(state_or_params, self, self.kept_at)
+        return super().take(state_or_params)
 
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
@@ -260,20 +260,20 @@ class _Variables(Read):
     mode: Mode
     hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
-    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
+    def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the variables as a state, on all devices."""
-        return spread(as_state(given, *self.counters), self, self.kept_at)
+        return spread(as_state(state_or_params, *self.counters), self, self.kept_at)
 
     def kind(self, state: TrainState) -> Hashable:
         """Return the types of the variables."""
         leaves, treedef = jax.tree.flatten(state)
         return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
-    def as_state(self, given: PyTree) -> TrainState:
+    def as_state(self, state_or_params: PyTree) -> TrainState:
         """Return the variables as a state."""
-        return as_state(given, jnp.int32(0), jax.random.key(0))
+        return as_state(state_or_params, jnp.int32(0), jax.random.key(0))
 
-    def take(self, given: PyTree) -> None:
+    def take(self, state_or_params: PyTree) -> None:
         """None, because each call checks the variables."""
 
     def result(

@@ -254,7 +254,7 @@ class ModelFn:
         batch: Mapping[str, PyTree],
         mode: Mode,
         tower: tj.Tower,
-        given: Mapping[str, Any],
+        params_and_config: Mapping[str, Any],
     ) -> ModelSpec:
         """Return the function's spec for one tower; raise unless it fits the mode."""
         if not isinstance(batch, Mapping) or "features" not in batch:
@@ -263,7 +263,7 @@ class ModelFn:
                 " {'features': ..., 'labels': ...}. Only functions of tj.estimator,"
                 " such as train_and_evaluate, take pairs (features, labels)."
             )
-        values = {**copy.deepcopy(dict(given)), "tower": tower}
+        values = {**copy.deepcopy(dict(params_and_config)), "tower": tower}
         accepted = {
             name: default if values[name] is None else values[name]
             for name, default in self.accepts.items()
@@ -283,10 +283,10 @@ def not_none(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
+def static_keys(params_and_config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the keys of the values, by which programs are cached."""
     try:
-        return tuple(key_of(name, value) for name, value in given.items())
+        return tuple(key_of(name, value) for name, value in params_and_config.items())
     except TypeError as error:
         raise ValueError(
             f"{error}. params and config must be plain values, because they are"

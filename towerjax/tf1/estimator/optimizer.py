@@ -349,9 +349,9 @@ def _of_means(
     return grads, Sum(Weighted(value, sum(loss.weights)))
 
 
-def _cast_like(own: PyTree, grads: PyTree) -> PyTree:
+def _cast_like(updates: PyTree, grads: PyTree) -> PyTree:
     """Return the gradients, cast to the dtypes of other values."""
-    return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
+    return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, updates)
 
 
 def _check_own_state(

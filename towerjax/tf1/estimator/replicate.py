@@ -204,19 +204,19 @@ class ReplicatedModel:
         mode: Mode,
         wanted: tuple[str, ...],
         of_step: StepOptions | None = None,
-        **given: Any,
+        **options: Any,
     ) -> Step[Any]:
         """The step of a mode; with options of a step, the train step. It is cached."""
-        key = mode, wanted, of_step, static_keys(given)
+        key = mode, wanted, of_step, static_keys(options)
         if key not in self._steps:
-            for name, value in given.items():
+            for name, value in options.items():
                 if value is not None and name not in self.model_fn.accepts:
                     raise ValueError(
                         f"{name} was given, but model_fn has no parameter {name!r}. Add"
                         f" {name}=None to its signature, or leave {name} out."
                     )
-            given = copy.deepcopy(given)  # the caller may change it before a trace
-            tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, given)
+            options = copy.deepcopy(options)  # the caller may change it before a trace
+            tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, options)
             if of_step:
                 step = model_train_step(tower_fn, self.strategy, of_step)
             else:  # calls of a mode pad to the sizes of that mode

@@ -130,6 +130,8 @@ def _copy_stored(
         return x
     if id(x) not in copies:  # an array that is in the tree twice is copied once
         # Each process copies its own array.
-        own = [jax.device_put(x, device) for device in _own_devices(placement)]
-        copies[id(x)] = jax.make_array_from_single_device_arrays(x.shape, mirrored, own)
+        of_device = [jax.device_put(x, device) for device in _own_devices(placement)]
+        copies[id(x)] = jax.make_array_from_single_device_arrays(
+            x.shape, mirrored, of_device
+        )
     return copies[id(x)]
