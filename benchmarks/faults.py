@@ -5,6 +5,7 @@ A small training of four towers runs in two processes of two devices, under
 process is killed, or stopped, or the launcher is killed, and started again.
 
 python -m benchmarks.faults [--moments 30] [--first 0]
+python -m benchmarks.faults --kills 100
 """
 
 import argparse
@@ -36,10 +37,6 @@ STEPS = 60
 EVERY = 5
 HANG_S = 30.0
 FAULTS = ("kill", "stop", "launcher")
-_LAUNCH = (
-    "-m towerjax launch --processes 2 --devices-per-process 2"
-    f" --hang-timeout {HANG_S} --grace-seconds 0.5"
-).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +151,19 @@ class Launched:
         folder: pathlib.Path,
         steps: int,
         *,
+        processes: int = 2,
+        devices_per_process: int = 2,
         towers: int | None = 4,
         restarts: int = 5,
+        hang_timeout_s: float = HANG_S,
         module: str = "benchmarks.faults",
         options: Sequence[str] = (),
     ) -> None:
-        launch = [*_LAUNCH, "--restarts", str(restarts)]
+        launch = (
+            f"-m towerjax launch --processes {processes}"
+            f" --devices-per-process {devices_per_process} --restarts {restarts}"
+            f" --hang-timeout {hang_timeout_s} --grace-seconds 0.5"
+        ).split()
         launch += [] if towers is None else ["--towers", str(towers)]
         program = [sys.executable, "-m", module, "--train", str(folder)]
         self.popen = subprocess.Popen(
@@ -315,13 +319,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--moments", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
+    help_ = "kill jobs that often instead, and start them again on other devices"
+    parser.add_argument("--kills", type=int, default=0, help=help_)
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--of-towers", type=int, default=4, help=argparse.SUPPRESS)
     options = options_of(parser, argv, moments=1)
     if options.train is not None:
         job = tj.cluster.initialize().coordinator or ""
-        train(options.train, job, steps=options.steps)
+        train(options.train, job, steps=options.steps, towers=options.of_towers)
         return 0
+    if options.kills:
+        from benchmarks import kills  # it runs jobs of this module
+
+        return kills.report(options)
     digest = undisturbed()
     table = begin(f"{options.moments} moments", COLUMNS, options)
     good = []

@@ -16,7 +16,7 @@ import pytest
 from checkout import TESTS
 
 import towerjax as tj
-from benchmarks import duel, faults
+from benchmarks import duel, faults, kills
 
 launch = tj.cluster.launch
 
@@ -121,6 +121,33 @@ def test_a_real_training_ends_on_the_bits_of_the_undisturbed(tmp_path, monkeypat
     fault = faults.Fault("kill", victim=1, after=12)
     row = faults.disturbed(fault, digest, steps=steps)
     assert row.is_good and row.devices == (4, 2), row
+
+
+def test_a_kill_is_recovered_from_if_the_job_goes_on_after_its_checkpoint():
+    def step(number, ended, job):
+        return faults.DoneStep(number, 2, ended, job)
+
+    kill = kills.Kill(10.0, 1, 2, 4, job="a", step=7, saved=5)
+    before = [step(7, 9.0, "a"), step(8, 10.1, "a")]  # one that was under way
+    assert kill.next_step(before) is None and not kill.is_recovered(before)
+    for number, is_recovered in [(5, False), (6, True), (8, True), (9, False)]:
+        done = [*before, step(number, 12.0, "b")]
+        assert kill.next_step(done) == done[-1]
+        assert kill.is_recovered(done) is is_recovered
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_twice_ends_on_the_bits_of_one_device(
+    tmp_path, monkeypatch
+):
+    """`python -m benchmarks.faults --kills 100` does it a hundred times."""
+    monkeypatch.setattr(kills, "STEPS", 20)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    faults.train(tmp_path, "", ["cpu:0"], 20, towers=kills.TOWERS)
+    job = kills.killed_job(0, 2)
+    assert job.code == 0 and job.digest == (tmp_path / "digest").read_text()
+    assert len(job.kills) == 2 and all(x.is_recovered(job.done) for x in job.kills)
 
 
 def test_a_duel_is_told_from_what_its_processes_wrote(tmp_path):

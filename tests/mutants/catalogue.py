@@ -1689,7 +1689,7 @@ _SHELL = "same_on_devices::the_command_says_both_and_has_a_status"
 _VALUES = "equal_of_parts::arguments_may_have_other_values_than_these"
 ANY_PROGRAM = (
     _m("X01", "a mesh may have as many devices for any number of them",
-       f"{_MAPS}_axes_of", "towers != pair.sizes.towers", "not towers",
+       "proof.equal.mesh_axes:readings_of", "and a * other == b * one", "",
        _on_devices("unknown", "a mesh of all devices")),
     _m("X02", "what is split over devices is the same on all",
        f"{_MAPS}_given_device", "return x if split is None else own",
@@ -1871,8 +1871,8 @@ ACCUMULATED = (
        "added_over_towers(x)", "copy(x.power)",
        f"{_NONE_WRONG}[a_copy_of_each]"),
     _m("A57", "axes may act alone", "proof.equal.meetings:_refuse_other_axes",
-       "is_of_all = axes in pair.walk.axes",
-       "is_of_all = any({*axes} <= {*names} for names in pair.walk.axes)",
+       "is_of_all = towers in pair.walk.axes",
+       "is_of_all = any({*towers} <= {*names} for names in pair.walk.axes)",
        "axes_together::what_depends_on_the_mesh_is_not[added_over_one_axis]"),
     _m("A58", "columns are read as rows", "proof.equal.shapes:_in_order_of_read",
        'pair if pair.params["dimensions"] is None else', "pair if True else",
@@ -1881,6 +1881,14 @@ ACCUMULATED = (
     _m("A59", "rows are written twice", "proof.equal.indexing:_into_table",
        "isinstance(at.fact, NumberInBatch) and", "",
        "rows_of_batch::rows_at_other_numbers_are_not[by_numbers_of_triples]"),
+    _m("A60", "the axis that grows may be the outer one of a dim",
+       "proof.equal.mesh_axes:MeshAxes.dim_split",
+       "if names[-len(of_towers) :] != of_towers:", "if False:",
+       "two_axes_proved::a_place_has_other_rows_where_the_outer_axis_grows"),
+    _m("A61", "the towers may be the outer axis of a gather",
+       "proof.equal.meetings:_refuse_other_axes",
+       "is_last = axes[-len(towers) :] == towers and", "is_last =",
+       "lemmas::what_is_said_of_a_place_holds[all_gather of both, the other way]"),
 )
 
 # fmt: on

@@ -13,11 +13,14 @@ import lemmas
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from lemma_cases import CASES
+from lemmas import AXIS, Draw, N, shape_on, told, with_flags
+from meanings import holds
 
 from towerjax.proof.equal import elementwise
 from towerjax.proof.equal import one_tower as one_tower  # registers all rules
-from towerjax.proof.equal.equation_pair import Sizes
+from towerjax.proof.equal.equation_pair import Scope, Sizes
 from towerjax.proof.equal.kinds import (
     ALL_KINDS,
     Copy,
@@ -145,7 +148,7 @@ def test_the_kinds_are_all_there_are():
     )
 
 
-def programs_of(fn, *shapes):
+def programs_for(fn, *shapes):
     """One tower's program for one tower of 8 rows, and for two of 4."""
     return [
         jax.make_jaxpr(functools.partial(fn, rows))(
@@ -167,7 +170,7 @@ def test_a_rule_that_commutes_gets_its_operands_in_order():
     def total(rows, y):
         return lax.scan(lambda c, y: (y + c, None), 0.0, y)[0]
 
-    found = kind_of(programs_of(total, lambda n: (n,)), rows())
+    found = kind_of(programs_for(total, lambda n: (n,)), rows())
     assert isinstance(found, Part) and not found.power
 
 
@@ -188,3 +191,129 @@ def test_a_module_that_is_loaded_again_has_the_same_rules():
         assert RULES["mul"] != kept["mul"]
     finally:
         RULES.update(kept)
+
+
+# Collectives that also act over a still axis, which has the same size in both programs.
+# A kind describes the values of the devices of one place, so it must hold for each.
+
+PLACES = "places"
+COUNT = 2
+BOTH = (PLACES, AXIS)
+OTHER_WAY = (AXIS, PLACES)
+RING = [(i, (i + 1) % COUNT) for i in range(COUNT)]
+SHAPES = ((N, 2), (N,), (2,), (), (2, N), (24,))
+
+
+def gathered(x, axes, dim=0, tiled=True):
+    return lax.all_gather(x, axes, axis=dim, tiled=tiled)
+
+
+# A function of one device's value; the shapes that it takes are tried.
+FUNCTIONS = {
+    "psum": lambda x: lax.psum(x, PLACES),
+    "pmax": lambda x: lax.pmax(x, PLACES),
+    "pmin": lambda x: lax.pmin(x, PLACES),
+    "ppermute": lambda x: lax.ppermute(x, PLACES, RING),
+    "all_gather": lambda x: gathered(x, PLACES),
+    "all_gather along dim 1": lambda x: gathered(x, PLACES, 1),
+    "all_gather, not tiled": lambda x: gathered(x, PLACES, tiled=False),
+    "all_to_all": lambda x: lax.all_to_all(x, PLACES, 0, 0, tiled=True),
+    "psum_scatter": lambda x: lax.psum_scatter(x, PLACES, tiled=True),
+    "axis_index": lambda x: x * (lax.axis_index(PLACES) + 1).astype(x.dtype),
+    "psum of both": lambda x: lax.psum(x, BOTH),
+    "psum of both, the other way": lambda x: lax.psum(x, OTHER_WAY),
+    "pmax of both": lambda x: lax.pmax(x, BOTH),
+    "pmin of both": lambda x: lax.pmin(x, OTHER_WAY),
+    "all_gather of both": lambda x: gathered(x, BOTH),
+    "all_gather of both, the other way": lambda x: gathered(x, OTHER_WAY),
+    "all_gather of both along dim 1": lambda x: gathered(x, BOTH, 1),
+    "all_gather of both, not tiled": lambda x: gathered(x, BOTH, tiled=False),
+    "psum_scatter of both": lambda x: lax.psum_scatter(x, BOTH, tiled=True),
+    "psum_scatter, the other way": lambda x: lax.psum_scatter(x, OTHER_WAY, tiled=True),
+    "axis_index of both": lambda x: x * (lax.axis_index(BOTH) + 1).astype(x.dtype),
+}
+# Those of which nothing is said, whatever the operand is.
+NOTHING_IS_SAID = {
+    "all_gather of both, the other way",
+    "all_gather of both, not tiled",
+    "psum_scatter, the other way",
+    "axis_index of both",
+}
+
+
+def programs_of(fn, template, dtype, world):
+    found = []
+    for side in world.sides:
+        arg = jax.ShapeDtypeStruct(shape_on(side, template), dtype)
+        sizes = [(PLACES, COUNT), (AXIS, side.towers)]
+        found.append(jax.make_jaxpr(fn, axis_env=sizes)(arg))
+    return found
+
+
+def runner(closed, side):
+    """The function of the values of all devices, ``[places, T, ...]``."""
+    each = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
+    devices = np.array(jax.devices()[: COUNT * side.towers]).reshape(COUNT, -1)
+
+    def own(x):
+        [found] = each(x[0, 0])
+        return found[None, None]
+
+    mesh = Mesh(devices, BOTH)
+    specs = {"in_specs": PartitionSpec(*BOTH), "out_specs": PartitionSpec(*BOTH)}
+    return jax.jit(jax.shard_map(own, mesh=mesh, check_vma=False, **specs))
+
+
+def of_template(fn, template, dtype, world, seed):
+    """What is said of each kind, and whether it holds for each place."""
+    try:
+        programs = programs_of(fn, template, dtype, world)
+    except (ValueError, TypeError, IndexError, AssertionError, lemmas.NotThereError):
+        return  # the function takes no such shape
+    towers, rows = zip(*[(x.towers, x.rows) for x in world.sides], strict=True)
+    sizes = Sizes(towers, rows, world.padded)
+    shapes = [shape_on(side, template) for side in world.sides]
+    scope = Scope(within=frozenset([PLACES]))
+    runs = [runner(*x) for x in zip(programs, world.sides, strict=True)]
+    for number, known in enumerate(lemmas.kinds_for(template, np.dtype(dtype), world)):
+        walk = Walk(sizes, [AXIS])
+        [said] = walk.closed(*programs, [known], scope)
+        if isinstance(said, Unknown):
+            continue
+        places = [
+            Draw(world, [seed, number, place]).values(known, shapes, dtype)
+            for place in range(COUNT)
+        ]
+        sides = zip(runs, zip(*places, strict=True), strict=True)
+        results = [np.asarray(run(np.stack(x))) for run, x in sides]
+        for place in range(COUNT):
+            values = [x[place] for x in results]
+            yield told(known), told(said), holds(said, values, world)
+
+
+def found_of(name, worlds):
+    """All that is said of a function in some worlds."""
+    found = []
+    for seed, world in enumerate(worlds):
+        drawn = with_flags(lemmas.WORLDS[world], seed)
+        for template, dtype in itertools.product(SHAPES, (np.float32, np.int32)):
+            found += of_template(FUNCTIONS[name], template, dtype, drawn, seed)
+    return found
+
+
+def assert_held(name, found):
+    broken = [x for x in found if x[2] is False]
+    assert not broken, broken[:5]
+    assert any(x[2] for x in found) is (name not in NOTHING_IS_SAID)
+
+
+@pytest.mark.few_fast(4)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_said_of_a_place_holds(name):
+    assert_held(name, found_of(name, ["2 and 4"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_said_of_a_place_holds_in_other_worlds(name):
+    assert_held(name, found_of(name, ["1 and 3", "1 and 2, padded"]))

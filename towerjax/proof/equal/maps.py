@@ -4,16 +4,14 @@ The program around it is a program of all devices, whose results must be the sam
 any number of devices. There a COPY is an array that is the same for any number. STACKED
 is an array that has the devices' own values, one after another.
 
-The devices may lie along several axes of the mesh that always act together: each array
-is split over all of them, and each collective names all of them, in the mesh's order.
+A mesh of several axes is read in the ways of `mesh_axes`. What one reading or another
+says of a result holds.
 """
 
-import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from jax.sharding import PartitionSpec
-
-from towerjax.jaxprs.params import axes_of_dims, manual_axes, open_jaxpr
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.proof.equal.equation_pair import EquationPair, Scope, Sizes
 from towerjax.proof.equal.kinds import (
     Copy,
@@ -31,10 +29,10 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
+from towerjax.proof.equal.mesh_axes import MeshAxes, readings_of
 from towerjax.proof.equal.rules import OF_ONE_TOWER, rule
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
-from towerjax.types.refusals import listed
 
 _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 
@@ -44,67 +42,74 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
-    axes = _axes_of(pair)
-    bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
-    sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
-    alone = manual_axes(pair.first) - {*axes}
-    walk = Walk(sizes, [axes], has_keys=False, alone=alone)
-    walk.kinds = pair.walk.kinds
-    splits = [_dim_split(spec, axes) for spec in pair.params["in_specs"]]
-    ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
-    outs = walk.closed(bodies[0], bodies[1], ins, Scope(pair.site, within=alone))
-    avals = zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)
-    specs = pair.params["out_specs"]
-    each = zip(outs, avals, specs, strict=True)
+    found = list[Kind]()
+    why = NotOfOneKindError("")
+    for axes in readings_of(pair):
+        try:
+            found = _better(found, _of_reading(pair, axes, is_first=not found))
+        except NotOfOneKindError as error:
+            why = error
+    if not found:
+        raise why
+    return found
+
+
+def _better(found: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
+    """What is known of each result, by the first or by the second."""
+    if not found:
+        return [*others]
     return [
-        _of_all_devices(pair, value, sizes.axes(*both)[0], _dim_split(spec, axes))
-        for value, both, spec in each
+        y if isinstance(x, Unknown) and not isinstance(y, Unknown) else x
+        for x, y in zip(found, others, strict=True)
     ]
 
 
-def _axes_of(pair: EquationPair) -> tuple[str, ...]:
-    """The axes of the mesh that have several devices, which must be all of them."""
-    first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
-    both = {name: (size, second.get(name, 0)) for name, size in first.items()}
-    along = tuple(name for name, sizes in both.items() if sizes != (1, 1))
-    towers = math.prod(first[x] for x in along), math.prod(both[x][1] for x in along)
-    is_mesh = [*first] == [*second] and {*along} <= manual_axes(pair.first)
-    if not (along and is_mesh) or towers != pair.sizes.towers:
-        raise NotOfOneKindError(
-            f"no rule for a shard_map over a mesh of {dict(first)} devices, and of"
-            f" {dict(second)}"
-        )
-    return along
+def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[Kind]:
+    """The kinds of a map's results by a reading of its axes.
+
+    ``is_first``: whether the kinds of all values of its program are kept.
+    """
+    bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
+    splits = [axes.dim_split(spec) for spec in pair.params["in_specs"]]
+    splits_out = [axes.dim_split(spec) for spec in pair.params["out_specs"]]
+    ins = [_given_device(pair, i, split, axes) for i, split in enumerate(splits)]
+    scope = Scope(pair.site, within=axes.alone | axes.still)
+    avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
+    found = list[Kind]()
+    # Arrays may be split along dims of several sizes, such as words and hidden units.
+    for rows_each in _rows_each(bodies, axes.counts):
+        sizes = Sizes(axes.counts, rows_each)
+        walk = Walk(sizes, [axes.towers], has_keys=False, alone=axes.alone)
+        if is_first and not found:
+            walk.kinds = pair.walk.kinds
+        outs = walk.closed(bodies[0], bodies[1], ins, scope)
+        each = zip(outs, avals, splits_out, strict=True)
+        results = [
+            _of_all_devices(pair, value, sizes.axes(*both)[0], split, axes)
+            for value, both, split in each
+        ]
+        found = _better(found, results)
+        if all(not isinstance(x, Unknown) for x in found):
+            break
+    return found
 
 
-def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
-    """The rows of a device, taken from the first array that is split."""
+def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, int]]:
+    """The rows of a device: the sizes of dims that are split, in order."""
     a, b = towers
     pairs = zip(*[body.invars for body in bodies], strict=True)
-    for first, second in pairs:
-        for m, n in zip(first.aval.shape, second.aval.shape, strict=True):
-            if m != n and m * a == n * b:
-                return m, n
-    return b, a
-
-
-def _dim_split(spec: PartitionSpec, axes: tuple[str, ...]) -> int | None:
-    """The dim that is split over the axes; None if there is none."""
-    if spec.unreduced or spec.reduced:
-        raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
-    dims = [
-        tuple(name for name in names if name in axes) for names in axes_of_dims(spec)
+    found = [
+        (m, n)
+        for first, second in pairs
+        for m, n in zip(first.aval.shape, second.aval.shape, strict=True)
+        if m != n and m * a == n * b
     ]
-    split = [(i, names) for i, names in enumerate(dims) if names]
-    if any(names != axes for _, names in split):
-        raise NotOfOneKindError(
-            f"no rule for {spec} in a shard_map over {listed(map(repr, axes))}, which"
-            " must act together"
-        )
-    return split[0][0] if split else None
+    return [*dict.fromkeys(found)] or [(b, a)]
 
 
-def _given_device(pair: EquationPair, operand: int, split: int | None) -> Kind:
+def _given_device(
+    pair: EquationPair, operand: int, split: int | None, axes: MeshAxes
+) -> Kind:
     """The kind of an operand on one device."""
     x = pair.ins[operand]
     has_rows = pair.rows_in[operand] is not None
@@ -113,14 +118,19 @@ def _given_device(pair: EquationPair, operand: int, split: int | None) -> Kind:
     if isinstance(x, Copy) and not has_rows:
         own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
         return x if split is None else own
-    if isinstance(x, Stacked) and split is not None:
+    is_of_each = split is not None and axes.has_each_tower_of(pair.sizes)
+    if isinstance(x, Stacked) and is_of_each:
         if pair.towers_in[operand] == split and isinstance(x.of, type):
             return x.of(x.power)
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_all_devices(
-    pair: EquationPair, value: Kind, own_rows: int | None, split: int | None
+    pair: EquationPair,
+    value: Kind,
+    own_rows: int | None,
+    split: int | None,
+    axes: MeshAxes,
 ) -> Kind:
     """The kind of a result, from its kind on one device."""
     if isinstance(value, Unknown | Zero):
@@ -133,8 +143,8 @@ def _of_all_devices(
         )
     if not isinstance(value, _STACKABLE) or blocks_of(value) > 1:
         return pair.unknown(f"out_specs of a shard_map join {value}")
-    if own_rows != split:
+    if own_rows != split and axes.has_each_tower_of(pair.sizes):
         return Stacked(value.power, of=type(value) if own_rows is None else TowerRows)
-    if isinstance(value, TowerRows | Copy):
+    if own_rows == split and isinstance(value, TowerRows | Copy):
         return copy(value.power)
     return pair.unknown(f"out_specs of a shard_map join {value}")

@@ -33,14 +33,30 @@ from towerjax.proof.equal.rules import refused, rule
 _MERGED: TypeAlias = Copy | Part | Maximum | Minimum
 
 
+# Collectives that may be over the devices of each tower first, and then over towers.
+_IN_ANY_ORDER = frozenset("psum psum_invariant pmax pmin".split())
+# Those that may be over towers first, and then over the devices of each.
+_INNERMOST = frozenset(
+    "all_gather all_gather_invariant reduce_scatter psum_scatter".split()
+)
+
+
 def _refuse_other_axes(pair: EquationPair) -> None:
-    """Raise unless the collective is over all towers."""
+    """Raise unless the collective is over all towers.
+
+    It may name axes of a tower's own devices, too. A sum or an extreme of these has
+    the kind of each. What is joined is a tower's own in whole blocks, if the towers are
+    the innermost.
+    """
     if pair.scope.in_chunks:
         raise NotOfOneKindError(
             f"no rule for {pair.name} of a chunk of each {{one}}'s rows"
         )
     axes = tuple(x for x in named_axes(pair.first) if x not in pair.walk.alone)
-    is_of_all = axes in pair.walk.axes
+    towers = tuple(x for x in axes if x not in pair.scope.within)
+    is_last = axes[-len(towers) :] == towers and pair.params.get("tiled", False)
+    may_be_within = pair.name in _IN_ANY_ORDER or (pair.name in _INNERMOST and is_last)
+    is_of_all = towers in pair.walk.axes and (axes == towers or may_be_within)
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
         raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
 

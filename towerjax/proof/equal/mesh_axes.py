@@ -1,0 +1,95 @@
+"""The axes of the meshes of a `shard_map` in two programs: which have the towers.
+
+An axis that has the same size in both programs may be *still*. Its places are then like
+the devices of a tower; see `within`. The devices of one place are the towers, and a
+kind describes the values of these, for each place. Where one dim is split over a still
+axis and the towers, the towers are innermost, so that each place has a block of its
+own: the same block for any number of towers.
+
+Or axes with several devices always act together: each array is split over all of them,
+and each collective names all of them, in the mesh's order. They are then one axis.
+"""
+
+import math
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from towerjax.jaxprs.params import axes_of_dims, manual_axes
+from towerjax.proof.equal.equation_pair import EquationPair, Sizes
+from towerjax.proof.equal.kinds import NotOfOneKindError
+from towerjax.types.refusals import listed
+
+
+class MeshAxes(NamedTuple):
+    """A reading of the axes of two meshes.
+
+    Attributes:
+      towers: The axes whose devices are the towers, in order.
+      counts: How many towers each mesh has.
+      alone: The other axes with one device.
+      still: The other axes with several devices.
+    """
+
+    towers: tuple[str, ...]
+    counts: tuple[int, int]
+    alone: frozenset[str]
+    still: frozenset[str]
+
+    def has_each_tower_of(self, sizes: Sizes) -> bool:
+        """Whether an array with an entry for each tower has one for each device."""
+        return self.counts == sizes.towers and not self.still
+
+    def dim_split(self, spec: PartitionSpec) -> int | None:
+        """The dim that is split over the towers; None if there is none.
+
+        Raises:
+          NotOfOneKindError: The spec does not fit this reading of the axes.
+        """
+        if spec.unreduced or spec.reduced:
+            raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
+        found = None
+        for i, named in enumerate(axes_of_dims(spec)):
+            names = tuple(x for x in named if x is not None and x not in self.alone)
+            of_towers = tuple(x for x in names if x in self.towers)
+            if not of_towers:
+                continue
+            told = f"no rule for {spec} in a shard_map"
+            axes = listed(map(repr, self.towers))
+            if of_towers != self.towers:
+                raise NotOfOneKindError(f"{told} over {axes}, which must act together")
+            if names[-len(of_towers) :] != of_towers:
+                raise NotOfOneKindError(
+                    f"{told} where only {axes} grows, which must be the last axis of"
+                    " its dim"
+                )
+            found = i
+        return found
+
+
+def readings_of(pair: EquationPair) -> list[MeshAxes]:
+    """The readings of the meshes of a `shard_map`, which grow as the devices do.
+
+    Raises:
+      NotOfOneKindError: The meshes do not grow so.
+    """
+    first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
+    both = {name: (size, second.get(name, 0)) for name, size in first.items()}
+    together = tuple(name for name, sizes in both.items() if sizes != (1, 1))
+    growing = tuple(name for name, sizes in both.items() if sizes[0] != sizes[1])
+    manual = manual_axes(pair.first)
+    found = []
+    for towers in dict.fromkeys((together, growing)):
+        a, b = (math.prod(both[name][i] for name in towers) for i in (0, 1))
+        one, other = pair.sizes.towers
+        is_mesh = [*first] == [*second] and {*towers} <= manual
+        if towers and is_mesh and a * other == b * one:
+            others = manual - {*towers}
+            alone = frozenset(name for name in others if both[name] == (1, 1))
+            found.append(MeshAxes(towers, (a, b), alone, others - alone))
+    if not found:
+        raise NotOfOneKindError(
+            f"no rule for a shard_map over a mesh of {dict(first)} devices, and of"
+            f" {dict(second)}"
+        )
+    return found
