@@ -20,8 +20,8 @@ from towerjax.proof.equal.one_tower import (
     MergedLeaf,
     TowerProgram,
     equal_to_one_tower,
-    has_own_derivatives,
 )
+from towerjax.proof.equal.own_derivatives import has_own_derivatives
 from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.tower import tower_of
 

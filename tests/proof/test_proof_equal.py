@@ -22,7 +22,8 @@ import towerjax as tj
 from towerjax.proof.equal import kinds
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Part, TowerRows, copy, part, rows
-from towerjax.proof.equal.one_tower import Merge, has_own_derivatives
+from towerjax.proof.equal.one_tower import Merge
+from towerjax.proof.equal.own_derivatives import has_own_derivatives
 from towerjax.proof.equal.rules import RULES
 
 PARAMS, BATCH = params_and_batch(rows_of(1, False))

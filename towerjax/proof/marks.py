@@ -152,19 +152,31 @@ class Context(NamedTuple):
         """Record a collective, and whether it hangs."""
         names = named_axes(eqn)
         avals = list[Any]([v.aval for v in eqn.invars])
-        size = sum(x.size * x.dtype.itemsize for x in avals)
-        is_sum = self.axis in names and eqn.primitive.name.split("_start")[0] in SUMS
         pairs = zip(eqn.invars, ins, strict=True)
-        own = [m for v, m in pairs if not isinstance(v, Literal)]
-        equals = is_sum and own and not join(own).along and not self.is_derived(eqn)
-        is_count = all(x.dtype.kind in "iu" for x in avals)
-        how = "counted" if is_count else "added up"
-        how = "averaged" if is_in_mean(eqn) else how
-        line = user_line((eqn, self.outer))
-        call = eqn.primitive.name, names, size, self.trips, line, how if equals else ""
-        self.noted.append(Collective(*call))
+        operands = [mark for v, mark in pairs if not isinstance(v, Literal)]
+        is_sum = self.axis in names and eqn.primitive.name.split("_start")[0] in SUMS
+        is_of_equals = is_sum and operands and not join(operands).along
+        collective = Collective(
+            eqn.primitive.name,
+            names,
+            sum(x.size * x.dtype.itemsize for x in avals),
+            self.trips,
+            user_line((eqn, self.outer)),
+            _use_of_sum(eqn, avals)
+            if is_of_equals and not self.is_derived(eqn)
+            else "",
+        )
+        self.noted.append(collective)
         if self.axis in names:
             self.note_hang(eqn)
+
+
+def _use_of_sum(eqn: JaxprEqn, avals: Sequence[Any]) -> str:
+    """Return what a sum of equal values is for, as `Collective.of_equals` says it."""
+    if is_in_mean(eqn):
+        return "averaged"
+    is_count = all(x.dtype.kind in "iu" for x in avals)
+    return "counted" if is_count else "added up"
 
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
@@ -175,18 +187,18 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     name = eqn.primitive.name.split("_start")[0]
     is_over_towers = context.axis in names
     num_towers = context.num_towers if names == (context.axis,) else 0
-    given = groups(eqn, num_towers)
+    of_axis = groups(eqn, num_towers)
     over = None
-    if given is not None and num_towers:
-        over = coordinate_of(given, num_towers)
-    if name in REDUCTIONS and (given is None or over):
+    if of_axis is not None and num_towers:
+        over = coordinate_of(of_axis, num_towers)
+    if name in REDUCTIONS and (of_axis is None or over):
         outs = [made_at(x, site) for x in ins]
         left = [without_coordinate(x.along, over) for x in ins]
         pairs = zip(outs, left, strict=True)
         return [x._replace(along=a) if is_over_towers else x for x, a in pairs]
     # A dependence on one coordinate becomes one on both.
     marks = [m._replace(along=ALL if m.along else NOTHING) for m in ins]
-    if is_over_towers and not _keeps_equals(eqn, name, given, num_towers):
+    if is_over_towers and not _keeps_equals(eqn, name, of_axis, num_towers):
         marks.append(Mark(ALL, name, site))
     return [made_at(join(marks), site)] * len(eqn.outvars)
 

@@ -53,9 +53,9 @@ def refuse_in_towers(
                 f" axes {x.axes}. {_WITHIN}"
             )
         for axis, in_axis in x.along.items():
-            for told in mistakes(in_axis, axis):
+            for mistake in mistakes(in_axis, axis):
                 line = x.line or "a line of a library"
-                raise ReplicationError(f"shard_map at {line} in a tower: {told}")
+                raise ReplicationError(f"shard_map at {line} in a tower: {mistake}")
 
 
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
@@ -127,21 +127,21 @@ def _prove_mapped(site: Site, on: int) -> None:
             " or leave it out."
         )
     for axis, analysis in along_each_axis(site).items():
-        told = mistakes(analysis, axis)
+        texts = mistakes(analysis, axis)
         if sums := of_equals(analysis, "added up", "counted"):
-            told.append(
+            texts.append(
                 f"a value that is the same on all devices is added up over {axis!r},"
                 f" which multiplies it by their number, at {sums}. The update already"
                 " gets the sums of all towers. Leave the sum out, or write"
                 f" jax.lax.pmean(x, {axis!r})."
             )
-        for text in told:
+        for text in texts:
             raise ReplicationError(f"shard_map at {line} in the update: {text}")
 
 
-def of_equals(analysis: Analysis, *how: str) -> str:
+def of_equals(analysis: Analysis, *uses: str) -> str:
     """The lines where a value that is the same on all devices is added or averaged."""
-    lines = [x.line for x in analysis.collectives if x.of_equals in how]
+    lines = [x.line for x in analysis.collectives if x.of_equals in uses]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 

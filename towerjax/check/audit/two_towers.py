@@ -25,7 +25,7 @@ from towerjax.check.comparison import (
 from towerjax.check.leaf_name import LeafPart, part_of
 from towerjax.jaxprs.sites import all_eqns
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.equal.one_tower import has_own_derivatives
+from towerjax.proof.equal.own_derivatives import has_own_derivatives
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced

@@ -29,9 +29,9 @@ from towerjax.proof.equal.one_tower import (
     MergedLeaf,
     TowerProgram,
     equal_to_one_tower,
-    has_own_derivatives,
     worst_of,
 )
+from towerjax.proof.equal.own_derivatives import has_own_derivatives
 from towerjax.proof.equal.same_path import way_of
 from towerjax.proof.equal.says import Says
 from towerjax.step.plan import Passes, Plan

@@ -58,6 +58,7 @@ class Answer(NamedTuple):
     says: Says
     why: str = ""  # the reason, if it is not proved
     advice: str = ""  # what to write, if it is refuted
+    has_line: bool = False  # whether the reason names a line
 
 
 _KIND_OF = {Merge.MAXIMUM: Maximum, Merge.MINIMUM: Minimum}
@@ -143,7 +144,9 @@ def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
     """The answer for a value of a wanted kind: proved, or off by a power of T."""
     if type(value) is not wanted:
         return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
-    return Answer(Says.REFUTED, _told(power), advice) if power else _PROVED
+    if not power:
+        return _PROVED
+    return Answer(Says.REFUTED, _told(power), advice, _has_line(power))
 
 
 def _of_mean(value: Kind, weight: Kind) -> Answer:
@@ -156,17 +159,21 @@ def _of_mean(value: Kind, weight: Kind) -> Answer:
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total = as_part(value)
     of_weights = as_part(weight)
-    for each in (total, of_weights):
-        if not isinstance(each, Part):
-            return Answer(Says.UNKNOWN, f"it is {value}, divided by {weight}")
+    if not (isinstance(total, Part) and isinstance(of_weights, Part)):
+        return Answer(Says.UNKNOWN, f"it is {value}, divided by {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
-        told = _told(power) + ": its weight is no sum over rows, and is added T times"
-        return Answer(Says.REFUTED, told, advice)
-    given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
-    if power and given:
-        power = Power(power, given[0].line)
+        why = _told(power) + ": its weight is no sum over rows, and is added T times"
+        return Answer(Says.REFUTED, why, advice, _has_line(power))
+    powers = [x.power for x in (value, weight) if isinstance(x.power, Power)]
+    if power and powers:
+        power = Power(power, powers[0].line)
     return _off_by(total, Part, power, advice)
+
+
+def _has_line(power: Any) -> bool:
+    """Return whether it is known where a value got a power of T."""
+    return isinstance(power, Power) and bool(power.line)
 
 
 def _told(power: Any) -> str:
@@ -174,5 +181,5 @@ def _told(power: Any) -> str:
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"
-    told = f"on T towers it is {factor} times what it is on one"
-    return f"{told}, since a factor at {line}" if line else told
+    text = f"on T towers it is {factor} times what it is on one"
+    return f"{text}, since a factor at {line}" if line else text

@@ -70,10 +70,10 @@ class Causes:
         if first is None:
             return None
         known = [(x, self._known(x)) for x in self._before(first)]
-        made = self._cause(first)
-        if made and made.site[0].primitive.name == "div":
-            if isinstance(made.ins[1], Part):
-                return made
+        cause = self._cause(first)
+        if cause and cause.site[0].primitive.name == "div":
+            if isinstance(cause.ins[1], Part):
+                return cause
         for x, value in known:
             if value and isinstance(value, Mean):
                 return self._cause(self._first(x, lambda x: isinstance(x, Mean)))
@@ -101,8 +101,8 @@ class Causes:
         """The equation that computes a variable."""
         key = id(place.program)
         if key not in self._makers:
-            made = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
-            self._makers[key] = dict(made)
+            makers = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
+            self._makers[key] = dict(makers)
         return self._makers[key].get(place.var)
 
     def _cause(self, place: _Place | None, value: Kind | None = None) -> Cause | None:

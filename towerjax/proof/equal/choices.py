@@ -117,10 +117,10 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
         if isinstance(one.fact, Flag) and isinstance(other, Zero):
             if pair.name in names:
                 return one
-    found = joined([x, y], "compared with")
-    if isinstance(found, Zero):
+    both = joined([x, y], "compared with")
+    if isinstance(both, Zero):
         return copy()
-    return guards.as_flag(pair, found.times_tower(0))
+    return guards.as_flag(pair, both.times_tower(0))
 
 
 @rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
@@ -221,21 +221,21 @@ def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
         if isinstance(predicate, TowerRows) and isinstance(predicate.fact, Flag):
             if isinstance(cases[0], Zero) and constant_of(cases[1]) == 1:
                 return predicate
-        if found := guards.chosen_by_any(predicate, cases):
-            return found
+        if either := guards.chosen_by_any(predicate, cases):
+            return either
     if any(isinstance(x, SoFar | Buffer) for x in cases):
         return _choice_in_loop(pair, predicate, cases)
     if not isinstance(predicate, ELEMENTS) or predicate.power:
         raise NotOfOneKindError(f"no rule for a choice by {predicate}")
-    found = joined(cases, "as an alternative to")
+    either = joined(cases, "as an alternative to")
     if isinstance(predicate, SAME_FOR_ALL):
-        return found
-    if not isinstance(found, ELEMENTS):
-        raise NotOfOneKindError(f"no rule for {found} that rows choose")
-    if isinstance(found, Zero):
-        return found
-    both = joined([predicate, found.times_tower(0)], "choosing")
-    chosen = both.times_tower(found.power)
+        return either
+    if not isinstance(either, ELEMENTS):
+        raise NotOfOneKindError(f"no rule for {either} that rows choose")
+    if isinstance(either, Zero):
+        return either
+    both = joined([predicate, either.times_tower(0)], "choosing")
+    chosen = both.times_tower(either.power)
     return chosen.replace(fact=_of_padding(pair, chosen))
 
 

@@ -54,24 +54,24 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
     is_kept = [
         x is y for x, y in zip(body.invars[consts:start], body.outvars, strict=False)
     ]
-    given = [x.bare() for x in pair.ins]
-    shared = [_shared(pair, x) for x in given[:consts]]
+    bare = [x.bare() for x in pair.ins]
+    shared = [_shared(pair, x) for x in bare[:consts]]
     carry = [
-        _shared(pair, x) if kept else _added_to(number, x)
-        for number, (x, kept) in enumerate(
-            zip(given[consts:start], is_kept, strict=True)
+        _shared(pair, x) if is_same else _added_to(number, x)
+        for number, (x, is_same) in enumerate(
+            zip(bare[consts:start], is_kept, strict=True)
         )
     ]
-    ins = [*shared, *carry, *[_of_a_trip(pair, x) for x in given[start:]]]
+    ins = [*shared, *carry, *[_of_a_trip(pair, x) for x in bare[start:]]]
     outs = pair.inside(programs, ins, in_chunks=True)
     ends = [
-        before if kept else _sum_of_trips(pair, before, *both)
-        for before, kept, *both in zip(
-            given[consts:start], is_kept, carry, outs[:carry_size], strict=True
+        before if is_same else _sum_of_trips(pair, before, *both)
+        for before, is_same, *both in zip(
+            bare[consts:start], is_kept, carry, outs[:carry_size], strict=True
         )
     ]
-    kept = zip(outs[carry_size:], pair.rows_out[carry_size:], strict=True)
-    return [*ends, *[_of_all_trips(pair, x, axis) for x, axis in kept]]
+    is_same = zip(outs[carry_size:], pair.rows_out[carry_size:], strict=True)
+    return [*ends, *[_of_all_trips(pair, x, axis) for x, axis in is_same]]
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:

@@ -24,9 +24,9 @@ class ProgramsDifferError(Exception):
 
 def failed(error: Exception) -> str:
     """The reason why nothing is known where the proof itself raised an error."""
-    told = str(error).splitlines() or [""]
+    lines = str(error).splitlines() or [""]
     return (
-        f"the proof failed with {type(error).__name__}: {told[0]}; please report this"
+        f"the proof failed with {type(error).__name__}: {lines[0]}; please report this"
     )
 
 
@@ -41,13 +41,13 @@ class Sizes(NamedTuple):
 
     def times(self, first: Any, second: Any) -> Fraction | None:
         """The multiple of a tower's rows that these sizes are; None if they are not."""
-        found = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
-        return found[0] if found[0] == found[1] else None
+        both = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
+        return both[0] if both[0] == both[1] else None
 
     def are_of_tower(self, first: Any, second: Any) -> bool:
         """Whether these sizes are the rows of all micro-batches of a tower."""
-        given = zip((first, second), self.rows, self.parts, strict=True)
-        return self.parts != (1, 1) and all(x == n * k for x, n, k in given)
+        triples = zip((first, second), self.rows, self.parts, strict=True)
+        return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
         """The dim of rows of two arrays, and their dim of towers.
@@ -55,20 +55,20 @@ class Sizes(NamedTuple):
         Raises:
           ProgramsDifferError: Another dim differs, or several have rows.
         """
-        found: dict[str, int] = {}
+        axes: dict[str, int] = {}
         if len(first.shape) != len(second.shape):
             raise ProgramsDifferError("the number of dims differs")
         pairs = zip(first.shape, second.shape, strict=True)
         for i, (m, n) in enumerate(pairs):
             if is_size(m) and is_size(n) and m == n:
                 continue
-            what = self._what_differs(m, n)
-            if what in found:
-                counted = "{many}" if what == "towers" else what
+            unit = self._what_differs(m, n)
+            if unit in axes:
+                counted = "{many}" if unit == "towers" else unit
                 raise ProgramsDifferError(f"an array has several dims of {counted}")
-            if what:
-                found[what] = i
-        return found.get("rows"), found.get("towers")
+            if unit:
+                axes[unit] = i
+        return axes.get("rows"), axes.get("towers")
 
     def _what_differs(self, m: Any, n: Any) -> str:
         if self.times(m, n) is not None:

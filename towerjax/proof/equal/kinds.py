@@ -484,8 +484,8 @@ def of_one_tower(x: Stacked, axis: int | None) -> Kind:
     ``axis`` is its dim of rows.
     """
     if isinstance(x.of, RowsInTurn):
-        own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-        return own if axis is None else permuted(own, axis, x.of)
+        own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
+        return own_rows if axis is None else permuted(own_rows, axis, x.of)
     if x.of is TowerRows and axis is not None:
         return rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
     return TowerId() if x.of is TowerId else x.of(x.power)
@@ -528,10 +528,10 @@ def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
         raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
     if len({x.blocks for x in live if isinstance(x, TowerRows)}) > 1:
         raise NotOfOneKindError("rows meet rows in another order")
-    found = next((x for x in live if not isinstance(x, Copy)), live[0])
-    if isinstance(found, TowerRows):
-        return TowerRows(found.power, found.blocks)
-    return type(found)(found.power)
+    most = next((x for x in live if not isinstance(x, Copy)), live[0])
+    if isinstance(most, TowerRows):
+        return TowerRows(most.power, most.blocks)
+    return type(most)(most.power)
 
 
 def added(values: Sequence[Kind]) -> Any:

@@ -139,10 +139,12 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
     if not (is_alike or is_any):
         raise NotOfOneKindError(f"no rule for a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
-    each = [pair.inside(both, ins) for both in zip(*branches, strict=True)]
+    of_branches = [pair.inside(both, ins) for both in zip(*branches, strict=True)]
     if is_any:
-        return [_by_any(pair, predicate, both) for both in zip(*each, strict=True)]
-    return [_either_of(pair, values) for values in zip(*each, strict=True)]
+        return [
+            _by_any(pair, predicate, both) for both in zip(*of_branches, strict=True)
+        ]
+    return [_either_of(pair, values) for values in zip(*of_branches, strict=True)]
 
 
 def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
@@ -151,10 +153,10 @@ def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
     try:
-        found = guards.chosen_by_any(predicate, cases)
+        chosen = guards.chosen_by_any(predicate, cases)
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
-    return found or pair.unknown(f"no rule for a branch by {predicate}")
+    return chosen or pair.unknown(f"no rule for a branch by {predicate}")
 
 
 def _either_of(
@@ -173,11 +175,11 @@ def _either_of(
     if any(isinstance(x, SPECIAL) for x in values):
         return pair.unknown(f"no rule for {values[0]} {verb} {values[-1]}")
     try:
-        found = joined(values, verb)
+        either = joined(values, verb)
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
     live = [x.zeros for x in values if not isinstance(x, Zero)]
-    return found.replace(zeros=frozenset.intersection(*live)) if live else found
+    return either.replace(zeros=frozenset.intersection(*live)) if live else either
 
 
 def _settled(
@@ -186,14 +188,14 @@ def _settled(
     carry: Sequence[Kind],
 ) -> list[Kind]:
     """The kinds of a carry that a trip no longer changes."""
-    found = [x.bare() for x in carry]
+    kinds = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
-        ends = [x.bare() for x in trip(found)]
-        pairs = zip(found, ends, strict=True)
+        ends = [x.bare() for x in trip(kinds)]
+        pairs = zip(kinds, ends, strict=True)
         new = [_either_of(pair, both, "that a loop turns into") for both in pairs]
-        if new == found:
-            return found
-        found = new
+        if new == kinds:
+            return kinds
+        kinds = new
     return [pair.unknown("the kind of a loop's carry changes from trip to trip")] * len(
         carry
     )
@@ -300,11 +302,13 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
     carry = _settled(pair, trip, ins[consts:start])
     outs = pair.inside(programs, [*ins[:consts], *carry, *xs])
-    kept = [x.bare() for x in outs[carry_size:]]
-    for i, x in enumerate(kept):
+    stacked = [x.bare() for x in outs[carry_size:]]
+    for i, x in enumerate(stacked):
         if isinstance(x, SPECIAL) or isinstance(x, Mean):
-            kept[i] = pair.unknown(f"no rule for {x} that a loop returns for each trip")
-    return [*carry, *kept]
+            stacked[i] = pair.unknown(
+                f"no rule for {x} that a loop returns for each trip"
+            )
+    return [*carry, *stacked]
 
 
 def _over_own_rows(
@@ -315,18 +319,18 @@ def _over_own_rows(
         raise NotOfOneKindError("a loop over {its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
-    given = [x.bare() for x in pair.ins]
-    each = [_of_one_row(pair, i, x) for i, x in enumerate(given) if i >= start]
+    bare = [x.bare() for x in pair.ins]
+    of_rows = [_of_one_row(pair, i, x) for i, x in enumerate(bare) if i >= start]
     body: Any = open_jaxpr(programs[0])
     pairs = zip(body.invars[consts:start], body.outvars, strict=False)
     is_kept = [x is y for x, y in pairs]
     carry = [
-        given[i] if is_kept[i - consts] else _start_of(pair, i, given[i])
+        bare[i] if is_kept[i - consts] else _start_of(pair, i, bare[i])
         for i in range(consts, start)
     ]
 
     def trip(carry: list[Kind]) -> list[Kind]:
-        return pair.inside(programs, [*given[:consts], *carry, *each], loop=lengths)
+        return pair.inside(programs, [*bare[:consts], *carry, *of_rows], loop=lengths)
 
     outs = trip(carry)
     counts = [isinstance(x, Counter) for x in carry]
@@ -338,10 +342,10 @@ def _over_own_rows(
             for i, x in enumerate(carry)
         ]
         outs = trip(carry)
-    starts = given[consts:start]
+    starts = bare[consts:start]
     ends = [
-        first if kept else _end_of(pair, first, *both)
-        for first, kept, *both in zip(starts, is_kept, carry, outs, strict=False)
+        first if is_same else _end_of(pair, first, *both)
+        for first, is_same, *both in zip(starts, is_kept, carry, outs, strict=False)
     ]
     return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
 
@@ -420,8 +424,8 @@ def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
 def _rows_of(pair: EquationPair, x: Kind) -> Kind:
     """The kind of an output that a loop over rows stacks."""
     if isinstance(x, Row):
-        found = rows(x.power).replace(zeros=x.bare().zeros)
-        return found.replace(in_padding=x.in_padding)
+        all_rows = rows(x.power).replace(zeros=x.bare().zeros)
+        return all_rows.replace(in_padding=x.in_padding)
     if isinstance(x, Copy):
         return copy(x.power)
     if isinstance(x, Counter):

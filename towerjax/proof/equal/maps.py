@@ -42,25 +42,25 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
     if pair.walk.axes:
         return mapped_within(pair)
-    found = list[Kind]()
+    kinds = list[Kind]()
     why = NotOfOneKindError("")
     for axes in readings_of(pair):
         try:
-            found = _better(found, _of_reading(pair, axes, is_first=not found))
+            kinds = _better(kinds, _of_reading(pair, axes, is_first=not kinds))
         except NotOfOneKindError as error:
             why = error
-    if not found:
+    if not kinds:
         raise why
-    return found
+    return kinds
 
 
-def _better(found: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
+def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
     """What is known of each result, by the first or by the second."""
-    if not found:
+    if not kinds:
         return [*others]
     return [
         y if isinstance(x, Unknown) and not isinstance(y, Unknown) else x
-        for x, y in zip(found, others, strict=True)
+        for x, y in zip(kinds, others, strict=True)
     ]
 
 
@@ -75,36 +75,36 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
     ins = [_given_device(pair, i, split, axes) for i, split in enumerate(splits)]
     scope = Scope(pair.site, within=axes.alone | axes.still)
     avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
-    found = list[Kind]()
+    kinds = list[Kind]()
     # Arrays may be split along dims of several sizes, such as words and hidden units.
     for rows_each in _rows_each(bodies, axes.counts):
         sizes = Sizes(axes.counts, rows_each)
         walk = Walk(sizes, [axes.towers], has_keys=False, alone=axes.alone)
-        if is_first and not found:
+        if is_first and not kinds:
             walk.kinds = pair.walk.kinds
         outs = walk.closed(bodies[0], bodies[1], ins, scope)
-        each = zip(outs, avals, splits_out, strict=True)
+        triples = zip(outs, avals, splits_out, strict=True)
         results = [
             _of_all_devices(pair, value, sizes.axes(*both)[0], split, axes)
-            for value, both, split in each
+            for value, both, split in triples
         ]
-        found = _better(found, results)
-        if all(not isinstance(x, Unknown) for x in found):
+        kinds = _better(kinds, results)
+        if all(not isinstance(x, Unknown) for x in kinds):
             break
-    return found
+    return kinds
 
 
 def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, int]]:
     """The rows of a device: the sizes of dims that are split, in order."""
     a, b = towers
     pairs = zip(*[body.invars for body in bodies], strict=True)
-    found = [
+    sizes = [
         (m, n)
         for first, second in pairs
         for m, n in zip(first.aval.shape, second.aval.shape, strict=True)
         if m != n and m * a == n * b
     ]
-    return [*dict.fromkeys(found)] or [(b, a)]
+    return [*dict.fromkeys(sizes)] or [(b, a)]
 
 
 def _given_device(
@@ -116,8 +116,8 @@ def _given_device(
     if isinstance(x, Unknown | Zero):
         return x
     if isinstance(x, Copy) and not has_rows:
-        own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-        return x if split is None else own
+        own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
+        return x if split is None else own_rows
     is_of_each = split is not None and axes.has_each_tower_of(pair.sizes)
     if isinstance(x, Stacked) and is_of_each:
         if pair.towers_in[operand] == split and isinstance(x.of, type):

@@ -48,23 +48,25 @@ class MeshAxes(NamedTuple):
         """
         if spec.unreduced or spec.reduced:
             raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
-        found = None
+        split = None
         for i, named in enumerate(axes_of_dims(spec)):
             names = tuple(x for x in named if x is not None and x not in self.alone)
             of_towers = tuple(x for x in names if x in self.towers)
             if not of_towers:
                 continue
-            told = f"no rule for {spec} in a shard_map"
+            refusal = f"no rule for {spec} in a shard_map"
             axes = listed(map(repr, self.towers))
             if of_towers != self.towers:
-                raise NotOfOneKindError(f"{told} over {axes}, which must act together")
+                raise NotOfOneKindError(
+                    f"{refusal} over {axes}, which must act together"
+                )
             if names[-len(of_towers) :] != of_towers:
                 raise NotOfOneKindError(
-                    f"{told} where only {axes} grows, which must be the last axis of"
+                    f"{refusal} where only {axes} grows, which must be the last axis of"
                     " its dim"
                 )
-            found = i
-        return found
+            split = i
+        return split
 
 
 def readings_of(pair: EquationPair) -> list[MeshAxes]:
@@ -78,7 +80,7 @@ def readings_of(pair: EquationPair) -> list[MeshAxes]:
     together = tuple(name for name, sizes in both.items() if sizes != (1, 1))
     growing = tuple(name for name, sizes in both.items() if sizes[0] != sizes[1])
     manual = manual_axes(pair.first)
-    found = []
+    readings = []
     for towers in dict.fromkeys((together, growing)):
         a, b = (math.prod(both[name][i] for name in towers) for i in (0, 1))
         one, other = pair.sizes.towers
@@ -86,10 +88,10 @@ def readings_of(pair: EquationPair) -> list[MeshAxes]:
         if towers and is_mesh and a * other == b * one:
             others = manual - {*towers}
             alone = frozenset(name for name in others if both[name] == (1, 1))
-            found.append(MeshAxes(towers, (a, b), alone, others - alone))
-    if not found:
+            readings.append(MeshAxes(towers, (a, b), alone, others - alone))
+    if not readings:
         raise NotOfOneKindError(
             f"no rule for a shard_map over a mesh of {dict(first)} devices, and of"
             f" {dict(second)}"
         )
-    return found
+    return readings

@@ -73,8 +73,8 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind
         _after_all_trips(pair, before, change, start, end)
         for before, change, start, end in changed
     ]
-    kept = enumerate(outs[carry_size:], carry_size)
-    return [*ends, *[_stacked(pair, walk, bodies, i, x) for i, x in kept]]
+    stacked = enumerate(outs[carry_size:], carry_size)
+    return [*ends, *[_stacked(pair, walk, bodies, i, x) for i, x in stacked]]
 
 
 def _change_of(body: Any, operand: int, result: int) -> str:
@@ -120,13 +120,13 @@ def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int,
     """The rows of a micro-batch: the least size that grows as their number falls."""
     a, b = towers
     pairs = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
-    each = [
+    sizes = [
         (m, n)
         for first, second in pairs
         for m, n in zip(first, second, strict=False)
         if m != n and m * a == n * b
     ]
-    return min(each, default=(b, a))
+    return min(sizes, default=(b, a))
 
 
 def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:

@@ -14,23 +14,17 @@ largest value, its derivative is one of several possible ones, and may depend on
 split.
 """
 
-import contextlib
 import dataclasses
 import enum
-import functools
 import itertools
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
-from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
-from towerjax.jaxprs.params import given_name, open_jaxpr
-from towerjax.jaxprs.sites import all_eqns, user_line
+from towerjax.jaxprs.params import open_jaxpr
+from towerjax.jaxprs.sites import user_line
 from towerjax.proof.equal import (  # noqa: F401
     choices,
     elementwise,
@@ -138,10 +132,6 @@ class Equality:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
 
 
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp_rule", "fwd")
-_JAX_FOLDER = str(Path(jax.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parents[2])
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = tuple(Says)
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
@@ -179,22 +169,22 @@ def equal_to_one_tower(
     """
     try:
         pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
-        found = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
+        answers = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
     except Exception as error:  # a fault of the proof ends no training
         merged = [x for x in outputs if x.merge is not Merge.PER_TOWER]
         return [Equality(x.name, Says.UNKNOWN, failed(error)) for x in merged]
-    return worst_of([x for each in found for x in each])
+    return worst_of([x for of_pair in answers for x in of_pair])
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
     """The worst answer for each leaf, in the order of first appearance."""
-    found: dict[str, Equality] = {}
+    worst_by_leaf: dict[str, Equality] = {}
     for equality in equalities:
-        known = found.get(equality.leaf)
+        known = worst_by_leaf.get(equality.leaf)
         worst = -1 if known is None else _WORSE_LAST.index(known.says)
         if _WORSE_LAST.index(equality.says) > worst:
-            found[equality.leaf] = equality
-    return list(found.values())
+            worst_by_leaf[equality.leaf] = equality
+    return list(worst_by_leaf.values())
 
 
 def _results_of_pairs(
@@ -213,12 +203,14 @@ def _results_of_pairs(
     pairs = [*itertools.pairwise(programs)]
     stays = {x.becomes for x in outputs} - {None}
     while True:
-        given = [Given.REPLICATED if i in stays else x for i, x in enumerate(inputs)]
-        found = [_results_of_pair(pair, given, axes, padded) for pair in pairs]
-        columns = zip(outputs, zip(*found, strict=True), strict=False)
-        after = {x.becomes for x, each in columns if all(y.is_the_same for y in each)}
+        known = [Given.REPLICATED if i in stays else x for i, x in enumerate(inputs)]
+        results = [_results_of_pair(pair, known, axes, padded) for pair in pairs]
+        columns = zip(outputs, zip(*results, strict=True), strict=False)
+        after = {
+            x.becomes for x, of_pairs in columns if all(y.is_the_same for y in of_pairs)
+        }
         if stays <= after:
-            return found
+            return results
         stays &= after
 
 
@@ -230,8 +222,8 @@ def _results_of_pair(
 ) -> list[ProvedResult]:
     """The kinds of the results for two numbers of towers."""
     first, second = pair
-    each = [(x.towers, x.rows, x.micro_batches) for x in pair]
-    towers, rows_each, micro_batches = zip(*each, strict=True)
+    numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
+    towers, rows_each, micro_batches = zip(*numbers, strict=True)
     sizes = Sizes(towers, rows_each, padded, micro_batches)
     ins = kinds_of_inputs(inputs, padded)
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
@@ -255,7 +247,7 @@ def _answers(
     padded: bool,
 ) -> list[Equality]:
     """The proof's answers for two numbers of towers, with lines of one program."""
-    found = []
+    equalities = []
     for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
             continue
@@ -266,17 +258,17 @@ def _answers(
             weight = None if leaf.weight is None else results[leaf.weight].value
             has_rows = result.times_rows == 1
             answer = answer_for(leaf.merge, result.value, weight, has_rows)
-        says, why, advice = answer
+        says, why, advice, has_line = answer
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says is Says.PROVED and not fits:
             says = Says.UNKNOWN
             why = "its shape depends on the split"
-        if says is Says.REFUTED and ", since a factor at " not in why:
+        if says is Says.REFUTED and not has_line:
             line = _line_of_result(program, number)
             why += f", made at {line}" if line else ""
         why = NOUNS_OF_TOWERS.told(why)
-        found.append(Equality(leaf.name, says, why, advice, leaf.state))
-    return found
+        equalities.append(Equality(leaf.name, says, why, advice, leaf.state))
+    return equalities
 
 
 def _line_of_result(program: ClosedJaxpr, number: int) -> str:
@@ -284,81 +276,6 @@ def _line_of_result(program: ClosedJaxpr, number: int) -> str:
     jaxpr = open_jaxpr(program)
     makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
     return user_line((makers[0], None)) if makers else ""
-
-
-def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a rule that is not JAX's own says what a derivative is.
-
-    Then derivatives must be walked, too, because a proof for a value says nothing about
-    them.
-    """
-    return any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))
-
-
-def _has_own_rule(eqn: JaxprEqn) -> bool:
-    """Whether a user's rule says what the derivative of the equation is."""
-    name = eqn.primitive.name
-    if name == "custom_linear_solve":
-        programs = [x for x in eqn.params["jaxprs"] if x is not None]
-        return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
-    if "_prim" in eqn.params:  # with jax_custom_jvp3, jax_custom_vjp3 or jax_remat3
-        high = eqn.params["_prim"]
-        is_known = given_name(eqn) is not None or type(high).__name__ == "RematTraced"
-        return not (is_known or _is_rule_of_jax(vars(high)))
-    return name in _WITH_RULES and not _is_rule_of_jax(eqn.params)
-
-
-def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
-    """Whether JAX, or towerjax, defines both the function and its rule."""
-    rules = [x for key, x in params.items() if key in _RULE_PARAMS]
-    files = [x.co_filename for x in _code_in(rules)]
-    if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
-        return False
-    program: Any = params.get("call_jaxpr") or params.get("fun_jaxpr")
-    if "traced" in params:
-        program = params["traced"].jaxpr
-    info = getattr(open_jaxpr(program), "debug_info", None)
-    name, _, source = str(getattr(info, "func_src_info", "")).partition(" at ")
-    file = source.rpartition(":")[0]
-    is_of_ours = file.startswith((_JAX_FOLDER, _OWN_FOLDER))
-    modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
-    kinds = (jax.custom_jvp, jax.custom_vjp)
-    has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
-    # Functions that find roots get the method from the user.
-    return is_of_ours and has_rule and not file.endswith("solves.py")
-
-
-def _code_in(values: Sequence[Any]) -> list[CodeType]:
-    """The code of functions, and of the functions that they hold, wrap or belong to."""
-    found: list[CodeType] = []
-    todo = [*values]
-    seen = set()
-    while todo:
-        x = todo.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, FunctionType):
-            found.append(x.__code__)
-            for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is still empty
-                    todo.append(cell.cell_contents)
-        elif isinstance(x, tuple | list):
-            todo += x
-        elif isinstance(x, MethodType):
-            todo.append(x.__func__)
-        elif isinstance(x, functools.partial):
-            todo += [x.func, *x.args, *x.keywords.values()]
-        elif callable(x) and not isinstance(x, type):
-            todo.append(type(x).__call__)
-        todo += [getattr(x, name) for name in ("f", "__wrapped__") if hasattr(x, name)]
-    return found
-
-
-def _source_of(program: Any) -> str:
-    """The file of the function from which a program was traced."""
-    info = getattr(open_jaxpr(program), "debug_info", None)
-    return str(getattr(info, "func_src_info", "")).partition(" at ")[2]
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:

@@ -92,11 +92,11 @@ class Registered(NamedTuple):
         """Return the kinds of an equation's results."""
         if self.is_swapped:
             pair = pair.swapped()
-        found = self.rule(pair, *pair.ins)
-        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
+        said = self.rule(pair, *pair.ins)
+        kinds = said if isinstance(said, list) else [said] * len(pair.rows_out)
         if self.knows_identity:
-            return found
-        return [x.without_identity() for x in found]
+            return kinds
+        return [x.without_identity() for x in kinds]
 
 
 RULES: dict[str, tuple[Registered, ...]] = {}
@@ -123,13 +123,13 @@ def rule(
     """
 
     def register(function: Rule) -> Rule:
-        found = Registered(function, operands, every, copies_as_rows, knows_identity)
-        both = [found]
+        new = Registered(function, operands, every, copies_as_rows, knows_identity)
+        both = [new]
         if commutes:
-            both.append(found._replace(operands=operands[::-1], is_swapped=True))
+            both.append(new._replace(operands=operands[::-1], is_swapped=True))
         for name in names.split():
             # A module that is loaded again registers its rules again.
-            others = [x for x in RULES.get(name, ()) if not x.is_again(found)]
+            others = [x for x in RULES.get(name, ()) if not x.is_again(new)]
             RULES[name] = (*others, *both)
         return function
 
@@ -184,8 +184,10 @@ _OF_ONE = {
 def refused(pair: EquationPair) -> NotOfOneKindError:
     """Return the error for an equation whose operands no rule accepts."""
     ins = pair.ins[::-1] if pair.is_swapped else pair.ins
-    told = f"{pair.name} of " + ", ".join(dict.fromkeys(map(str, ins)))
     forms = {1: _OF_ONE, 2: _OF_TWO}.get(len(ins), {})
     if pair.name in forms:
-        told = forms[pair.name].format(*ins)
-    return NotOfOneKindError(f"no rule for {told}")
+        equation = forms[pair.name].format(*ins)
+    else:
+        operands = dict.fromkeys(map(str, ins))
+        equation = f"{pair.name} of {', '.join(operands)}"
+    return NotOfOneKindError(f"no rule for {equation}")

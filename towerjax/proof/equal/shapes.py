@@ -364,10 +364,10 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     avals: list[Any] = [x.outvars[0].aval for x in (pair.first, pair.second)]
     pairs = [x.shape[r_out] for x in avals]
     times = pair.sizes.times(*pairs)
-    each = Fraction(times or 0) / blocks
+    of_block = Fraction(times or 0) / blocks
     if pair.sizes.padded or not is_size(pairs[0]):
         of_old = pair.times_rows(0, r_in) or Fraction(0)
-        return blocks if (each.denominator, of_old.denominator) == (1, 1) else None
+        return blocks if (of_block.denominator, of_old.denominator) == (1, 1) else None
     return blocks if not any(n % blocks for n in pairs) else None
 
 

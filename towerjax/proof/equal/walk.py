@@ -141,13 +141,13 @@ class Walk:
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], scope)
-            kept = first, second  # kept, so that their ids stay unique
-            self._known[key] = _Walked(out, start, self._count, kept)
+            programs = first, second  # kept, so that their ids stay unique
+            self._known[key] = _Walked(out, start, self._count, programs)
             return out
-        found = self._known[key]
-        shift = self._count - found.start
-        self._count += found.end - found.start
-        return [_renumbered(x, found, shift) for x in found.out]
+        walked = self._known[key]
+        shift = self._count - walked.start
+        self._count += walked.end - walked.start
+        return [_renumbered(x, walked, shift) for x in walked.out]
 
     def _run(
         self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope
@@ -159,10 +159,10 @@ class Walk:
             raise ProgramsDifferError(
                 "the program has other inputs or results for another number of {many}"
             )
-        given = [*zip(a.constvars, b.constvars, strict=True)]
-        given += zip(a.invars, b.invars, strict=True)
-        env = {x: value for (x, _), value in zip(given, ins, strict=True)}
-        twin = dict(given)  # the variable of the second program for each of the first
+        inputs = [*zip(a.constvars, b.constvars, strict=True)]
+        inputs += zip(a.invars, b.invars, strict=True)
+        env = {x: value for (x, _), value in zip(inputs, ins, strict=True)}
+        twin = dict(inputs)  # the variable of the second program for each of the first
 
         def read(x: Any, y: Any) -> Kind:
             if isinstance(x, Literal) and isinstance(y, Literal):
@@ -194,8 +194,8 @@ class Walk:
         count = len(one.outvars)
         try:
             pair = self._with_axes(pair)
-            found = self._by_rule(pair)
-            return [self._checked(pair, i, value) for i, value in enumerate(found)]
+            kinds = self._by_rule(pair)
+            return [self._checked(pair, i, value) for i, value in enumerate(kinds)]
         except (NotOfOneKindError, ProgramsDifferError) as error:
             return [pair.unknown(str(error))] * count
         except Exception as error:  # a fault of a rule ends no training
@@ -208,11 +208,11 @@ class Walk:
             both = zip(
                 getattr(pair.first, group), getattr(pair.second, group), strict=True
             )
-            each = [
+            of_each = [
                 (None, None) if is_ref(x) else self.sizes.axes(x.aval, y.aval)
                 for x, y in both
             ]
-            axes += [[a for a, _ in each], [b for _, b in each]]
+            axes += [[a for a, _ in of_each], [b for _, b in of_each]]
         names = "rows_in", "towers_in", "rows_out", "towers_out"
         return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
 
@@ -248,8 +248,8 @@ class Walk:
         if pair.name in BY_ELEMENT and _is_of_groups(pair):
             return _by_groups(pair)
         if layout := orders.order_of(pair):
-            found = _by_its_rule(orders.as_in_order(pair))
-            return orders.in_order(pair, found, layout)
+            kinds = _by_its_rule(orders.as_in_order(pair))
+            return orders.in_order(pair, kinds, layout)
         return _by_its_rule(pair)
 
     def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
@@ -268,10 +268,10 @@ class Walk:
             )
         value = value.replace(in_padding=zeros.in_padding(pair, result, value))
         if isinstance(value, zeros.KNOWN_ZEROS):
-            found = value.zeros | zeros.zeros_of(pair, result)
-            if len(found) > _MOST_FLAGS:
-                found &= {PADDING}
-            value = value.replace(zeros=found)
+            places = value.zeros | zeros.zeros_of(pair, result)
+            if len(places) > _MOST_FLAGS:
+                places &= {PADDING}
+            value = value.replace(zeros=places)
         if isinstance(value, Part) and value.fact is None:
             value = value.replace(fact=OneValue(self.new_identity()))
         if value.power and not isinstance(value.power, Power):
@@ -319,12 +319,12 @@ def _line_of_power(pair: EquationPair, power: Any) -> str:
     return lines.get(power) or user_line(pair.site)
 
 
-def _renumbered(value: Kind, found: _Walked, shift: int) -> Kind:
+def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
     """The value with new identities in place of those that were new in a walk."""
 
     def new(x: Any) -> Any:
         if isinstance(x, Identity):
-            return Identity(x + shift) if found.start < x <= found.end else x
+            return Identity(x + shift) if walked.start < x <= walked.end else x
         if isinstance(x, GroupDims):
             return x._replace(order=new(x.order))
         if isinstance(x, tuple):

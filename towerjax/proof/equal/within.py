@@ -41,11 +41,11 @@ def mapped_within(pair: EquationPair) -> list[Kind]:
     if axes & towers or axes != manual_axes(pair.second):
         raise NotOfOneKindError("a shard_map in a {one} is over the {many}")
     split = _axes_of_rows(pair)
-    given = [_given_part(pair, x) for x in pair.ins]
+    parts = [_given_part(pair, x) for x in pair.ins]
     bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
     outs = pair.inside(
         bodies,
-        given,
+        parts,
         within=pair.scope.within | (axes - split),
         # The devices of one place in all towers do not have all rows.
         in_chunks=pair.scope.in_chunks or bool(split),
@@ -66,10 +66,10 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     Nothing else may differ over these axes, because it would weigh rows by their place.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
-    found = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
-    if len(found) > 1:
+    splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
+    if len(splits) > 1:
         raise NotOfOneKindError("rows meet rows that are split over other devices")
-    split = found.pop() if found else frozenset()
+    split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
             "rows meet a value that differs between a {one}'s devices"

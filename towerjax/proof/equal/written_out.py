@@ -238,12 +238,12 @@ class Matched:
     def _needed(self) -> list[_Node]:
         """The equations of one micro-batch that some result needs, in order."""
         needed = {x for x in self._one.outs if not isinstance(x, _Constant)}
-        found = []
+        nodes = []
         for node in reversed(self._one.nodes):
             if needed & {*node.outs}:
-                found.append(node)
+                nodes.append(node)
                 needed |= {x for x in node.ins if not isinstance(x, _Constant)}
-        return found[::-1]
+        return nodes[::-1]
 
     def _result(self, one: Any, other: Any) -> Kind:
         if isinstance(one, _Constant) and isinstance(other, _Constant):
@@ -270,11 +270,11 @@ class Matched:
                 self._add_stack(node, operands[0])
         if self._failed is not None:
             return
-        found = self._matches[node.outs[0]]
-        if not found:
+        matches = self._matches[node.outs[0]]
+        if not matches:
             self._failed = _unknown(_OTHERS, node)
-        elif all(isinstance(x.known, Unknown) for x in found):
-            self._failed = found[0].known
+        elif all(isinstance(x.known, Unknown) for x in matches):
+            self._failed = matches[0].known
 
     def _same_for_each(
         self, node: _Node, operands: Sequence[Any]
@@ -291,16 +291,16 @@ class Matched:
             if is_shared:
                 yield [first] * self._number
                 continue
-            same = [[x for x in each if _constants_agree(x, first)] for each in lists]
+            same = [[x for x in nodes if _constants_agree(x, first)] for nodes in lists]
             if all(same):
-                yield [each[0] for each in same]
+                yield [nodes[0] for nodes in same]
         for step in dict.fromkeys([1, self._walk.sizes.rows[1]]):
             counted = [
-                [x for x in each if _counts(x, i * step)]
-                for i, each in enumerate(lists)
+                [x for x in nodes if _counts(x, i * step)]
+                for i, nodes in enumerate(lists)
             ]
             if all(counted):
-                yield [each[0] for each in counted]
+                yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         """The numbers of the operands, for each micro-batch."""
@@ -321,7 +321,9 @@ class Matched:
         answers = []
         for other in dict.fromkeys(nodes):
             answers.append(self._walk.equation(node.eqn, other.eqn, ins, scope))
-        alike = [[(type(x), x.power, blocks_of(x)) for x in each] for each in answers]
+        alike = [
+            [(type(x), x.power, blocks_of(x)) for x in answer] for answer in answers
+        ]
         if any(x != alike[0] for x in alike):
             return
         for i, known in enumerate(answers[0]):
@@ -394,9 +396,9 @@ class Matched:
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
             if other.eqn.params["axis"] == node.eqn.params["axis"]:
                 known = Stacked(match.known.power, of=type(match.known))
-                found = _Match(known, other.outs * self._number)
+                stacked = _Match(known, other.outs * self._number)
                 self._set_kind(node, 0, known)
-                self._add(node.outs[0], found, node.out_shape())
+                self._add(node.outs[0], stacked, node.out_shape())
 
     def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
         """The value to which all of these are added in turn, or None."""
@@ -503,8 +505,8 @@ class Matched:
         if isinstance(x, Stacked):
             return of_one_tower(x, 1) if dim == 0 and size == 1 else None
         is_of_rows = size == self._walk.sizes.rows[1]
-        own = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-        return own if is_of_rows else None
+        own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
+        return own_rows if is_of_rows else None
 
 
 def _unknown(why: str, node: _Node | None = None) -> Kind:
