@@ -57,10 +57,9 @@ def of_own_words(x, table, labels):
     """The same by a device with the rows ``table`` of the whole table."""
     logits = x @ table.T
     most = lax.pmax(lax.stop_gradient(logits.max(-1)), "model")
-    own = labels - lax.axis_index("model") * len(table)
-    inside = (own >= 0) & (own < len(table))
-    of_label = jnp.take_along_axis(logits, jnp.where(inside, own, 0)[..., None], -1)
-    of_label = jnp.where(inside, of_label[..., 0], 0)
+    words = lax.axis_index("model") * len(table) + jnp.arange(len(table))
+    is_label = labels[..., None] == words[None, None]
+    of_label = jnp.where(is_label, logits, 0).sum(-1)
     exps = jnp.exp(logits - most[..., None]).sum(-1)
     of_label, exps, every = lax.psum((of_label, exps, logits.sum(-1)), "model")
     return most + jnp.log(exps) - (1 - SMOOTH) * of_label - SMOOTH * every / WORDS

@@ -200,9 +200,9 @@ def test_loss_gradient_and_parameters_are_those_of_one_device(name, layout):
                 gradient = (before[leaf] - wanted) / RATE
                 moved = (old[leaf] - found) / RATE
                 np.testing.assert_allclose(moved, gradient, rtol=1e-9, atol=1e-12)
-        is_by_hand = name in ("context by a ring", "words by hand")
-        assert step.is_audited == (layout == 0 and is_by_hand)
-        assert (step.unproved == {}) == (layout == 0 and not is_by_hand)
+        is_ring = name == "context by a ring"
+        assert step.is_audited == (layout == 0 and is_ring)
+        assert (step.unproved == {}) == (layout == 0 and not is_ring)
 
 
 @pytest.mark.parametrize("name", ["context_parallel", "vocabulary"])

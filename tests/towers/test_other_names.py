@@ -1,7 +1,7 @@
 """Losses of tunix and maxtext, which are a sum and a weight under other names."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,48 @@ def test_a_loss_of_another_library_is_one_of_ours(loss_fn, micro_batches):
     np.testing.assert_allclose(PARAMS["w"] - state.params["w"], gradient, 1e-5)
     if loss_fn is loss_output:
         np.testing.assert_allclose(metrics["large"], large, 1e-6)
+
+
+class Pair(NamedTuple):
+    unreduced_sum: Any
+    denominator: Any
+
+
+def named_pair(params, batch, tower):
+    metric = weighted_metric(params, batch, tower)
+    return Pair(metric.unreduced_sum, metric.denominator)
+
+
+@pytest.mark.parametrize("loss_fn", [weighted_metric, loss_output, named_pair])
+def test_its_loss_is_scaled_as_ours_is(loss_fn):
+    scale = tj.contrib.LossScale(2.0**10)
+    strategy = tj.Mirrored(("cpu:0",), towers=4)
+    sgd = optax.sgd(1.0)
+    step = tj.contrib.train_step(loss_fn, sgd, strategy, loss_scale=scale)
+    state, metrics = step(step.init(PARAMS), BATCH)
+    loss, gradient, large = expected()
+    np.testing.assert_allclose(metrics["loss"], loss, 1e-5)
+    np.testing.assert_allclose(PARAMS["w"] - state.params["w"], gradient, 1e-5)
+    assert metrics["loss_scale"] == 2.0**10
+    if loss_fn is loss_output:
+        np.testing.assert_allclose(metrics["large"], large, 1e-6)
+
+
+class Opaque:
+    def __init__(self, unreduced_sum, denominator):
+        self.unreduced_sum = unreduced_sum
+        self.denominator = denominator
+
+
+def test_a_loss_that_cannot_be_scaled_is_told_what_to_return():
+    def loss_fn(params, batch, tower):
+        return Opaque(*named_pair(params, batch, tower))
+
+    scale = tj.contrib.LossScale()
+    strategy = tj.Mirrored(("cpu:0",), towers=4)
+    step = tj.contrib.train_step(loss_fn, optax.sgd(1.0), strategy, loss_scale=scale)
+    with pytest.raises(ValueError, match=r"'unreduced_sum'.*Return tj\.Weighted"):
+        step(step.init(PARAMS), BATCH)
 
 
 def test_value_and_grad_takes_it_too():

@@ -21,6 +21,7 @@ from towerjax.check.audit.kept import (
 )
 from towerjax.check.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
+from towerjax.check.equality.own_devices import why_not_as_on_one_device
 from towerjax.check.equality.read_by_update import per_tower_values_read
 from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
 from towerjax.check.equality.traced_passes import StepToProve
@@ -192,7 +193,11 @@ def equality_of_step(
             full = {"padded": False, "examples": None}
             equality = equality_of(dataclasses.replace(to_prove, **full))
     equality = equality.with_leaves(per_tower_values_read(traced))
-    return equality.not_of_own_devices(line_of_own_devices(traced))
+    if line := line_of_own_devices(traced):
+        why = why_not_as_on_one_device(to_prove)
+        told = f"a shard_map over a tower's own devices, {line}: {why}" if why else ""
+        equality = equality.not_of_own_devices(told)
+    return equality
 
 
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:

@@ -141,10 +141,7 @@ def scaling(
         return {"params": state.params, "scale": state.opt_state.scale}
 
     def scaled_loss(parts: dict[str, Any], batch: _Tree, tower: tj.Tower) -> Any:
-        out = loss_fn(parts["params"], batch, tower)
-        if isinstance(out, tj.TowerOutput):
-            return dataclasses.replace(out, loss=out.loss * parts["scale"])
-        return out * parts["scale"]
+        return _times(loss_fn(parts["params"], batch, tower), parts["scale"])
 
     is_tree = trainable is not None and not callable(trainable)
     flags = {"params": trainable, "scale": False} if is_tree else trains
@@ -157,6 +154,38 @@ def scaling(
         return _next_state(fns, loss_scale, state, merged)
 
     return fns._replace(tower=tower, update=update)
+
+
+# Where the loss is in `tj.TowerOutput`, and in the two types of tunix and maxtext that
+# count as ours; the last one has the sum of a mean.
+_PLACES_OF_LOSS = ("loss", "primary_loss", "unreduced_sum")
+
+
+def _times(out: Any, scale: jax.Array) -> Any:
+    """Return what a loss function returned, with its loss times a number.
+
+    A type of another library stays, so that it is read as without a scale.
+    """
+    if isinstance(out, tj.Weighted | jax.Array):
+        return out * scale
+    for name in _PLACES_OF_LOSS:
+        if hasattr(out, name):
+            return _replaced(out, name, _times(getattr(out, name), scale))
+    return out * scale
+
+
+def _replaced(out: Any, name: str, value: Any) -> Any:
+    """Return a dataclass or named tuple with another value of one field."""
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        return dataclasses.replace(out, **{name: value})
+    if isinstance(out, tuple) and hasattr(out, "_replace"):
+        return out._replace(**{name: value})  # type: ignore[attr-defined]
+    raise ValueError(
+        f"loss_scale multiplies the field {name!r} of what the loss function returned,"
+        f" but a {type(out).__name__} is neither a dataclass nor a named tuple. Return"
+        " tj.Weighted(sum, weight), or tj.TowerOutput(loss=tj.Weighted(sum, weight),"
+        " metrics={...})."
+    )
 
 
 def _next_state(

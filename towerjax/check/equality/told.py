@@ -39,15 +39,14 @@ class StepEquality:
         """Return the same results and more of them."""
         return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
-    def not_of_own_devices(self, line: str) -> "StepEquality":
-        """The same results, but with nothing proved if a tower's own devices compute.
+    def not_of_own_devices(self, why: str) -> "StepEquality":
+        """The same results, but with nothing proved if ``why`` is a reason.
 
-        No proof compares these devices with one device; the audit does. ``line`` is the
-        line where they compute; with "" the results stay.
+        It says why a tower's own devices are not proved to give what one device gives.
+        The audit compares them. With "" the results stay.
         """
-        if not line:
+        if not why:
             return self
-        why = f"a shard_map over a tower's own devices, {line}"
         leaves = [
             dataclasses.replace(x, says=Says.UNKNOWN, why=why)
             if x.says is Says.PROVED

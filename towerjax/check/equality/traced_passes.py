@@ -192,6 +192,30 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
     return to_prove
 
 
+def one_tower_programs(
+    step: StepToProve, passes: Passes, strategy: Strategy
+) -> list[TowerProgram]:
+    """Trace each pass for one tower with all rows of the batch.
+
+    Args:
+      step: The step.
+      passes: The passes to trace.
+      strategy: One tower, with some number of devices.
+
+    Returns:
+      The program of each pass.
+
+    Raises:
+      NotTracedError: A tower function raised an error for these devices.
+    """
+    several = max(x.micro_batches for x in passes.each)
+    total = step.strategy.num_towers * step.rows * several
+    plan = dataclasses.replace(step.plan, passes=passes)
+    of_one = plan.towers_on(strategy).passes.changed(micro_batches=1)
+    split = RowSplit(1, total)
+    return [x.program for x in _trace_passes(of_one, step, split, False, ())]
+
+
 class _PassOfSplit(NamedTuple):
     """A pass, traced for one split."""
 

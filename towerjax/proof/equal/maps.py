@@ -29,7 +29,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
-from towerjax.proof.equal.mesh_axes import MeshAxes, readings_of
+from towerjax.proof.equal.mesh_axes import MeshAxes, no_axis_grows, readings_of
 from towerjax.proof.equal.rules import OF_ONE_TOWER, rule
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
@@ -40,7 +40,7 @@ _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 @rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
-    if pair.walk.axes:
+    if pair.walk.axes or no_axis_grows(pair):
         return mapped_within(pair)
     kinds = list[Kind]()
     why = NotOfOneKindError("")
@@ -73,7 +73,8 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
     splits = [axes.dim_split(spec) for spec in pair.params["in_specs"]]
     splits_out = [axes.dim_split(spec) for spec in pair.params["out_specs"]]
     ins = [_given_device(pair, i, split, axes) for i, split in enumerate(splits)]
-    scope = Scope(pair.site, within=axes.alone | axes.still)
+    within = pair.scope.within | axes.alone | axes.still
+    scope = Scope(pair.site, within=within)
     avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
     kinds = list[Kind]()
     # Arrays may be split along dims of several sizes, such as words and hidden units.

@@ -69,6 +69,12 @@ class MeshAxes(NamedTuple):
         return split
 
 
+def no_axis_grows(pair: EquationPair) -> bool:
+    """Whether a `shard_map` maps over axes that have the same size in both programs."""
+    first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
+    return all(first.get(x) == second.get(x) for x in manual_axes(pair.first))
+
+
 def readings_of(pair: EquationPair) -> list[MeshAxes]:
     """The readings of the meshes of a `shard_map`, which grow as the devices do.
 

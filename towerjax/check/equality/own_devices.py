@@ -1,0 +1,133 @@
+"""Prove that a tower of several devices gives what it gives on one device.
+
+A `shard_map` within a tower adds, gathers and divides by itself. One tower's program is
+traced for one device, and then for more, one axis after another. Each two programs are
+walked side by side, like a program for several numbers of devices: all that a tower is
+given is the same in both, and so must be all that it returns.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from towerjax.check.equality.traced_passes import (
+    NotTracedError,
+    StepToProve,
+    one_tower_programs,
+)
+from towerjax.check.programs.words import OF_DEVICES
+from towerjax.jaxprs.tags import DEVICE_AXIS
+from towerjax.proof.equal.equation_pair import (
+    ProgramsDifferError,
+    Scope,
+    Sizes,
+    failed,
+)
+from towerjax.proof.equal.kinds import SAME_FOR_ALL, Kind, Unknown, copy
+from towerjax.proof.equal.one_tower import TowerProgram
+from towerjax.proof.equal.own_derivatives import has_own_derivatives
+from towerjax.proof.equal.walk import Walk
+from towerjax.step.plan import Passes
+from towerjax.towers.strategies import Mirrored, on_one_group
+
+
+def why_not_as_on_one_device(step: StepToProve) -> str:
+    """The reason why a tower is not proved to give what it gives on one device.
+
+    Args:
+      step: A step whose towers have several devices.
+
+    Returns:
+      The reason, with a line; "" if it is proved.
+    """
+    try:
+        return _why_not_proved(step)
+    except (NotTracedError, ProgramsDifferError) as error:
+        return OF_DEVICES.nouns.told(str(error))
+    except Exception as error:  # a fault of ours ends no training
+        return failed(error)
+
+
+def _why_not_proved(step: StepToProve) -> str:
+    passes = step.plan.passes
+    if not passes.is_of_one_loss:
+        return _of_passes(step, passes)
+    alone = passes.changed(differentiates=False)
+    why = _of_passes(step, alone)
+    if why or not _has_own_derivatives(step, alone):
+        return why
+    return _of_passes(step, passes)
+
+
+def _has_own_derivatives(step: StepToProve, passes: Passes) -> bool:
+    """Whether a rule of the user says what the derivative of a pass is."""
+    programs = one_tower_programs(step, passes, on_one_group(step.strategy, 1))
+    return any(has_own_derivatives(x.jaxpr) for x in programs)
+
+
+def _of_passes(step: StepToProve, passes: Passes) -> str:
+    """The reason for some pass and two numbers of devices; "" if there is none."""
+    sizes = [*_growing_sizes(step.strategy.placement.within)]
+    columns = [
+        one_tower_programs(step, passes, _on_devices(step, each)) for each in sizes
+    ]
+    numbers = [math.prod(size for _, size in each) for each in sizes]
+    bound = frozenset([DEVICE_AXIS, step.strategy.placement.axis_name])
+    for of_pass in zip(*columns, strict=True):
+        pairs = itertools.pairwise(zip(numbers, of_pass, strict=True))
+        for (few, first), (more, second) in pairs:
+            if why := _of_pair(first, second, (few, more), bound):
+                return why
+    return ""
+
+
+def _growing_sizes(
+    within: tuple[tuple[str, int], ...],
+) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The sizes of the axes within a tower, from one device to all of them."""
+    for grown in range(len(within) + 1):
+        if not grown or within[grown - 1][1] > 1:
+            later = [(name, 1) for name, _ in within[grown:]]
+            yield (*within[:grown], *later)
+
+
+def _on_devices(step: StepToProve, within: tuple[tuple[str, int], ...]) -> Mirrored:
+    """The strategy of one tower whose axes have these sizes."""
+    whole = on_one_group(step.strategy, 1)
+    number = math.prod(size for _, size in within)
+    names = whole.placement.devices[:number]
+    # How the compiler splits rows changes no number, and one device has no such line.
+    return dataclasses.replace(whole, devices=names, within=within, rows=None)
+
+
+def _of_pair(
+    first: TowerProgram,
+    second: TowerProgram,
+    numbers: tuple[int, int],
+    bound: frozenset[str],
+) -> str:
+    """The reason for two numbers of a tower's devices; "" if there is none.
+
+    ``bound`` are the axes of towers, of which there is one.
+    """
+    walk = Walk(Sizes(numbers, numbers[::-1]), ())
+    ins = [copy() for _ in first.jaxpr.in_avals]
+    outs = walk.closed(first.jaxpr, second.jaxpr, ins, Scope(within=bound))
+    avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
+    for value, (one, other) in zip(outs, avals, strict=True):
+        is_same = isinstance(value, SAME_FOR_ALL) and not value.power
+        if not (is_same and one.shape == other.shape):
+            return _told(value)
+    return ""
+
+
+def _told(value: Kind) -> str:
+    """The reason why a value is not the same, in words of devices."""
+    if isinstance(value, Unknown):
+        return OF_DEVICES.nouns.told(value.why)
+    if not value.power:
+        return OF_DEVICES.nouns.told(f"it is {value}")
+    told = OF_DEVICES.of_power(value.power, None)
+    line = getattr(value.power, "line", "")
+    return f"it is {told}, since a factor at {line}" if line else f"it is {told}"
