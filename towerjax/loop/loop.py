@@ -274,7 +274,8 @@ class Loop:
             outcome = "" if locations else ": all values were finite"
             after = f"after step {step_number(state)}{outcome}"
             note = f"To find this, the batch was run again {after}."
-            has_nan = any(x.part == "loss" and "NaN" in x.kind for x in locations)
+            of_loss = [x.kind for x in locations if x.part == "loss"]
+            has_nan = any(kind != "infinity" for kind in of_loss)
             if has_nan and (integers := integers_text(placed.arrays)):
                 why = "a label that is not a class makes the loss NaN"
                 note += f" Its integers: {integers}; {why}."

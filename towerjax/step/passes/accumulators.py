@@ -18,7 +18,7 @@ from towerjax.lowering.sharded_values import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.state.nonfinite import NamedPart
+from towerjax.step.state.nonfinite import NamedPart, StepPart
 from towerjax.towers.outputs import OF_TOWERS, PerTowerValue, check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum
@@ -231,8 +231,12 @@ def values_of(tree: PyTree) -> PyTree:
 METRICS = ("metrics", "eval_metrics")
 """The keys of those results of towers that no guard looks at."""
 
-_GRADIENT = ("gradient", "params")
-_BY_KEY = {"loss": ("loss", "loss"), "grads": _GRADIENT, "minimized": ("loss", "loss")}
+_GRADIENT: tuple[StepPart, str] = ("gradient", "params")
+_BY_KEY: dict[str, tuple[StepPart, str]] = {
+    "loss": ("loss", "loss"),
+    "grads": _GRADIENT,
+    "minimized": ("loss", "loss"),
+}
 _BY_KEY |= {name: ("metric", name) for name in METRICS}
 _ORDER = ("loss", "gradient", "metric", "value")
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ from towerjax.types import PyTree
 from towerjax.types.refusals import Portable, listed
 from towerjax.types.trees import is_deleted, named_leaves, readable_leaves
 
-NamedPart: TypeAlias = tuple[str, str, PyTree]
+StepPart: TypeAlias = Literal["parameter", "loss", "gradient", "metric", "value"]
+NotFinite: TypeAlias = Literal["NaN", "infinity", "NaN and infinity"]
+NamedPart: TypeAlias = tuple[StepPart, str, PyTree]
 """``(part, root, tree)``: what a tree is, the name it begins with, and the tree.
 
 Such as ``("gradient", "params", grads)``.
 """
 
-KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
+KINDS: dict[int, NotFinite] = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
 """The meaning of each flag that is not 0."""
 
 
@@ -30,8 +32,8 @@ class Location:
     step: int  # counted from 1, as history and hooks do
     tower: int
     leaf: str  # "params/Dense_2/kernel"
-    part: str  # "parameter" (before the step), "loss", "gradient", "metric", "value"
-    kind: str  # "NaN", "infinity", "NaN and infinity"
+    part: StepPart  # a "parameter" is one from before the step
+    kind: NotFinite
 
 
 class NonFiniteError(Portable, FloatingPointError):
@@ -102,7 +104,9 @@ class Flags:
     """A flag for each leaf, or for each tower and leaf if towers have their own."""
 
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
-    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+    names: tuple[tuple[StepPart, str], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
 
     def locations(self, step: int) -> list[Location]:
         """Return a `Location` for each flag set; the table must be on the host."""
@@ -122,7 +126,7 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
         has_nan = jnp.isnan(x).any().astype(jnp.uint8)
         return has_nan + 2 * jnp.isinf(x).any().astype(jnp.uint8)
 
-    named = [
+    named: list[NamedPart] = [
         (part, name, jnp.asarray(leaf))
         for part, root, tree in parts
         for name, leaf in readable_leaves(root, tree)
