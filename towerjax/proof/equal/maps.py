@@ -21,7 +21,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
-from towerjax.proof.equal.mesh_axes import MeshAxes, no_axis_grows, readings_of
+from towerjax.proof.equal.mesh_axes import MeshAxes, only_others_grow, readings_of
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
 
@@ -31,7 +31,7 @@ _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 @rule("shard_map", knows_unknown=True, kinds=[Kind.STACKED])
 def _mapped(pair: EquationPair) -> list[Known]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
-    if pair.walk.axes or no_axis_grows(pair):
+    if pair.walk.axes or only_others_grow(pair):
         return mapped_within(pair)
     found = list[Known]()
     why = NotOfOneKindError("")
