@@ -12,10 +12,18 @@ from lemmas import AXIS, FLAG, B, Lemma, N, NotThereError, T, shape_on
 
 from towerjax.proof.equal.kinds import (
     PADDING,
+    SIZE,
     ZERO,
+    Count,
     FirstRow,
     Flag,
+    IsFull,
+    Mean,
+    RowNumbers,
     TowerId,
+    Valid,
+    copy,
+    part,
     rows,
 )
 
@@ -884,3 +892,43 @@ _FLAG = rows().replace(zeros=frozenset([FLAG, PADDING]), fact=Flag(FLAG))
 lemma("select_n", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("cond", _exact_flags, (N,), (), kinds=([_FLAG], None))
 lemma("div", _exact_flags, (N,), (), kinds=([_FLAG], None))
+
+# Kinds that few operands have, so that each is tried.
+
+
+def _compared(name):
+    """A comparison of a primitive's two operands."""
+    return _called(getattr(lax, name))
+
+
+_COUNT = part().replace(zeros=frozenset([FLAG, PADDING]), fact=Count(FLAG))
+_MEAN = Mean(vanishes=True, fact=Count(FLAG))
+_NUMBERS = ([RowNumbers()], [Valid(), SIZE])
+_PADDED_FLAG = rows().replace(zeros=frozenset([PADDING]), fact=Flag(PADDING))
+for name in "eq ne lt le gt ge".split():
+    lemma(name, _compared(name), (), (), kinds=([_COUNT], [ZERO, copy(number=1)]))
+    lemma(name, _compared(name), (), (), kinds=([ZERO, copy(number=1)], [_COUNT]))
+lemma("lt", _compared("lt"), (N,), (N,), dtypes=jnp.int32, kinds=_NUMBERS)
+lemma("ge", _compared("ge"), (), (), dtypes=jnp.int32,
+      kinds=([Valid(), SIZE], [SIZE]))  # fmt: skip
+lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,
+      kinds=([_PADDED_FLAG], [IsFull()]))  # fmt: skip
+lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,
+      kinds=([IsFull()], [_PADDED_FLAG]))  # fmt: skip
+lemma("mul", _called(lax.mul), (), (), kinds=([_MEAN], [_COUNT]))
+lemma("mul", _called(lax.mul), (), (), kinds=([_COUNT], [_MEAN]))
+lemma("mul", _called(lax.mul), (), (), dtypes=jnp.int32,
+      kinds=([TowerId()], [copy(number=1)]))  # fmt: skip
+lemma("mul", lambda side, x: [x * side.rows], (), dtypes=jnp.int32,
+      kinds=([TowerId()],))  # fmt: skip
+lemma("mul", lambda side, x: [side.rows * x], (), dtypes=jnp.int32,
+      kinds=([TowerId()],))  # fmt: skip
+for both in ((RowNumbers(), FirstRow()), (FirstRow(), RowNumbers())):
+    lemma("add", _called(lax.add), (N,), (N,), dtypes=jnp.int32,
+          kinds=tuple([x] for x in both))  # fmt: skip
+for shape in ((T, 2), (T, N)):
+    lemma("mul", lambda side, x: [x * 2.0, 2.0 * x], shape)
+    lemma("div", lambda side, x: [x / 2.0], shape)
+    lemma("neg", lambda side, x: [-x], shape)
+    lemma("gather", lambda side, x, i: [jnp.take(x, i, 0, mode="clip")], shape, (),
+          dtypes=(F32, jnp.int32), kinds=(None, [TowerId()]))  # fmt: skip

@@ -55,6 +55,17 @@ NOT_DRAWN = {*OTHER_NAMES, *AS_IT_IS, *OF_KEYS, *OF_DEVICES, *OF_ONE_PROGRAM}
 # Its result is one of several that are right, and another for the same matrix.
 SEVERAL_RIGHT = ["schur", "eig"]
 NOT_DRAWN |= {*OF_LIBRARY, *RENAMED, *SEVERAL_RIGHT}
+# Rules of what a loop does in a trip; the lemmas of `scan` hold its loops.
+OF_TRIPS = """
+    _next_number _sum_so_far _largest_so_far _slice_of_buffer _update_of_buffer
+    _gathered_row _written_to_row _sum_of_groups
+""".split()
+# Primitives that JAX has by another name where a lemma calls them, or inside others.
+INSIDE_OTHERS = """
+    checkpoint custom_jvp_call expand_dims geqrf random_gamma_grad
+""".split()
+# Of the first power JAX makes no equation.
+NEVER_TRACED = ["_first_power"]
 # Not in each JAX; they have no lemma there.
 OF_SOME_VERSIONS = {"one_minus_square", "log2", "stack", "unstack", "tile", "add_any"}
 
@@ -97,9 +108,9 @@ def test_what_a_rule_says_holds_in_all_worlds(name, monkeypatch):
     tally = held(name, [*lemmas.WORLDS], each_in=3)
     assert tally.held or name in OF_SOME_VERSIONS
     assert not tally.broken, "\n".join(map(str, tally.broken[:5]))
-    silent = [x for x in RULES[name] if (name, x) not in answered]
-    told = {(x.rule.__name__, x.is_swapped) for x in silent}
-    assert not told or name in OF_SOME_VERSIONS
+    silent = {x.rule.__name__ for x in RULES[name] if (name, x) not in answered}
+    known = name in OF_SOME_VERSIONS or name in INSIDE_OTHERS
+    assert known or silent <= {*OF_TRIPS, *NEVER_TRACED}
 
 
 # Which rule an equation gets.

@@ -29,7 +29,7 @@ from towerjax.proof.equal.kinds import (
     copy,
     rows,
 )
-from towerjax.proof.equal.mesh_axes import MeshAxes, no_axis_grows, readings_of
+from towerjax.proof.equal.mesh_axes import MeshAxes, only_others_grow, readings_of
 from towerjax.proof.equal.rules import OF_ONE_TOWER, rule
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
@@ -40,7 +40,7 @@ _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 @rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """The kinds of a map's results; a device gets its own rows of split operands."""
-    if pair.walk.axes or no_axis_grows(pair):
+    if pair.walk.axes or only_others_grow(pair):
         return mapped_within(pair)
     kinds = list[Kind]()
     why = NotOfOneKindError("")

@@ -69,10 +69,11 @@ class MeshAxes(NamedTuple):
         return split
 
 
-def no_axis_grows(pair: EquationPair) -> bool:
-    """Whether a `shard_map` maps over axes that have the same size in both programs."""
+def only_others_grow(pair: EquationPair) -> bool:
+    """Whether the mesh of a `shard_map` grows along none of the axes it maps over."""
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
-    return all(first.get(x) == second.get(x) for x in manual_axes(pair.first))
+    are_same = all(first.get(x) == second.get(x) for x in manual_axes(pair.first))
+    return are_same and first != second
 
 
 def readings_of(pair: EquationPair) -> list[MeshAxes]:
