@@ -1503,7 +1503,7 @@ EQUAL = (
        _split("largest_in_a_loop_that_is_added_to")),
     _m("E218", "the largest of a sum so far is a largest so far",
        f"{_EQUAL}choices:_largest_so_far",
-       "and (x.extreme or x.power is None)", "",
+       "x.extreme is None and x.power is None", "x.extreme is None",
        _split("largest_run_of_rows")),
     _m("E219", "a rule gets operands in the order of the program",
        f"{_EQUAL}rules:Registered.ask", "if self.is_swapped:", "if False:",

@@ -76,7 +76,8 @@ def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
     is_of_rows = pair.scope.loop is not None
     fits = isinstance(y, Copy | (Row if is_of_rows else extreme))
     fits &= x.power in (None, y.power)
-    fits &= x.extreme in (None, extreme) and (x.extreme or x.power is None)
+    is_new = x.extreme is None and x.power is None  # no sum
+    fits &= is_new or x.extreme is extreme
     if not fits or (is_of_rows and pair.sizes.padded):
         raise refused(pair)
     return x.replace(power=y.power, extreme=extreme)

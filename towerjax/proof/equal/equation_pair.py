@@ -225,8 +225,9 @@ def constant_of(x: Kind) -> Any:
     """Return the constant that a value is in both programs; None if it is unknown."""
     if isinstance(x, Zero):
         return 0
-    is_known = isinstance(x, Copy) and isinstance(x.number, bool | int | float)
-    return x.number if is_known else None
+    if isinstance(x, Copy) and isinstance(x.number, bool | int | float):
+        return x.number
+    return None
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:

@@ -220,20 +220,20 @@ def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
     tests = first["cond_nconsts"]
     bodies = first["body_nconsts"]
     start = tests + bodies
-    _refuse_special(pair.ins)
-    ins = [x.bare() for x in pair.ins]
+    _refuse_special(ins)
+    bare = [x.bare() for x in ins]
     of_body = first["body_jaxpr"], second["body_jaxpr"]
     of_test = first["cond_jaxpr"], second["cond_jaxpr"]
 
     is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
 
     def trip(carry: list[Kind]) -> list[Kind]:
-        ends = pair.inside(of_body, [*ins[tests:start], *carry])
+        ends = pair.inside(of_body, [*bare[tests:start], *carry])
         return _each_for_itself(ends) if is_by_row else ends
 
-    carry = ins[start:]
+    carry = bare[start:]
     carry = _settled(pair, trip, _each_for_itself(carry) if is_by_row else carry)
-    [test] = pair.inside(of_test, [*ins[:tests], *carry])
+    [test] = pair.inside(of_test, [*bare[:tests], *carry])
     if isinstance(test, Unknown):
         return [test] * len(carry)
     if isinstance(test, Copy | Zero) and not test.power:
@@ -285,8 +285,8 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
         return over_micro_batches(pair, programs)
     if lengths[0] == lengths[1] and runs_over_chunks(pair):
         return over_chunks(pair, programs)
-    _refuse_special(pair.ins)
-    ins = [x.bare() for x in pair.ins]
+    _refuse_special(ins)
+    bare = [x.bare() for x in ins]
     if pair.sizes.times(*lengths) is not None:
         return _over_own_rows(pair, lengths, programs)
     if lengths[0] != lengths[1]:
@@ -295,13 +295,13 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
         )
     if any(axis == 0 for axis in pair.rows_in[start:]):
         raise NotOfOneKindError("no rule for a loop over {its} rows")
-    xs = ins[start:]
+    xs = bare[start:]
 
     def trip(carry: list[Kind]) -> list[Kind]:
-        return pair.inside(programs, [*ins[:consts], *carry, *xs])[:carry_size]
+        return pair.inside(programs, [*bare[:consts], *carry, *xs])[:carry_size]
 
-    carry = _settled(pair, trip, ins[consts:start])
-    outs = pair.inside(programs, [*ins[:consts], *carry, *xs])
+    carry = _settled(pair, trip, bare[consts:start])
+    outs = pair.inside(programs, [*bare[:consts], *carry, *xs])
     stacked = [x.bare() for x in outs[carry_size:]]
     for i, x in enumerate(stacked):
         if isinstance(x, SPECIAL) or isinstance(x, Mean):

@@ -69,7 +69,7 @@ def _tower_id(pair: EquationPair) -> Kind:
 
 
 @rule("psum psum_invariant", every=Copy | Part | Zero)
-def _added_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
+def _added_over_towers(pair: EquationPair, *ins: Copy | Part | Zero) -> list[Kind]:
     """Parts add up to a copy; the sum of copies is T times a copy."""
     _refuse_other_axes(pair)
     return [added_over_towers(x) for x in ins]

@@ -248,13 +248,15 @@ def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
 def _from_groups(pair: EquationPair, x: Groups) -> Kind:
     """Groups of rows as one dim again, in their original order."""
     pair = _in_order_of_read(pair)
-    [x] = pair.ins  # its dims may be transposed
+    [groups] = pair.ins
+    assert isinstance(groups, Groups)
+    layout = groups.layout  # its dims may be transposed
     old = pair.shape(0)
     new = pair.out_shape()
-    dims = x.layout.dims
+    dims = layout.dims
     start = dims[0]
     end = dims[-1] + 1
-    is_whole = x.layout.by_row and x.layout.order is None
+    is_whole = layout.by_row and layout.order is None
     is_whole &= dims == tuple(range(start, end)) and pair.rows_out[0] == start
     is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
     if not is_whole:
@@ -348,7 +350,7 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
     return Stacked(x.power, of=TowerRows if start == towers else RowsInTurn())
 
 
-def _ones_apart(shape: tuple[Any, ...], axis: int) -> tuple[Any, Any]:
+def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:
     """The sizes that are not 1, before and after a dim."""
     sides = shape[:axis], shape[axis + 1 :]
     before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
@@ -371,7 +373,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     return blocks if not any(n % blocks for n in pairs) else None
 
 
-def _as_groups(pair: EquationPair, x: Kind, r_in: int) -> Kind:
+def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
     """Layout of rows along the dims into which the dim of rows was split."""
     old = pair.shape(0)
     new = pair.out_shape()
@@ -465,7 +467,9 @@ def _reversed(pair: EquationPair, x: Kind) -> Kind:
     for axis in pair.params["dimensions"]:
         if axis != along or not isinstance(x, TowerRows) or x.blocks > 1:
             _refuse_some_rows(pair, axis, x)
-    if along not in pair.params["dimensions"] or not isinstance(x, TowerRows):
+    if along is None or not isinstance(x, TowerRows):
+        return x
+    if along not in pair.params["dimensions"]:
         return x
     order = pair.walk.new_identity()
     return permuted(x, along, (order, None))

@@ -130,14 +130,16 @@ def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
     if name == "reduce_sum":
         if has_padding:
             raise NotOfOneKindError("padding counts in a sum over rows")
-        is_count = isinstance(x.fact, Flag) and is_all and holds_sums(pair.dtype(0))
-        return part(x.power).replace(fact=Count(x.fact.flag) if is_count else None)
+        if isinstance(x.fact, Flag) and is_all and holds_sums(pair.dtype(0)):
+            return part(x.power).replace(fact=Count(x.fact.flag))
+        return part(x.power)
     kind = _EXTREMES.get(name)
     if kind is None:
         raise NotOfOneKindError(f"no rule for {name} over {{its}} rows")
     if name == "reduce_or" and not has_padding:
-        is_flag = isinstance(x.fact, Flag) and is_all
-        return guards.has_any(x.fact.flag, True) if is_flag else kind(x.power)
+        if isinstance(x.fact, Flag) and is_all:
+            return guards.has_any(x.fact.flag, True)
+        return kind(x.power)
     if pair.sizes.padded and not _is_infinite(x, name):
         raise NotOfOneKindError(f"padding counts in {name} over rows")
     return kind(x.power)

@@ -58,8 +58,10 @@ from towerjax.proof.equal.within import is_within, met_within
 
 # Kinds that have a dim of rows, and kinds that have none; others may have one.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
-_WITHOUT_ROWS: TypeAlias = Part | EXTREME | Mean | TowerId | FirstRow | Row | SoFar
-_WITHOUT_ROWS |= Counter | NextRow | AtLeast
+_IN_TRIPS: TypeAlias = Row | SoFar | Counter | NextRow
+_WITHOUT_ROWS: TypeAlias = (
+    _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
+)
 
 # Parameters that are not compared: sizes, which follow from shapes or which rules
 # check; precision; and programs, which are walked.
