@@ -108,7 +108,8 @@ def _of_pair(
 
     ``bound`` are the axes of towers, of which there is one.
     """
-    walk = Walk(Sizes(numbers, numbers[::-1]), ())
+    few, more = numbers
+    walk = Walk(Sizes(numbers, (more, few)), ())
     ins = [copy() for _ in first.jaxpr.in_avals]
     outs = walk.closed(first.jaxpr, second.jaxpr, ins, Scope(within=bound))
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
