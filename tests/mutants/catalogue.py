@@ -25,7 +25,7 @@ _MEET = "properties::towers_that_meet_have_each_others_values"
 _FLAG = "bad_numbers::nan_on_one_tower_gives_one_step_flag"
 _REFUSED = "analysis::dependent_output_is_refused"
 _HANGS = "analysis::collective_that_not_every_tower_reaches"
-_GRID = "analysis::reductions_that_leave_a_side_of_a_grid_are_refused"
+_GRID = "analysis_groups::reductions_that_leave_a_side_of_a_grid_are_refused"
 _IN_TURN = "replicate_steps::towers_in_turn_meet_in_every_mode"
 _HABITS = "audit::a_habitual_wrong_loss_is_refused_before_anything_changes"
 _AUDITED = "audit::a_right_loss_that_looks_like_a_wrong_one_passes"
@@ -231,7 +231,7 @@ PROOF = (
     _m("P02", "proof: a sum in groups of towers is one over all",
        "proof.marks:apply_collective",
        "if name in REDUCTIONS and (of_axis is None or over):", "if name in REDUCTIONS:",
-       "analysis::groups_of_unequal_size_are_no_grid"),
+       "analysis_groups::groups_of_unequal_size_are_no_grid"),
     _m("P03", "proof: one side of a grid of towers is all of it",
        "proof.marks:without_coordinate",
        "return frozenset([over._replace(within=not over.within)])", "return NOTHING",

@@ -1,7 +1,6 @@
 """The tower-dependence analysis: which programs it refuses, and which it lets pass."""
 
 import inspect
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,15 +8,13 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from analysed import AXIS, psum, study, trace
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 from layouts import cases
 
 import towerjax as tj
-from towerjax.jaxprs.params import open_jaxpr
 from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import (
     Analysis,
@@ -26,26 +23,6 @@ from towerjax.proof.findings import (
     ReplicationError,
     prove_mirrored,
 )
-from towerjax.proof.marks import ALL, coordinate_of, without_coordinate
-
-AXIS = "device"
-
-
-def trace(tower, num_towers=2, shape=None, axes=(AXIS,)):
-    """The body of `tower(w, x)`: w float32[4] MIRRORED, x float32[2, 4] per tower."""
-    shape = shape or (num_towers,)
-    mesh = AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
-    sharded = jax.shard_map(
-        tower, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False
-    )
-    w = jax.ShapeDtypeStruct((4,), jnp.float32)
-    x = jax.ShapeDtypeStruct((2 * int(np.prod(shape)), 4), jnp.float32)
-    (eqn,) = jax.make_jaxpr(sharded)(w, x).eqns
-    return open_jaxpr(eqn.params["jaxpr"])
-
-
-def study(tower, num_towers=2):
-    return analyse(trace(tower, num_towers), [None, "batch['x']"], AXIS, num_towers)
 
 
 def line_of(function, text):
@@ -53,10 +30,6 @@ def line_of(function, text):
     lines, first = inspect.getsourcelines(function)
     [number] = [i for i, line in enumerate(lines, first) if text in line]
     return f"test_analysis.py:{number}"
-
-
-def psum(value):
-    return lax.psum(value, AXIS)
 
 
 def loss_of(w, x):
@@ -608,167 +581,7 @@ def test_collectives_with_bytes_and_trips(name):
         assert found.outputs == (None,)
 
 
-# Groups that are rows or columns of a grid of towers.
-
-
-def blocks(size, length):
-    return [list(range(i, i + length)) for i in range(0, size, length)]
-
-
-def strides(size, length):
-    return [list(range(i, size, length)) for i in range(length)]
-
-
-def in_groups(collective, make, length):
-    """The collective in groups of towers that ``make(size, length)`` lists."""
-
-    def step(value):
-        groups = make(lax.axis_size(AXIS), length)
-        return collective(value, AXIS, axis_index_groups=groups)
-
-    return step
-
-
-def chain(*steps):
-    def tower(w, x):
-        for step in steps:
-            x = step(x)
-        return x
-
-    return tower
-
-
-def scatter(value, axis, axis_index_groups):
-    group = len(axis_index_groups[0])
-    value = jnp.tile(value.reshape(-1), group)
-    options = {"tiled": True}
-    options["axis_index_groups"] = axis_index_groups
-    return lax.psum_scatter(value, axis, **options)
-
-
-def gather(value, axis, axis_index_groups):
-    return lax.all_gather(value, axis, axis_index_groups=axis_index_groups, tiled=True)
-
-
-def add_id(value):
-    return value + lax.axis_index(AXIS)
-
-
-def neighbours(value):
-    size = lax.axis_size(AXIS)
-    return lax.ppermute(value, AXIS, [(i, (i + 1) % size) for i in range(size)])
-
-
-def inner(length, collective=lax.psum):
-    return in_groups(collective, blocks, length)
-
-
-def outer(length, collective=lax.psum):
-    return in_groups(collective, strides, length)
-
-
-def swapped(size, length):
-    """Blocks but for towers 0 and the last, which have changed places."""
-    order = [size - 1, *range(1, size - 1), 0]
-    return [[order[i] for i in group] for group in blocks(size, length)]
-
-
-def crossed(make, size, length):
-    """Groups of which the second and third have exchanged a tower."""
-    groups = make(size, length)
-    groups[1][-1], groups[2][0] = groups[2][0], groups[1][-1]
-    return groups
-
-
-def uneven(size, length):
-    return [[0], list(range(1, size))]
-
-
-GRID_LEGAL = [
-    (inner(2), outer(2)),
-    (outer(2), inner(2)),
-    (inner(4), outer(4)),
-    (inner(2, lax.pmax), outer(2, lax.pmin)),
-    (inner(4, scatter), outer(4), inner(4, gather)),
-    (outer(2, scatter), inner(2), outer(2, gather)),
-    (inner(2, gather), outer(2, gather)),
-    (inner(2), outer(2), inner(4), neighbours),
-    (inner(1), add_id, inner(2), outer(2)),
-    (psum, in_groups(lax.psum, swapped, 2)),
-]
-GRID_REFUSED = [
-    (inner(2),),
-    (outer(2),),
-    (inner(2), inner(2)),
-    (outer(2), outer(2)),
-    (inner(2), outer(4)),  # of another grid
-    (inner(4), outer(2)),
-    (inner(2), inner(4)),
-    (inner(4, scatter), outer(4)),  # each tower of a block has its own part
-    (inner(4, scatter), inner(4, gather)),
-    (inner(2), outer(2), inner(2, scatter)),
-    (inner(2), add_id, outer(2)),
-    (inner(2), neighbours, outer(2)),
-    (neighbours, outer(2)),
-    (in_groups(lax.psum, swapped, 2), outer(2)),
-    (in_groups(lax.psum, partial(crossed, blocks), 2), outer(2)),
-    (inner(4), in_groups(lax.psum, partial(crossed, strides), 4)),
-    (inner(2), in_groups(lax.psum, lambda n, k: strides(n, k)[::-1], 4)),
-    (in_groups(lax.psum, uneven, 0), outer(2)),
-    (inner(2), in_groups(lax.psum, uneven, 0)),
-]
-
-
-@pytest.mark.parametrize("num_towers", [8, 16])
-@pytest.mark.parametrize("steps", GRID_LEGAL)
-def test_reductions_over_both_sides_of_a_grid_are_one_over_all(steps, num_towers):
-    assert study(chain(*steps), num_towers).outputs == (None,)
-
-
-@pytest.mark.parametrize("num_towers", [8, 16])
-@pytest.mark.parametrize("steps", GRID_REFUSED)
-def test_reductions_that_leave_a_side_of_a_grid_are_refused(steps, num_towers):
-    assert study(chain(*steps), num_towers).outputs != (None,)
-
-
-def test_both_sides_of_a_grid_are_reduced_in_a_loop_too():
-    def tower(w, x):
-        def body(carry, row):
-            total = chain(inner(2), outer(2))(w, row)
-            return carry + total, chain(inner(2))(w, row)
-
-        return lax.scan(body, w, x)
-
-    carry, rows = study(tower, 8).outputs
-    assert carry is None and rows.source == "batch['x']"
-
-
-def test_a_coordinate_never_hides_a_dependence():
-    """Random reductions in groups, done with numbers: what is left shows in them."""
-    size = 12
-    rng = np.random.default_rng(0)
-    lengths = (2, 3, 4, 6)
-    mirrored = 0
-    for _ in range(400):
-        values = rng.integers(1, 10**6, size)
-        along = ALL
-        for _ in range(rng.integers(1, 5)):
-            make = (blocks, strides)[rng.integers(2)]
-            groups = make(size, lengths[rng.integers(4)])
-            over = coordinate_of(groups, size)
-            values = values.copy()
-            along = without_coordinate(along, over)
-            for group in groups:
-                values[group] = values[group].sum() % 10**6
-        mirrored += not along
-        seen = {}
-        for tower, value in enumerate(values):
-            # Towers that agree on all that is left must have the same value.
-            key = tuple(
-                tower % x.block if x.within else tower // x.block for x in along
-            )
-            assert seen.setdefault(key, value) == value
-    assert 20 < mirrored < 380
+# Memory and solvers.
 
 
 @pytest.mark.slow
@@ -794,24 +607,6 @@ def test_a_solver_of_what_differs_is_refused():
     assert study(own_operator).outputs[0].source == "batch['x']"
     [hang] = study(own_steps).hangs
     assert (hang.primitive, hang.control) == ("psum", "while")
-
-
-@pytest.mark.parametrize(
-    "groups, size",
-    [([[0], [1, 2]], 3), ([[0, 2], [1]], 3), ([[0, 2, 4], [1, 3]], 5)]
-    + [([[0, 3], [1], [2]], 4)],
-)
-def test_groups_of_unequal_size_are_no_grid(groups, size):
-    def tower(w, x):
-        return lax.psum(w, AXIS, axis_index_groups=groups)
-
-    def scanned(w, x):
-        return lax.scan(lambda c, _: (tower(c, x), None), w, None, length=3)[0]
-
-    assert coordinate_of(groups, size) is None
-    for program in (tower, scanned):
-        [dependence] = study(program, num_towers=size).outputs
-        assert dependence is not None and dependence.source == "psum"
 
 
 def ref_scanned(value):

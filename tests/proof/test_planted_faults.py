@@ -158,6 +158,7 @@ def test_a_planted_fault_is_found(name):
     assert finds(FAULTS[name]) is not None
 
 
+@pytest.mark.slow
 def test_without_a_fault_none_is_found():
     """A mutant that changes nothing changes no answer."""
     none = FAULTS["E01"]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from analysed import AXIS, psum, study
 from jax.experimental import hijax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
-from test_analysis import AXIS, psum, study
 
 import towerjax as tj
 from towerjax.jaxprs.primitives import FOREIGN, PLAIN, REDUCTIONS
