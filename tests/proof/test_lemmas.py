@@ -193,6 +193,12 @@ def test_a_rule_takes_no_other_number_of_operands():
     assert with_one._replace(every=Copy).fits(SimpleNamespace(ins=[part(), copy()]))
 
 
+def test_the_first_program_has_the_fewer_towers():
+    """Rules may then ask it alone whether a dim of rows has one of them."""
+    with pytest.raises(ValueError, match="first program has more towers"):
+        Walk(Sizes((2, 1), (4, 8)), ["towers"])
+
+
 def test_a_module_that_is_loaded_again_has_the_same_rules():
     before = {name: len(rules) for name, rules in RULES.items()}
     kept = dict(RULES)

@@ -92,7 +92,7 @@ class DistributedDataset:
         here = jax.process_index() if processes > 1 else 0
         context = InputContext(here, processes, placement.num_towers)
         self._open_with = [context] if own_part else []  # arguments of the source
-        # Of this process's part of a round, which may be empty.
+        # The towers of one element of the source: of all, or of this process's part.
         self._towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
         self._capacities: list[Capacity] = []

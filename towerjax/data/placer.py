@@ -311,7 +311,7 @@ class Placer:
         )
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
-        """``(rows, counts, replicated)``, padded to the least fitting earlier size."""
+        """Return ``(rows, counts, replicated)``, padded to the least size that fits."""
         rows, held = batch_rows.without_replicated(batch)
         replicated = self.place_replicated(held, rows)
         sparse, dense = SparseRows.put_aside(rows)

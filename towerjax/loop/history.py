@@ -225,7 +225,8 @@ class HistoryLog:
     def __init__(self, throughput: Throughput | None = None) -> None:
         self.throughput = throughput or Throughput()
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
-        self.compile_s = self.aside_s = 0.0  # of audits and evaluations
+        self.compile_s = 0.0
+        self.aside_s = 0.0  # in audits and evaluations
         self._start_s = time.perf_counter()
         self._columns: dict[str, list[Any]] = {}
         self.skipped: list[int] = []

@@ -71,7 +71,7 @@ class Step(Generic[_Result]):
         )
         self.num_calls = self.placer.calls  # T A: how many tower calls share a batch
         self.checked = Checked()
-        # All programs must give the same bits where sums are exact.
+        # A program without weights rounds otherwise, so with exact sums none is.
         leaves_out = not strategy.exact
         self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
@@ -90,7 +90,7 @@ class Step(Generic[_Result]):
 
     @property
     def audit_report(self) -> Any:
-        """The `AuditReport` of the step or of the same program; None without one."""
+        """The report of an audit of this step, or of its program; None without one."""
         return self.checked.report
 
     @property

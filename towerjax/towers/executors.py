@@ -275,7 +275,7 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
         "A tower function knows the axes of a tower of several devices:"
         " tj.Mirrored(within={{'model': 2}}).",
     ),
-    (  # In JAX 0.10 to 0.12 its wrapper assigns to a nonlocal mesh.
+    (  # In JAX 0.10 to 0.12 what jax.shard_map returns keeps its first mesh.
         ValueError,
         "should match the mesh passed to shard_map",
         "What jax.shard_map returns stays with the first mesh that it meets, and towers"

@@ -93,7 +93,8 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // calls), total // 2)
-    called_with -= 0 if pads else called_with % split  # dropped rows are not padded
+    # Rows that do not fill all shards are dropped, unless the step pads them.
+    called_with -= 0 if pads else called_with % split
     if not called_with:
         raise NotAudited(
             f"The audit needs rows for two towers, but the batch has {total}. Give at"

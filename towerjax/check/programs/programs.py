@@ -94,7 +94,7 @@ class ProgramReport:
         return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """Lines on how many results are the same as with one, and which are not."""
+        """Yield how many results are proved as on one device, and which are not."""
         if self.equal:
             number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone

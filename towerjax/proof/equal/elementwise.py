@@ -72,7 +72,7 @@ def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
-    """The operand's kind, for another value; where that is 0, so is its derivative."""
+    """The operand's kind, as another value, because its derivative is another."""
     return x.replace(fact=None)
 
 

@@ -138,7 +138,8 @@ def _takes_this_row(pair: EquationPair, at: Any) -> bool:
     if axis is None or not _is_loop_over(pair, 0, axis):
         return False
     others = [v for i, v in enumerate(at) if i != axis]
-    is_here = isinstance(at[axis], Counter) and pair.params["slice_sizes"][axis] == 1
+    sizes = [eqn.params["slice_sizes"][axis] for eqn in (pair.first, pair.second)]
+    is_here = isinstance(at[axis], Counter) and sizes == [1, 1]
     return is_here and _are_same(others) and pair.rows_out[0] is None
 
 
@@ -171,8 +172,8 @@ def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Ki
     axis = pair.rows_in[0]
     others = [v for i, v in enumerate(at) if i != axis]
     is_here = axis is not None and isinstance(at[axis], Counter)
-    is_one = axis is not None and pair.shape(1)[axis] == 1 and _are_same(others)
-    if not (is_here and is_one and _is_loop_over(pair, 0, axis)):
+    is_one = axis is not None and pair.sizes_along(1, axis) == (1, 1)
+    if not (is_here and is_one and _are_same(others) and _is_loop_over(pair, 0, axis)):
         raise NotOfOneKindError(_AMONG_ROWS)
     return _with_this_row(x, new)
 

@@ -62,8 +62,8 @@ class MeshAxes(NamedTuple):
                 )
             if names[-len(of_towers) :] != of_towers:
                 raise NotOfOneKindError(
-                    f"{refusal} where only {axes} grows, which must be the last axis of"
-                    " its dim"
+                    f"{refusal}: {axes}, which alone grows with the devices, must come"
+                    " last among the axes of its dim"
                 )
             split = i
         return split

@@ -3,6 +3,9 @@
 A rule is registered for a primitive and for the kinds of operands that it accepts. No
 two rules of a primitive accept the same kinds, so that each can be read, and judged by
 its lemmas, alone. An equation that no rule accepts is not proved.
+
+Rules need not look at widths of integers or at where a value is 0: `widths` and `zeros`
+do, once for all. What one tower computes of its inputs is assumed to be finite.
 """
 
 from collections.abc import Callable

@@ -72,7 +72,7 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
-            "rows meet a value that differs between a {one}'s devices"
+            "rows are combined with what differs between a {one}'s devices"
         )
     return split
 

@@ -63,7 +63,8 @@ def _unmasked_calls(
 
     Each call is there twice: as it depends on the rows, and on which are padding.
     """
-    # Weights that are sent mask what is sent; added up alone, what is gathered.
+    # A weight that towers send masks what is sent with it. One that is added up alone
+    # masks what is gathered.
     known = [
         call
         for call, weight in calls

@@ -61,6 +61,7 @@ def check_loss_reduction(reduction: Any) -> None:
     if not isinstance(reduction, LossReduction) or reduction is LossReduction.NONE:
         why = f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction"
         if reduction is LossReduction.NONE:
+            # The original's words.
             why = "Tower losses need to be reduced in some way, yet none reduction is"
             why += " specified"
         raise ValueError(
