@@ -30,7 +30,7 @@ class CrossTowerOps(Protocol):
         ...
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """Add up over all towers; ``tree`` has a device's sum, or a row for each tower."""
+        """Add up over all towers; ``tree`` has a device's sum, or a row a tower."""
         ...
 
 

@@ -108,8 +108,6 @@ class Walk:
         has_keys: bool = True,
         alone: frozenset[str] = frozenset(),
     ) -> None:
-        if sizes.towers[0] > sizes.towers[1]:  # rules ask the first for a dim of 1
-            raise ValueError(f"The first program has more towers: {sizes.towers}")
         self.sizes = sizes
         self.axes = frozenset((x,) if isinstance(x, str) else x for x in axes)
         self.has_keys = has_keys

@@ -184,7 +184,7 @@ def _results_of(
     options: StepOptions,
     hooks: list[ModelHook],
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
-    """Return what makes the next state and the rest of the spec, and fills ``hooks``."""
+    """Return what makes the next state and the spec's rest, and fills ``hooks``."""
     is_split = strategy.num_towers * options.micro_batches > 1
     reduction = tower_fn.options.loss_reduction
 

@@ -84,7 +84,7 @@ class PassesOfModel:
         return [*merged]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return each pass's reduced loss, and its gradients, divided as its loss is."""
+        """Return each pass's reduced loss, and its gradients, divided as it is."""
         return [_reduced(of_pass, self.loss_reduction) for of_pass in merged[1:]]
 
     def run_whole_steps(
