@@ -76,7 +76,6 @@ FULL = {
     "2 and 4": world_of((2, 4), (4, 2)),
     "1 and 3": world_of((1, 3), (6, 2)),
     "1 and 4, of one row": world_of((1, 4), (4, 1)),
-    "4 and 1, of one row": world_of((4, 1), (1, 4)),
 }
 PADDED = {
     "1 and 2, padded": world_of((1, 2), (8, 6), ((6,), (4, 2))),

@@ -111,4 +111,4 @@ def test_what_depends_on_the_mesh_is_not(name):
 def test_rows_in_another_order_than_the_meshs_are_not_proved():
     shapes = SHAPES["one after the other"]
     make = maker(functions(Right)["of_sums"], shapes, split=("cp", "dp"))
-    assert "must be the last axis of its dim" in unproved(make)["result"]
+    assert "must come last among the axes of its dim" in unproved(make)["result"]
