@@ -44,7 +44,7 @@ def test_what_is_right_is_proved(name, growing):
     is_of_both = SPECS.get(name, (None,))[0] is ROWS_OVER_BOTH
     if is_of_both and growing in ("the second axis first", "rows alone"):
         # Each place of the second axis then has other rows of the batch.
-        assert "must be the last axis of its dim" in why["result"]
+        assert "must come last among the axes of its dim" in why["result"]
     else:
         assert why == {}
 
