@@ -12,6 +12,7 @@ from lemmas import AXIS, FLAG, B, Lemma, N, NotThereError, T, shape_on
 
 from towerjax.proof.equal.kinds import (
     PADDING,
+    ROWS_OF_TOWER,
     SIZE,
     ZERO,
     Count,
@@ -910,7 +911,7 @@ for name in "eq ne lt le gt ge".split():
     lemma(name, _compared(name), (), (), kinds=([ZERO, copy(number=1)], [_COUNT]))
 lemma("lt", _compared("lt"), (N,), (N,), dtypes=jnp.int32, kinds=_NUMBERS)
 lemma("ge", _compared("ge"), (), (), dtypes=jnp.int32,
-      kinds=([Valid(), SIZE], [SIZE]))  # fmt: skip
+      kinds=([Valid(), SIZE, copy(-1, ROWS_OF_TOWER)], [SIZE]))  # fmt: skip
 lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,
       kinds=([_PADDED_FLAG], [IsFull()]))  # fmt: skip
 lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,
