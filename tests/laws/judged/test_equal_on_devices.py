@@ -332,7 +332,7 @@ UNKNOWN = {
         lambda devices: mapped(
             devices, lambda w, x: x + lax.axis_index("i"), W, X, out=SPLIT
         ),
-        r"rows and axis_index, at \S+py",
+        r"rows added to axis_index, at \S+py",
     ),
     "another batch": (
         lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,

@@ -161,7 +161,7 @@ def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
 _OF_TWO = {
     "add": "{} added to {}",
     "add_any": "{} added to {}",
-    "sub": "{} added to {}",
+    "sub": "{} minus {}",
     "mul": "{} times {}",
     "dot_general": "{} times {}",
     "div": "{} divided by {}",
