@@ -63,7 +63,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
 
 @rule("axis_index", every=Kind)
 def _tower_id(pair: EquationPair) -> Kind:
-    """The tower's own number."""
+    """The tower's own number; micro-batches are chunks, in which towers do not meet."""
     _refuse_other_axes(pair)
     return TowerId()
 
