@@ -154,22 +154,22 @@ def killed_job(seed: int, kills: int) -> KilledJob:
     """Run a job to its end, and kill it that often meanwhile."""
     draw = random.Random(seed)
     fleet = FLEETS[0]
-    made = list[Kill]()
+    kills_done = list[Kill]()
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
         while True:
             fleet = draw.choice([x for x in FLEETS if x != fleet])
             job = launched(folder, fleet)
-            strikes = min(2, kills - len(made))
+            strikes = min(2, kills - len(kills_done))
             for _ in range(strikes):
-                before = made[-1].job if made else ""
+                before = kills_done[-1].job if kills_done else ""
                 kill = strike(job, folder, fleet[1], before, draw)
-                made += [] if kill is None else [kill]
+                kills_done += [] if kill is None else [kill]
             code = job.wait()
             if code != _AGAIN or strikes < 2:
                 break
         digest = (folder / "digest").read_text() if code == 0 else None
-        return KilledJob(made, steps_of(folder), code, digest)
+        return KilledJob(kills_done, steps_of(folder), code, digest)
 
 
 def undisturbed() -> str:

@@ -70,9 +70,9 @@ def _of_passes(step: StepToProve, passes: Passes) -> str:
     """The reason for some pass and two numbers of devices; "" if there is none."""
     sizes = [*_growing_sizes(step.strategy.placement.within)]
     columns = [
-        one_tower_programs(step, passes, _on_devices(step, each)) for each in sizes
+        one_tower_programs(step, passes, _on_devices(step, within)) for within in sizes
     ]
-    numbers = [math.prod(size for _, size in each) for each in sizes]
+    numbers = [math.prod(size for _, size in within) for within in sizes]
     bound = frozenset([DEVICE_AXIS, step.strategy.placement.axis_name])
     for of_pass in zip(*columns, strict=True):
         pairs = itertools.pairwise(zip(numbers, of_pass, strict=True))
@@ -129,6 +129,6 @@ def _told(value: Kind) -> str:
         return OF_DEVICES.nouns.told(value.why)
     if not value.power:
         return OF_DEVICES.nouns.told(f"it is {value}")
-    told = OF_DEVICES.of_power(value.power, None)
+    factor = OF_DEVICES.of_power(value.power, None)
     line = getattr(value.power, "line", "")
-    return f"it is {told}, since a factor at {line}" if line else f"it is {told}"
+    return f"it is {factor}, since a factor at {line}" if line else f"it is {factor}"

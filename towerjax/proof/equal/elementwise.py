@@ -56,7 +56,7 @@ from towerjax.proof.equal.rules import (
 )
 
 _WHOLE_NUMBERS: TypeAlias = NUMBER | Valid | Size | Columns | RowOrder
-_OF_ROWS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
+_NO_ELEMENTS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
 
 
 @rule(
@@ -315,7 +315,7 @@ def _power(pair: EquationPair, x: Kind) -> Kind:
     return x.times_tower(x.power * exponent)
 
 
-@rule("integer_pow", _OF_ROWS)
+@rule("integer_pow", _NO_ELEMENTS)
 def _first_power(pair: EquationPair, x: Kind) -> Kind:
     """The first power of a value is itself."""
     if pair.params["y"] != 1:

@@ -1,8 +1,8 @@
 """The rule of a `shard_map`, and so of a `pmap`, whose devices are the towers.
 
 The program around it is a program of all devices, whose results must be the same for
-any number of devices. There a COPY is an array that is the same for any number. STACKED
-is an array that has the devices' own values, one after another.
+any number of devices. There a `Copy` is an array that is the same for any number, and
+`Stacked` is one that has the devices' own values, one after another.
 
 A mesh of several axes is read in the ways of `mesh_axes`. What one reading or another
 says of a result holds.

@@ -68,7 +68,7 @@ class Registered(NamedTuple):
     rule: Rule
     operands: tuple[Any, ...]  # the kinds of the first operands
     every: Any = None  # those of each operand after these; None if there is none
-    # Whether it is given ROWS for a COPY that has a dim of rows.
+    # Whether it is given rows for a copy that has a dim of rows.
     copies_as_rows: bool = False
     # Whether it says which value a result is, and where this is 0; otherwise what was
     # known of that is dropped.
