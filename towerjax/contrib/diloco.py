@@ -59,7 +59,7 @@ class LocalSGD:
         _take_whole(self, "every")
 
     def __call__(self, fns: Any) -> Any:
-        """The functions of a train step whose towers train alone."""
+        """Return the functions of a train step whose towers train alone."""
         return DiLoCo(self.every, optax.sgd(1.0))(fns)
 
 
@@ -126,7 +126,7 @@ class DiLoCo:
             )
 
     def __call__(self, fns: Any) -> Any:
-        """The functions of a train step whose towers train alone."""
+        """Return the functions of a train step whose towers train alone."""
         if (state := fns.strategy.state) != "mirrored":
             raise ValueError(
                 f"state={state!r} needs all towers at every step, and {self!r} lets"
@@ -140,27 +140,30 @@ class DiLoCo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The values of each tower; in ``state.local["own"].value``, ``[T, ...]``."""
+    """The values of each tower: ``state.local["own"].value``, ``[T, ...]``."""
 
     params: Tree  # those that are trained
     opt_state: Tree
-    weight: jax.Array  # [P], of its losses since each fragment was sent
+    weight: jax.Array  # [P], the losses' weight since each fragment was sent
     loss: tj.Weighted  # the mean since towers were merged
-    faults: jax.Array  # [H / P], how often each step since then was not finite
+    faults: jax.Array  # [H / P], non-finite results of each step since then
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``state.opt_state`` of a step whose towers train alone."""
+    """The ``state.opt_state`` of a step whose towers train alone."""
 
     fragments: tuple[Tree, ...]  # the outer optimizer's states
-    loss: tj.Weighted  # of all towers in the last round; of weight 0 before it
+    loss: tj.Weighted  # all towers' loss in the last round; weight 0 before
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """The functions of a step whose towers train alone, from those of a train step."""
+    """The functions of a step whose towers train alone, made from a train step's.
+
+    Towers train alone for a number of steps, and then meet to send a fragment.
+    """
 
     sync: DiLoCo
     fns: Fns  # of the train step
@@ -171,7 +174,7 @@ class Rounds:
         return self.sync.every // self.sync.fragments
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """The outer optimizer's state, and each tower's values, for the first step."""
+        """Return the outer optimizer's state and each tower's values, at the start."""
         first = self.fns.init(params)
         part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -189,7 +192,7 @@ class Rounds:
     def tower(
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
-        """Return the results of one tower, from its own parameters."""
+        """Return the results of one tower, computed with its own parameters."""
         own = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
@@ -215,12 +218,16 @@ class Rounds:
             )
         dense = jax.tree.map(_as_dense, grads.sum, is_leaf=_is_rows)
         grads = tj.Weighted(dense, grads.weight)
-        # The next micro-batch gets all variables that this one returns.
+        # The next micro-batch gets all variables that this one returns, so all are
+        # returned.
         local = local and {**local, _MINE: own}
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """The next state, the loss of the last round, and the step that was refused."""
+        """Return the next state, the loss of the last round, and the refused step.
+
+        The refused step is its number, or -1.
+        """
         replicated = dataclasses.replace(state, opt_state=(), local={})
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
         local = on_each(
@@ -237,10 +244,11 @@ class Rounds:
             state, own, fault = self._meet(state, own, p)
             faults += fault
         loss = state.opt_state.loss
-        # Before the first meeting there is no loss of all towers.
+        # Before the first meeting there is no loss of all towers, so it is NaN.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
         local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
-        # Towers meet after each period, whose first step has the index 0.
+        # Towers meet at the end of each period, and ``faults`` counts from its first
+        # step.
         first = state.step + 2 - self._period + jnp.argmax(faults > 0)
         refused = jnp.where(faults.any(), first.astype(jnp.int32), -1)
         return dataclasses.replace(state, local=local), metrics, refused
@@ -254,7 +262,7 @@ class Rounds:
         after: Tree,
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
-        """Return a tower's variables after its step from its own rows."""
+        """Return a tower's variables after one step from its own rows."""
         own = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
@@ -289,7 +297,10 @@ class Rounds:
     def _meet(
         self, state: tj.TrainState, own: Own, p: int
     ) -> tuple[tj.TrainState, Own, jax.Array]:
-        """The state, the towers' own and their faults after a fragment's meeting."""
+        """Let towers meet for fragment ``p``, if that is due.
+
+        Returns the state, the towers' values, and how often each step was not finite.
+        """
         sync = self.sync
         outer = state.opt_state
         done = state.step + 1
@@ -299,7 +310,7 @@ class Rounds:
         before = outer.fragments[p]
         offset = (p + 1) * sync.every // sync.fragments
         is_due = (done - offset) % sync.every == 0
-        # XLA copies the operands of a branch: they are no more than is needed.
+        # XLA copies the operands of a branch, so they are no more than is needed.
         rows = _chosen(own.params, flags), own.weight[:, p], own.loss, own.faults
 
         def meet() -> tuple[Tree, ...]:
@@ -333,7 +344,7 @@ class Rounds:
         return state, self._adopt(own, mine, flags, done - offset), faults
 
     def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
-        """A tower's values after it takes the outer parameters, if that is due."""
+        """Let towers take the outer parameters, if that is due; return their values."""
         since = since - self.sync.overlap
         keep = self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
@@ -346,7 +357,7 @@ class Rounds:
         return dataclasses.replace(own, params=_put_into(params, own.params))
 
     def _fragments(self, part: Tree) -> list[Tree]:
-        """For each fragment the flags of its leaves; sizes are as equal as may be."""
+        """Return for each fragment a flag per leaf; sizes are as equal as possible."""
         leaves, treedef = jax.tree.flatten(part)
         sizes = [0] * self.sync.fragments
         chosen = [0] * len(leaves)
@@ -362,7 +373,7 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """The values of a fragment that a tower sends: its weighted move since then."""
+    """Return what a tower sends of a fragment: its weighted move since the last."""
     params, weight, loss, faults = row
 
     def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
@@ -375,7 +386,7 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
 
 
 def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
-    """The towers' values with the counters of a fragment at 0, if it was sent."""
+    """Set the counters of a fragment to 0 if it was sent, and return the values."""
 
     def reset(x: Any) -> Any:
         return jnp.where(is_due, jnp.zeros_like(x), x)
@@ -386,10 +397,11 @@ def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
 
 
 def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
+    """Return ``fn(value)``, computed with a leading dim of size 1.
 
-    XLA:CPU copies a value, at every step, if its update has another shape than the
-    state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
+    The rows of a state have this dim. XLA:CPU copies a value, at every step, if its
+    update has another shape than the state's. Scalars stay ``()``, because with a
+    divisor ``[1]`` bits would depend on the number of devices.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     wide = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
@@ -406,17 +418,17 @@ def _of_one(
 
 
 def _others(local: dict[str, Tree]) -> dict[str, Tree]:
-    """Tower-local variables except those of `DiLoCo`."""
+    """Return the tower-local variables except those of `DiLoCo`."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 
 def _chosen(tree: Tree, flags: Tree) -> Tree:
-    """Return the tree's leaves whose flag is set, None for the others."""
+    """Return the tree's leaves whose flag is set, and None for the others."""
     return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
 
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
-    """The tree, with the leaves that ``part`` has, which is None for the others."""
+    """Return the tree with the leaves of ``part``; where it has None, leaves stay."""
 
     def choose(new: Any, old: Any) -> Any:
         return old if new is None else new

@@ -145,7 +145,10 @@ class Absent:
 
     @property
     def text(self) -> str:
-        """The ``GpuTargetConfigProto`` as text; the topology for TPUs."""
+        """The target, as the compiler reads it.
+
+        It is a ``GpuTargetConfigProto`` as text, or a topology of TPUs.
+        """
         if self.target not in _GPUS:
             return self.target
         major, *numbers = _GPUS[self.target]

@@ -38,9 +38,9 @@ class InterruptGuard:
         body: Callable[[], Result],
         attach: Callable[[BaseException], None] = lambda _: None,
     ) -> Result:
-        """The result of ``body``; ``attach`` gets the error or signal that ends it.
+        """Call ``body``; ``attach`` gets the error or signal that ends it.
 
-        After such an error Ctrl-C is dropped: it would end ``attach``. Signals are
+        After an error Ctrl-C is dropped, because it would end ``attach``. Signals are
         handled in the main thread only.
         """
         seen = 0
@@ -83,11 +83,11 @@ class InterruptGuard:
             sys.unraisablehook = self._reporter
         try:
             for number, previous in self._previous.items():
-                signal.signal(number, previous)  # SIGINT is last, because it may come then
+                signal.signal(number, previous)  # SIGINT last: it may come now
             if signal.SIGINT in self._waiting and not self.ended:
                 signal.raise_signal(signal.SIGINT)
         finally:
-            if signal.SIGTERM in self._waiting:  # it was held since `finish` or an error
+            if signal.SIGTERM in self._waiting:  # since `finish` or an error
                 signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:

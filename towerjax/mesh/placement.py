@@ -127,7 +127,7 @@ class Placement:
 
     @property
     def tower_mesh(self) -> AbstractMesh:
-        """The mesh in which a tower function is traced; axes in a tower are Auto."""
+        """The mesh in which a tower function is traced; its inner axes are Auto."""
         if not self.within:
             return NO_MESH
         mesh: Any = self.mesh_in_trace
@@ -175,7 +175,7 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The axes if each tower had a device of its own, which need not exist."""
+        """The axes of towers if each had a device for itself, which need not exist."""
         if self.num_towers == self.num_devices > 1:
             return self.axes
         spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
@@ -210,7 +210,10 @@ class Placement:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """A mesh of Auto axes over the devices: that of ``D``, and those in a tower."""
+        """The mesh over all devices: an axis of ``D``, and the axes in a tower.
+
+        All axes are Auto.
+        """
         sizes, names, kinds = self._mesh_axes
         return Mesh(np.array(self.jax_devices).reshape(sizes), names, axis_types=kinds)
 
@@ -270,7 +273,7 @@ class Placement:
         return treedef.unflatten(shardings)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
-        """The spec of each leaf over a tower's devices: that of its parameter."""
+        """Return each leaf's spec over a tower's devices: that of its parameter."""
         if self.specs is None or params is None:
             return [WHOLE] * len(jax.tree.leaves(values))
         return specs_like(values, self.specs.table(params, dict(self.within)))

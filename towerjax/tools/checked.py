@@ -65,7 +65,7 @@ def check_program(
     always_run: bool,
     timeout_s: float | None = None,
 ) -> Looked:
-    """Return the findings on a program, which is proved for these numbers, or run.
+    """Check a program: prove it for these numbers, or run it; return the findings.
 
     Args:
       maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``; of
@@ -106,7 +106,10 @@ def check_program(
 def _prove(
     prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
-    """Whether the proof answers for everything, so that nothing is left to run."""
+    """Prove what can be proved; return whether nothing is left to run.
+
+    The findings are added to ``looked``.
+    """
     try:
         proof, why = prove()
     except ReplicationError as error:
@@ -139,7 +142,7 @@ def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
 
 
 def _faults_of_proof(report: str) -> list[Fault]:
-    """Return the faults in an error, one per line that it lists."""
+    """Return the faults that the text of an error lists, one per line."""
     _, *lines = report.split("\n  - ")
     return [Fault("proof", "", line.strip()) for line in lines or [report]]
 
@@ -151,7 +154,7 @@ def _check_in_processes(
     looked: Looked,
     timeout_s: float | None,
 ) -> None:
-    """Run the program in a process for each number of devices, prove and compare."""
+    """Run the program in a process per number of devices; prove and compare."""
     named = name_function(FORM, maker)
     numbers = check_numbers(devices)
     check_rtol(rtol)

@@ -30,7 +30,11 @@ class _NoticedExit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """The status that ``sys.exit`` was given."""
+        """The status that ``sys.exit`` was given.
+
+        If Python itself reads it, nothing has caught the exit, and the process ends
+        here.
+        """
         if sys._getframe().f_back is None:
             _end(f"{self._name} ends with sys.exit({self._status!r})", self._status)
         return self._status

@@ -32,7 +32,10 @@ class RestartPlan:
 
     @property
     def count(self) -> int:
-        """The largest number of processes left that divides the towers; >= 1."""
+        """The number of processes to start, which divides ``towers``.
+
+        It is the largest such number of the processes that are left.
+        """
         if self.towers is None:
             return self.processes
         left = max(self.processes - self.lost, 1)

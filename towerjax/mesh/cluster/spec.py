@@ -298,7 +298,7 @@ def _count_tasks(environ: Mapping[str, str]) -> int:
     """Return how many processes ``TF_CONFIG`` names for this process's job."""
     try:
         jobs, task = _jobs_and_task(json.loads(environ.get("TF_CONFIG", "")), "")
-    except ValueError:  # `initialize` says what is wrong with it
+    except ValueError:  # `initialize` explains the error
         return 0
     if task.get("type") == "evaluator":
         return 1

@@ -118,7 +118,7 @@ def shutdown() -> None:
 
 
 def is_chief() -> bool:
-    """Whether this is process 0, which writes what one process alone must write."""
+    """Return whether this is process 0, which alone writes files for the job."""
     return jax.process_index() == 0
 
 
