@@ -29,17 +29,17 @@ def place_others(
     root: str,
     params: PyTree = None,
     *,
-    is_copied: bool = False,
+    copies_uncommitted: bool = False,
 ) -> PyTree:
     """Place leaves that lie elsewhere; return the same tree if none does.
 
-    With ``is_copied`` a leaf that JAX put on the right device by default is copied,
+    With ``copies_uncommitted`` a leaf that JAX put on the right device by default is copied,
     too. ``params`` are the parameters that `Placement.shardings` needs.
     """
     shardings = placement.shardings(layouts, tree, params)
 
     def if_elsewhere(x: Any, sharding: Any) -> Any:
-        is_there = has_sharding(x, sharding) and (x.committed or not is_copied)
+        is_there = has_sharding(x, sharding) and (x.committed or not copies_uncommitted)
         return None if is_there else x
 
     others = jax.tree.map(if_elsewhere, tree, shardings)

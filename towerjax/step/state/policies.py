@@ -74,11 +74,15 @@ class StatePolicy:
         return place(state, self.strategy.placement, self.layout, state.params)
 
     def placed(
-        self, state: TrainState, root: str = "state", *, is_copied: bool = False
+        self,
+        state: TrainState,
+        root: str = "state",
+        *,
+        copies_uncommitted: bool = False,
     ) -> TrainState:
         """Place leaves that lie elsewhere; return the same state if none does.
 
-        ``root`` names the state in errors. With ``is_copied`` a leaf that JAX put on
+        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf that JAX put on
         the right device by default is copied, too.
         """
         return place_others(
@@ -87,7 +91,7 @@ class StatePolicy:
             self.layout,
             root,
             state.params,
-            is_copied=is_copied,
+            copies_uncommitted=copies_uncommitted,
         )
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
