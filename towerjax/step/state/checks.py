@@ -33,8 +33,8 @@ def place_others(
 ) -> PyTree:
     """Place leaves that lie elsewhere; return the same tree if none does.
 
-    With ``copies_uncommitted`` a leaf that JAX put on the right device by default is copied,
-    too. ``params`` are the parameters that `Placement.shardings` needs.
+    With ``copies_uncommitted`` a leaf that JAX put on the right device by default is
+    copied, too. ``params`` are the parameters that `Placement.shardings` needs.
     """
     shardings = placement.shardings(layouts, tree, params)
 

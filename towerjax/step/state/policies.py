@@ -82,8 +82,8 @@ class StatePolicy:
     ) -> TrainState:
         """Place leaves that lie elsewhere; return the same state if none does.
 
-        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf that JAX put on
-        the right device by default is copied, too.
+        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf
+        that JAX put on the right device by default is copied, too.
         """
         return place_others(
             state,
