@@ -193,11 +193,11 @@ class Rounds:
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
         """Return the results of one tower, computed with its own parameters."""
-        own = state.local[_MINE]
+        of_tower = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
         state_of_tower = _of_one(
-            state, own.value.params, own.value.opt_state, _others(state.local)
+            state, of_tower.value.params, of_tower.value.opt_state, _others(state.local)
         )
         out = self.fns.tower(state_of_tower, rows, tower)
         loss = out["loss"]
@@ -220,7 +220,7 @@ class Rounds:
         grads = tj.Weighted(dense, grads.weight)
         # The next micro-batch gets all variables that this one returns, so all are
         # returned.
-        local = local and {**local, _MINE: own}
+        local = local and {**local, _MINE: of_tower}
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
@@ -238,15 +238,15 @@ class Rounds:
             _others(merged["local"]),
             replicated,
         )
-        own = local[_MINE].value
+        of_tower = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
-            state, own, fault = self._meet(state, own, p)
+            state, of_tower, fault = self._meet(state, of_tower, p)
             faults += fault
         loss = state.opt_state.loss
         # Before the first meeting there is no loss of all towers, so it is NaN.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
-        local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
+        local = {**local, _MINE: dataclasses.replace(local[_MINE], value=of_tower)}
         # Towers meet at the end of each period, and ``faults`` counts from its first
         # step.
         first = state.step + 2 - self._period + jnp.argmax(faults > 0)
@@ -263,7 +263,7 @@ class Rounds:
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
         """Return a tower's variables after one step from its own rows."""
-        own = variables[_MINE].value
+        of_tower = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
         fine = _are_finite(looked_at)
@@ -282,20 +282,20 @@ class Rounds:
             part = self.fns.trained(after.params)
             return accepts, (part, after.opt_state, after.local), None
 
-        state_of_tower = own.params, own.opt_state, _others(variables)
+        state_of_tower = of_tower.params, of_tower.opt_state, _others(variables)
         keep = functools.partial(self.fns.accept_or_keep, attempt)
         part, opt_state, local = _with_leading_dim(
             lambda of_tower: keep(of_tower)[0], state_of_tower
         )
-        weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
+        weight = jnp.where(counts, grads.weight, 0).astype(of_tower.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
-        mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
-        faults = own.faults.at[replicated.step % self._period].add(~fine)
-        own = Own(part, opt_state, own.weight + weight, mean, faults)
-        return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
+        mean = of_tower.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
+        faults = of_tower.faults.at[replicated.step % self._period].add(~fine)
+        of_tower = Own(part, opt_state, of_tower.weight + weight, mean, faults)
+        return {**local, _MINE: dataclasses.replace(variables[_MINE], value=of_tower)}
 
     def _meet(
-        self, state: tj.TrainState, own: Own, p: int
+        self, state: tj.TrainState, of_tower: Own, p: int
     ) -> tuple[tj.TrainState, Own, jax.Array]:
         """Let towers meet for fragment ``p``, if that is due.
 
@@ -311,7 +311,12 @@ class Rounds:
         offset = (p + 1) * sync.every // sync.fragments
         is_due = (done - offset) % sync.every == 0
         # XLA copies the operands of a branch, so they are no more than is needed.
-        rows = _chosen(own.params, flags), own.weight[:, p], own.loss, own.faults
+        rows = (
+            _chosen(of_tower.params, flags),
+            of_tower.weight[:, p],
+            of_tower.loss,
+            of_tower.faults,
+        )
 
         def meet() -> tuple[Tree, ...]:
             sent = jax.vmap(_sent, in_axes=(0, None))(rows, mine)
@@ -340,10 +345,10 @@ class Rounds:
             params=_put_into(mine, state.params),
             opt_state=Outer(fragments, loss),
         )
-        own = _reset_counters(own, is_due, p)
-        return state, self._adopt(own, mine, flags, done - offset), faults
+        of_tower = _reset_counters(of_tower, is_due, p)
+        return state, self._adopt(of_tower, mine, flags, done - offset), faults
 
-    def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
+    def _adopt(self, of_tower: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
         """Let towers take the outer parameters, if that is due; return their values."""
         since = since - self.sync.overlap
         keep = self.sync.keep
@@ -353,8 +358,8 @@ class Rounds:
             new = keep * x + (1 - keep) * outer[None] if keep else outer[None]
             return jnp.where(is_due, new.astype(x.dtype), x)
 
-        params = jax.tree.map(taken, _chosen(own.params, flags), mine)
-        return dataclasses.replace(own, params=_put_into(params, own.params))
+        params = jax.tree.map(taken, _chosen(of_tower.params, flags), mine)
+        return dataclasses.replace(of_tower, params=_put_into(params, of_tower.params))
 
     def _fragments(self, part: Tree) -> list[Tree]:
         """Return for each fragment a flag per leaf; sizes are as equal as possible."""
@@ -385,15 +390,15 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
     return {"move": move, "loss": loss, "faults": faults}
 
 
-def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
+def _reset_counters(of_tower: Own, is_due: jax.Array, p: int) -> Own:
     """Set the counters of a fragment to 0 if it was sent, and return the values."""
 
     def reset(x: Any) -> Any:
         return jnp.where(is_due, jnp.zeros_like(x), x)
 
-    weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
-    loss, faults = jax.tree.map(reset, (own.loss, own.faults))
-    return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
+    weight = of_tower.weight.at[:, p].set(reset(of_tower.weight[:, p]))
+    loss, faults = jax.tree.map(reset, (of_tower.loss, of_tower.faults))
+    return dataclasses.replace(of_tower, weight=weight, loss=loss, faults=faults)
 
 
 def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:

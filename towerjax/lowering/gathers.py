@@ -103,8 +103,8 @@ def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) ->
                 zip(recomputed.numbers, recomputed.values(shards), strict=True)
             )
             every = [again.get(i, x) for i, x in enumerate(residuals)]
-            (found,) = of_pull.unflatten(every)(grads)
-            new = dict(zip(moved, found, strict=True))
+            (grads_of_shards,) = of_pull.unflatten(every)(grads)
+            new = dict(zip(moved, grads_of_shards, strict=True))
             return [new.get(i) for i in range(len(leaves))]
 
         return out, jax.tree_util.Partial(back, of_leaves[:number], residuals)

@@ -30,7 +30,7 @@ class Shards:
     """Which arguments and results of a device function are shards, along which dims."""
 
     args: Any  # the treedef of the arguments
-    given: SplitDims  # of the arguments
+    dims_of_args: SplitDims  # of the arguments
     taken: SplitDims  # of whole arguments: the function uses only a shard of these
     out: Any  # the treedef of the results
     wanted: SplitDims  # of the results
@@ -57,7 +57,7 @@ class Shards:
 
         of_args, of_results = specs
         return (
-            with_dims(of_args, self.args, self.given),
+            with_dims(of_args, self.args, self.dims_of_args),
             with_dims(of_results, self.out, self.wanted),
         )
 
@@ -68,7 +68,9 @@ class Shards:
         """
 
         def run(*args: PyTree) -> PyTree:
-            shards = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
+            shards = as_shards(
+                jax.tree.leaves(args), self.dims_of_args, exact=self.exact
+            )
             pairs = zip(shards, self.taken, strict=True)
             shards = [x if at is None else take_shard(x, at) for x, at in pairs]
             out = fn(*jax.tree.unflatten(self.args, shards))

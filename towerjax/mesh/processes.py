@@ -122,11 +122,11 @@ class Exchange:
         self._client = coordinator_client()
         self._round = 0
 
-    def all_gather(self, own: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the value of each process in this round, in the order of processes."""
         prefix = f"towerjax/{self._name}/{self._round}"
         mine = jax.process_index()
-        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
         if self._round > 1:  # all processes have read the round before the last

@@ -79,7 +79,7 @@ class ResumedReport:
 class _Stages(NamedTuple):
     """Arrays by name, from the stages of one process; empty for a stage not seen."""
 
-    made: _Leaves  # the state that ``make`` returned
+    initial: _Leaves  # the state that ``make`` returned
     between: _Leaves  # the state where training is stopped, or resumed
     batches: _Leaves  # the batches of the steps after it
     results: _Leaves  # what these steps returned
@@ -202,7 +202,7 @@ def _differences(
     advice = list[str]()
     for name, reason in _unlike(restored, saved, "restored", "saved", rtol):
         findings[name] = Refuted(name, reason)
-        if _same_bits(restored.get(name), resumed.made.get(name)):
+        if _same_bits(restored.get(name), resumed.initial.get(name)):
             advice.append(f"{name}: {_AS_MADE}")
     other_batches = _unlike(
         resumed.batches, at_once.batches, "after the restart", "without it", rtol
@@ -341,7 +341,7 @@ class _Loop:
         self.state = self._state_in(gave)
         return batch, gave
 
-    def seen(self, numbers: range, made: _Leaves, between: _Leaves) -> _Stages:
+    def seen(self, numbers: range, initial: _Leaves, between: _Leaves) -> _Stages:
         """Do these steps, and return the stages of the process."""
         batches = _Leaves()
         results = _Leaves()
@@ -350,7 +350,7 @@ class _Loop:
             batches |= _arrays(f"batches[{number}]", batch)
             if gave is not self.state:
                 results |= _arrays(f"metrics of step {number + 1}", gave[1:])
-        return _Stages(made, between, batches, results, _arrays("state", self.state))
+        return _Stages(initial, between, batches, results, _arrays("state", self.state))
 
     def _state_in(self, gave: Any) -> PyTree:
         structure = jax.tree.structure(self.state)

@@ -43,13 +43,13 @@ class Looked:
     """The findings of a check so far.
 
     Attributes:
-      told: Texts for a person about things that are not faults.
+      texts: Texts for a person about things that are not faults.
       faults: The faults.
       notes: Notes on things that were not seen.
       fields: More fields of the JSON output.
     """
 
-    told: list[str] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
@@ -117,7 +117,7 @@ def _prove(
         return False
     if proof is None:
         looked.notes.append(f"nothing is proved: {why}")
-        looked.told.append(f"note: {looked.notes[-1]}")
+        looked.texts.append(f"note: {looked.notes[-1]}")
         return False
     _tell_of_proof(proof, looked)
     results = {x.leaf: {"says": x.says, "why": x.why} for x in proof.equal}
@@ -132,11 +132,11 @@ def _prove(
 
 def _tell_of_no_run(looked: Looked) -> None:
     answer = Says.REFUTED if looked.faults else Says.PROVED
-    looked.told.append(_NOT_RUN.format(answer))
+    looked.texts.append(_NOT_RUN.format(answer))
 
 
 def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
-    looked.told.append("\n".join(str(proof).splitlines()[:SCREEN]))
+    looked.texts.append("\n".join(str(proof).splitlines()[:SCREEN]))
     looked.fields["proved"] = proof.maps
     looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
 
@@ -176,7 +176,7 @@ def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
             for x in error.findings
         ]
         return
-    looked.told.append(str(outcome))
+    looked.texts.append(str(outcome))
     looked.notes += outcome.notes
     looked.fields |= {
         "compared": outcome.compared,

@@ -250,7 +250,7 @@ def check(
         write_baseline(new_baseline, make, looked.faults)
         entries = read_baseline(new_baseline, make)
     faults, meant, left = split_meant(looked.faults, entries)
-    texts = [*looked.told, *told_of_faults(faults, words)]
+    texts = [*looked.texts, *told_of_faults(faults, words)]
     texts += [f"meant: {x.text}" for x in meant]
     texts += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
     texts = ["\n".join(x.splitlines()[:SCREEN]) for x in texts]
@@ -302,13 +302,13 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     for x in strategy:  # the compiler may be missing
         if isinstance(x.devices, Absent):
             x.devices.jax_devices()
-    match made := function(*strategy):
+    match returned := function(*strategy):
         case (step, state, batch) if hasattr(step, "audit"):
             return step, state, batch
     second = "params" if strategy else "state"
     raise ValueError(
         f"{form} must return (step, {second}, batch), a step of towerjax and its"
-        f" arguments, but it returned {types_of(made)}."
+        f" arguments, but it returned {types_of(returned)}."
     )
 
 

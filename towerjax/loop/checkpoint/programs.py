@@ -25,7 +25,7 @@ class ProgramsOfRun:
         A program that calls Python has no hash, because the program does not show
         whether the Python code has changed.
         """
-        traces = [x.traced for x in self._step.programs.made.values()]
+        traces = [x.traced for x in self._step.programs.compiled.values()]
         if len(traces) != self._known[0]:
             programs = {
                 "towers": [

@@ -169,7 +169,7 @@ class Returned:
     """A leaf that a tower returned, and how it is merged."""
 
     value: PyTree
-    how: Accumulator = dataclasses.field(metadata={"static": True})
+    rule: Accumulator = dataclasses.field(metadata={"static": True})
 
 
 def is_typed(x: Any) -> bool:
@@ -185,7 +185,7 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
-            return Returned(part.value, _KEPT.get(part.how, PER_TOWER))
+            return Returned(part.value, _KEPT.get(part.rule, PER_TOWER))
 
         returned = jax.tree.map(as_returned, x.values, is_leaf=is_typed)
         return PerTower(map_parts(Returned, kept, returned))
@@ -214,9 +214,9 @@ def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
     """
     parts = parts_of(Returned, tree)
     sums = tuple(
-        [x.value for x in parts if x.how is accumulator] for accumulator in _ADDITIVE
+        [x.value for x in parts if x.rule is accumulator] for accumulator in _ADDITIVE
     )
-    rest = [Returned(None, x.how) if x.how in _ADDITIVE else x for x in parts]
+    rest = [Returned(None, x.rule) if x.rule in _ADDITIVE else x for x in parts]
     return sums, put_parts(Returned, tree, rest)
 
 
@@ -228,7 +228,7 @@ def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
     }
 
     def put(x: Returned) -> Returned:
-        return Returned(next(left[x.how]), x.how) if x.how in left else x
+        return Returned(next(left[x.rule]), x.rule) if x.rule in left else x
 
     return map_parts(Returned, put, tree)
 
@@ -290,7 +290,7 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     returned = [
         (path, x)
         for path, x in _leaves_of_kind(Returned, tree)
-        if not isinstance(x, Returned) or x.how is CARRIED
+        if not isinstance(x, Returned) or x.rule is CARRIED
     ]
     variables = _leaves_of_kind(TowerLocal, local)
     new_names = [tuple(map(key_name, path)) for path, _ in returned]

@@ -54,7 +54,7 @@ def scan_micro_batches(
     def local_after(totals: list[PyTree]) -> PyTree:
         """Return the towers' variables after the micro-batches that have run."""
         pairs = zip(totals, parts, strict=True)
-        carried = [total for total, part in pairs if part.how is CARRIED]
+        carried = [total for total, part in pairs if part.rule is CARRIED]
         if not carried:
             return local
         return jax.tree.unflatten(jax.tree.structure(local), jax.tree.leaves(carried))
@@ -64,18 +64,18 @@ def scan_micro_batches(
     ) -> tuple[list[PyTree], list[PyTree]]:
         out = run(*jax.tree.leaves((*numbered, local_after(totals))))
         new = parts_of(Returned, jax.tree.unflatten(treedef, out))
-        pairs = [x.how.add(t, x.value) for t, x in zip(totals, new, strict=True)]
+        pairs = [x.rule.add(t, x.value) for t, x in zip(totals, new, strict=True)]
         return [total for total, _ in pairs], [each_value for _, each_value in pairs]
 
     def finish(part: Returned, total: PyTree, stacked: PyTree) -> Returned:
-        join = part.how.finish
+        join = part.rule.finish
         if of_several and jax.tree.leaves(stacked):
             stacked = jax.tree.map(
                 lambda x: jnp.swapaxes(x, 0, 1), stacked
             )  # [k, A, ...]
             join = vmap_members(functools.partial(join, total))
-            return Returned(join(stacked), part.how)
-        return Returned(join(total, stacked), part.how)
+            return Returned(join(stacked), part.rule)
+        return Returned(join(total, stacked), part.rule)
 
     totals, stacked_parts = scan_in_turn(body, _starts(parts, local), numbered)
     done = [finish(*x) for x in zip(parts, totals, stacked_parts, strict=True)]
@@ -84,12 +84,12 @@ def scan_micro_batches(
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
     """Return the totals before the first micro-batch; variables start as ``local``."""
-    carried = [x.value for x in parts if x.how is CARRIED]
+    carried = [x.value for x in parts if x.rule is CARRIED]
     if carried:
         structure = jax.tree.structure(carried)
         carried = structure.unflatten(jax.tree.leaves(local))
     before = iter(carried)
-    return [x.how.start(next(before) if x.how is CARRIED else x.value) for x in parts]
+    return [x.rule.start(next(before) if x.rule is CARRIED else x.value) for x in parts]
 
 
 def numbered_rows(
@@ -165,7 +165,7 @@ def _differences(
     """
     parts = parts_of(Returned, tree)
     outs = closed.jaxpr.outvars
-    carried = [x for x in parts if x.how is CARRIED]
+    carried = [x for x in parts if x.rule is CARRIED]
     # These are the variables' new values, in the order of the variables' inputs.
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
@@ -175,7 +175,7 @@ def _differences(
         return "its rows" if kind == "rows" else None
 
     labels = [*map(label, closed.jaxpr.invars, kinds)]
-    bare = {*jax.tree.leaves([x for x in parts if x.how is SAME])}
+    bare = {*jax.tree.leaves([x for x in parts if x.rule is SAME])}
     numbers = jax.tree.leaves(tree)
     pairs = zip(numbers, names_by_key(values_of(tree)), strict=True)
     name_of = {number: name for number, name in pairs if number in bare}

@@ -64,10 +64,10 @@ def on_device(
         tree = put_sums(tree, (added, shown))
         parts = parts_of(Returned, tree)
         seen = None
-        merged = [x.how.merge(x.value, axes) for x in parts]
+        merged = [x.rule.merge(x.value, axes) for x in parts]
         if pass_.looks_at is not None:
             pairs = zip(parts, merged, strict=True)
-            rows = [x for part, x in pairs if part.how is JOINED]
+            rows = [x for part, x in pairs if part.rule is JOINED]
             seen = pass_.looks_at.at_all(flagged, state.params, (sums, rows), axes)
         return put_parts(Returned, tree, merged), seen
 

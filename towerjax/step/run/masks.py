@@ -89,16 +89,16 @@ def _values_to_mask(
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
         tree = _with_each_gradient(tower)
-        rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
+        rows = [x.value for x in parts_of(Returned, tree) if x.rule is ROWS]
         # One leaf of `Rows` that is a weight masks all other leaves.
         weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
         def kept(x: Returned) -> PyTree:
-            if x.how is ROWS:
+            if x.rule is ROWS:
                 return weighs if pass_.rows_used_later else None
-            if x.how in (SAME, CARRIED):
+            if x.rule in (SAME, CARRIED):
                 return x.value if pass_.of_state else None
-            if x.how is PER_TOWER:
+            if x.rule is PER_TOWER:
                 return None
             # Which rows of a table are looked up never depends on a weight, so only the
             # values are looked at.

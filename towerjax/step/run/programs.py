@@ -78,7 +78,7 @@ class Programs:
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
     # A copy that ``dataclasses.replace`` makes has no programs yet.
-    made: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
+    compiled: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
         default_factory=dict, init=False
     )
     # The signatures of the batches so far, for each kind of state.
@@ -93,11 +93,11 @@ class Programs:
     @property
     def last(self) -> Program | None:
         """The program that was compiled last; None if there is none yet."""
-        return next(reversed(self.made.values()), None)
+        return next(reversed(self.compiled.values()), None)
 
     def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
         """Return the program for a batch of this signature; None if none exists."""
-        return self.made.get((batch.signature, kind))
+        return self.compiled.get((batch.signature, kind))
 
     def program(
         self,
@@ -111,7 +111,7 @@ class Programs:
         ``before_first`` gets the traced step before it is compiled, and may refuse it.
         """
         key = batch.signature, kind
-        program = self.made.get(key)
+        program = self.compiled.get(key)
         if program is not None and not (program.is_full and batch.padded):
             if batch.padded:
                 refuse_unmasked(batch.num_examples, program.traced.proof.unmasked())
@@ -134,7 +134,7 @@ class Programs:
             if before_first is not None:
                 before_first(traced)
 
-        self.made[key] = compile_step(
+        self.compiled[key] = compile_step(
             self.plan,
             self.placement,
             (*first, *batch.args),
@@ -144,8 +144,8 @@ class Programs:
         if signature not in seen:
             seen.append(signature)
         if before_first is not None:
-            self.made[key].checked_for.add(batch.num_examples)
-        return self.made[key]
+            self.compiled[key].checked_for.add(batch.num_examples)
+        return self.compiled[key]
 
     def trace(
         self,

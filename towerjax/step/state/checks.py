@@ -124,14 +124,14 @@ OF_THIS_STEP = (
 )
 
 
-def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
+def check_made(state: TrainState, expected: dict[str, PyTree]) -> None:
     """Raise unless the fields that a step makes have the leaves that it makes.
 
-    ``shapes_made`` has the expected shapes of these fields.
+    ``expected`` has the expected shapes of these fields.
     """
     wrong = []
     anew = []
-    for field, needed in made.items():
+    for field, needed in expected.items():
         value = getattr(state, field)
         again = f"fresh.{field}"
         is_per_tower = field == "local"  # `check_num_towers` checks the first dim

@@ -67,7 +67,7 @@ class NextState:
 
     update_fn: Update
     # Picks what the update gets from the merged results of all passes.
-    given: Callable[[list[PyTree]], PyTree]
+    update_input: Callable[[list[PyTree]], PyTree]
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
@@ -83,7 +83,7 @@ class NextState:
         """Update the state; return ``(accepted, donated, rest)`` for an `Outcome`."""
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
-            updated = self.update_fn(before, self.given(merged))
+            updated = self.update_fn(before, self.update_input(merged))
         after, metrics, *more = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
