@@ -286,7 +286,7 @@ def _gap_of_leaf(
         )
     size = max(_largest(got), sizes[name])
     gap = gaps(got, want)
-    if gap.size == 0 or size == 0:
+    if not gap.any():
         return 0.0, same
     at = np.unravel_index(np.argmax(gap), gap.shape)
     difference = float(gap[at])
@@ -295,8 +295,10 @@ def _gap_of_leaf(
         value=float(got[at]),
         one_tower=float(want[at]),
         difference=difference,
-        relative=difference / size,
+        relative=difference / size if size else np.inf,
     )
+    if size == 0:  # one of the two is 0, and the other infinite or no number
+        return np.inf, finding
     rtol_of_leaf = run.rtols.get(name, rtol)
     if finding.relative <= rtol_of_leaf:
         return finding.relative / rtol_of_leaf if rtol_of_leaf else 0.0, finding

@@ -225,17 +225,18 @@ _register(_of_comparison, "gt ne lt")
 _register(_where_base, "integer_pow")
 
 
-# Functions whose results are finite if their operands are.
-_KEEPS_FINITE = frozenset(
+KEEPS_FINITE = frozenset(
     """add sub add_any mul neg max min clamp select_n abs sign square exp expm1 tanh sin
     cos sinh cosh asinh atan logistic erf erfc floor ceil round copy copy_p name
     optimization_barrier stop_gradient convert_element_type reduce_precision real imag
-    conj complex squeeze expand_dims transpose reshape broadcast_in_dim concatenate pad
-    slice dynamic_slice rev tile split stack unstack reduce_sum cumsum cumprod cummax
-    cummin sort dot_general conv_general_dilated reduce_window_sum pvary
-    pcast dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min
-    scatter-max""".split()
+    conj complex one_minus_square squeeze expand_dims transpose reshape
+    broadcast_in_dim concatenate pad slice dynamic_slice rev tile split stack unstack
+    reduce_sum cumsum cumprod cummax cummin sort dot_general conv_general_dilated
+    reduce_window_sum pvary pcast dynamic_update_slice scatter scatter-add scatter-sub
+    scatter-mul scatter-min scatter-max""".split()
 )
+"""Functions whose results are finite if their operands are."""
+
 _WITHOUT_ROWS: TypeAlias = Copy | Part
 # They may be of no rows.
 _OF_ANY_ROWS: TypeAlias = Maximum | Minimum | Mean
@@ -265,9 +266,9 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
     others = [x for x in pair.ins if not isinstance(x, _WITHOUT_ROWS)]
     if all(_level(x) is InPadding.AS_EXAMPLE for x in others):
         return InPadding.AS_EXAMPLE
-    if pair.name not in _KEEPS_FINITE and sub_jaxprs(pair.first):
+    if pair.name not in KEEPS_FINITE and sub_jaxprs(pair.first):
         return max(value.in_padding, least)
-    keeps = pair.name in _KEEPS_FINITE
+    keeps = pair.name in KEEPS_FINITE
     keeps |= pair.name == "integer_pow" and pair.params["y"] >= 0
     keeps |= pair.name == "gather" and fills_with_number(pair)
     keeps |= pair.name == "div" and isinstance(pair.ins[1], Copy | AtLeast)
