@@ -156,14 +156,14 @@ WRONG = {
 }
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_accumulation_over_calls_is_proved(name):
     assert tj.testing.prove(RIGHT[name], micro_batches=NUMBERS).unproved == {}
     assert tj.testing.same_for(RIGHT[name], micro_batches=NUMBERS, rtol=1e-4)
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_no_wrong_accumulation_over_calls_is_proved(name):
     with pytest.raises(tj.testing.SplitError):
