@@ -1,7 +1,10 @@
-"""What measures the project's own figures: ``python -m benchmarks.overhead``.
+"""The scripts that measure the project's own figures.
 
-* Gates, the files of this folder with a ``main``: each has a table, ``--json``, and a
-  small form, ``--small``, that CI runs. All are built on `benchmarks.harness`.
-* `benchmarks.peers`: the same training by other libraries, for ``towerjax bench``.
-* What was measured once stands in docs/evidence/, with its command.
+An example is ``python -m benchmarks.overhead``.
+
+* Gates are the files of this folder with a ``main``. Each prints a table, takes
+  ``--json``, and has a small form, ``--small``, that CI runs. All are built on
+  `benchmarks.harness`.
+* `benchmarks.peers` has the same training by other libraries, for ``towerjax bench``.
+* Figures that were measured once stand in docs/evidence/, with their commands.
 """

@@ -1,12 +1,13 @@
-"""What programs hold and send on absent devices, beside hand-written ones.
+"""Compare what programs hold and send on absent devices with hand-written ones.
 
-Each program is compiled three times for the same devices: as towerjax makes it, as
-``jit(shard_map(...))`` with ``pmean(gradients)``, and as the latter with what
-``guard="gradients"`` promises, by hand: where a loss or a gradient is not finite, the
-step changes nothing. What the compiler made of them stands side by side. Nothing runs.
+Each program is compiled three times for the same devices: as towerjax makes it; as
+``jit(shard_map(...))`` with ``pmean(gradients)``; and like the latter, but with the
+promise of ``guard="gradients"`` written by hand: if a loss or a gradient is not finite,
+the step changes nothing. The table shows what the compiler made of them side by side.
+Nothing runs.
 
-Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200] [--devices 1 8]``,
-where ``pip install -e '.[gpu-compiler]'`` was done.
+Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200] [--devices 1 8]``.
+It needs ``pip install -e '.[gpu-compiler]'``.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2-small, each block computed again in the backward pass."""
+    """GPT-2-small, of which each block is computed again in the backward pass."""
 
     words: int = 50304
     width: int = 768
@@ -59,7 +60,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits of each next word."""
+        """Return the logits of each next word."""
         embed = nn.Embed(self.words, self.width, dtype=BF16)
         shape = (tokens.shape[1], self.width)
         place = self.param("place", nn.initializers.normal(0.02), shape)
@@ -70,7 +71,7 @@ class GPT(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """A block of ResNet-50, normalised by each tower's own rows."""
+    """A block of ResNet-50, normalised over each tower's own rows."""
 
     width: int
     stride: int
@@ -107,7 +108,7 @@ class ResNet50(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The logits ``[b, 1000]`` of images."""
+        """Return the logits of images, ``[b, 1000]``."""
         how: Any = {"axis_name": self.axis_name, "dtype": self.dtype}
         x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
         x = nn.max_pool(nn.relu(_norm(**how)(x)), (3, 3), (2, 2), "SAME")
@@ -158,13 +159,13 @@ class Program:
     optimizer: optax.GradientTransformation = optax.adam(1e-3)
 
     def params(self) -> PyTree:
-        """The parameters, in shapes."""
+        """Return the shapes of the parameters."""
         shape, dtype = self.example
         one = jnp.zeros((1, *shape), dtype)
         return jax.eval_shape(lambda: self.net.init(jax.random.key(0), one))["params"]
 
     def batch(self, devices: int) -> PyTree:
-        """The global batch, in shapes."""
+        """Return the shapes of the global batch for this number of devices."""
         shape, dtype = self.example
         rows = self.rows * devices
         return {
@@ -173,7 +174,7 @@ class Program:
         }
 
     def losses(self, params: PyTree, batch: PyTree) -> jax.Array:
-        """``[b]``, one of each example."""
+        """Return the loss of each example, ``[b]``."""
         variables = {"params": params}
         kept = ["batch_stats"]
         logits, _ = self.net.apply(variables, batch["x"], mutable=kept)
@@ -181,7 +182,7 @@ class Program:
         return of.reshape(of.shape[0], -1).mean(-1)
 
     def make_step(self, strategy: tj.Mirrored) -> tuple[Any, PyTree, PyTree]:
-        """Towerjax's step, and its arguments in shapes."""
+        """Return towerjax's step, and the shapes of its arguments."""
 
         def loss_fn(params: PyTree, batch: PyTree, tower: tj.Tower) -> tj.Weighted:
             return tj.Weighted.mean(self.losses(params, batch), tower.weight)
@@ -208,15 +209,15 @@ PROGRAMS = {
 
 
 def by_towerjax(program: Program, strategy: tj.Mirrored) -> StepReport:
-    """The step that `tj.build_train_step` makes."""
+    """Report on the step that `tj.build_train_step` makes."""
     step, params, batch = program.make_step(strategy)
     return step.report(params, batch)
 
 
 def hand_written(program: Program, placement: Placement, guarded: bool = False) -> Any:
-    """``jit(shard_map(...))`` with ``pmean(gradients)``, as people write it.
+    """Return a step of ``shard_map`` with ``pmean(gradients)``, as people write it.
 
-    A guarded one changes nothing where a loss or a gradient is not finite.
+    A guarded step changes nothing if a loss or a gradient is not finite.
     """
     optimizer = program.optimizer
     mirrored = placement.sharding(Layout.MIRRORED)
@@ -253,7 +254,7 @@ def hand_written(program: Program, placement: Placement, guarded: bool = False) 
 
 
 def by_hand(program: Program, devices: Absent, guarded: bool = False) -> StepReport:
-    """The step as people write it."""
+    """Report on the step as people write it by hand."""
     strategy = tj.Mirrored(devices=devices)
     params = program.params()
     opt_state = jax.eval_shape(program.optimizer.init, params)
@@ -263,22 +264,23 @@ def by_hand(program: Program, devices: Absent, guarded: bool = False) -> StepRep
 
 
 def is_no_worse(ours: StepReport, hand: StepReport) -> bool:
-    """Whether no more is held, to 2 %, and sent than by hand, and all is reused.
+    """Return whether our step is no worse than the hand-written one.
 
-    The hand-written step should be a guarded one, since ours is: a step that may change
-    nothing keeps all gradients until it has seen the last.
+    It sends no more, holds no more (to 2 %), and reuses all donated buffers. The
+    hand-written step should be a guarded one, because ours is guarded: a step that may
+    change nothing keeps all gradients until it has seen the last one.
     """
     sent, by_hand = (sum(x.bytes for x in made.collectives) for made in (ours, hand))
     return (
         len(ours.collectives) <= len(hand.collectives)
-        and sent <= by_hand + 16  # a weight for each denominator
+        and sent <= by_hand + 16  # ours also sends a weight for each denominator
         and ours.memory.aliased == hand.memory.aliased
         and ours.memory.peak <= 1.02 * hand.memory.peak
     )
 
 
 def _each(form: Callable[[Any], str]) -> Callable[[tuple], str]:
-    """The form of figures on several numbers of devices: once, if they are the same."""
+    """Return a form for values of several numbers of devices; equal ones show once."""
 
     def shown(values: tuple) -> str:
         return ", ".join(dict.fromkeys(map(form, values)))
@@ -299,7 +301,7 @@ COLUMNS = {
 
 
 def figures(made: StepReport) -> tuple[int, ...]:
-    """The figures of one program on one number of devices."""
+    """Return the figures of one program on one number of devices."""
     return (
         made.memory.arguments,
         made.memory.peak,
@@ -311,7 +313,7 @@ def figures(made: StepReport) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Print the rows; end with status 1 where one is worse than by hand."""
+    """Print the rows; end with status 1 if one is worse than the hand-written step."""
     parser = parser_of(__doc__)
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--on", default="h200", help="a GPU, or a TPU topology")

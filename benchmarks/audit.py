@@ -1,11 +1,11 @@
-"""Measure what the audit of a step costs beside its first call: seconds of CPU time.
+"""Measure what the audit of a step costs beside its first call, in CPU seconds.
 
-Each model's step is built for four towers on one device. Timed are its first call with
-``audit=False``, and by default; the audit that a first call makes of leaves that are
-not proved, which runs the loss alone where it can; and ``step.audit``, with gradients:
-all but the first are shown over the first call without an audit. Each follows
-``jax.clear_caches()``. ResNet-50 normalises its batches over all towers, of images of
-so many pixels.
+Each model's step is built for four towers on one device. Four calls are timed: the
+first call with ``audit=False``; the first call by default; the audit that a first call
+makes of leaves that are not proved, which runs the loss alone if it can; and
+``step.audit``, with gradients. All except the first are shown over the first call
+without an audit. Each follows ``jax.clear_caches()``. ResNet-50 normalises its batches
+over all towers; ``--pixels`` is the size of its images.
 
 Run: ``python -m benchmarks.audit [--rounds 3] [--pixels 64] [--only mlp ...]``
 """
@@ -46,7 +46,7 @@ Make: TypeAlias = Callable[..., tuple[Step, Any, Any]]
 
 
 def of_model(factory: Factory, rows: int, audit: bool | None) -> tuple[Step, Any, Any]:
-    """The step, its parameters and a batch of a model of `benchmarks.models`."""
+    """Return the step, parameters and a batch of a model of `benchmarks.models`."""
     model = factory(np.float32)
 
     def loss_fn(params: Any, batch: Any, tower: Tower) -> Weighted:
@@ -58,7 +58,7 @@ def of_model(factory: Factory, rows: int, audit: bool | None) -> tuple[Step, Any
 
 
 def resnet50(pixels: int, audit: bool | None) -> tuple[Step, Any, Any]:
-    """ResNet-50 with batch norm over all towers, of four images a tower."""
+    """Return ResNet-50 with batch norm over all towers, for four images a tower."""
     strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
     rng = np.random.default_rng(0)
     images = rng.normal(size=(4 * TOWERS, pixels, pixels, 3)).astype(np.float32)
@@ -81,7 +81,7 @@ def resnet50(pixels: int, audit: bool | None) -> tuple[Step, Any, Any]:
 
 
 def contenders(make: Make) -> list[Callable[[], Callable[[], Any]]]:
-    """What prepares each call that is timed, in the order of `COLUMNS`."""
+    """Return functions that prepare each timed call, in the order of `COLUMNS`."""
 
     def first_call(audit: bool | None) -> Callable[[], Any]:
         step, params, batch = make(audit=audit)
@@ -109,7 +109,7 @@ def contenders(make: Make) -> list[Callable[[], Callable[[], Any]]]:
 
 
 def seconds(prepare: Callable[[], Callable[[], Any]]) -> float:
-    """CPU seconds of a call after nothing was compiled for it."""
+    """Return the CPU seconds of a call for which nothing was compiled before."""
     call = prepare()
     jax.clear_caches()
     gc.collect()
@@ -135,7 +135,7 @@ def main() -> None:
         "gpt": functools.partial(of_model, transformer, 64),
         "resnet50": functools.partial(resnet50, options.pixels),
     }
-    # What a process does once.
+    # A first turn, which is not counted, does what a process does only once.
     turns(contenders(makes["mlp"]), seconds, rounds=1, warm=0)
     table = begin(f"{options.rounds} rounds", COLUMNS, options)
     for name, make in makes.items():

@@ -1,9 +1,9 @@
 """Measure which batch size pays: the noise scale, and the steps and rows needed.
 
-A linear classifier of 10 classes learns noisy labels from 20 numbers, with each batch
-size, at each of several learning rates, until the loss on all rows is small
-enough; the rate that needs the fewest steps counts. ``examples/noise_scale.py`` reports
-the noise scale at the end.
+A linear classifier of 10 classes learns noisy labels from 20 numbers. For each batch
+size it trains at several learning rates until the loss on all rows is small enough. The
+rate that needs the fewest steps counts. ``examples/noise_scale.py`` reports the noise
+scale at the end.
 
 Run: ``python -m benchmarks.batch_size [docs/evidence/batch_size.svg]``
 """
@@ -45,7 +45,7 @@ HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 300" role="im
 
 
 def data() -> dict[str, jax.Array]:
-    """Rows, and labels of which many are wrong."""
+    """Return rows, and labels of which many are wrong."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 20))
     logits = 0.3 * x @ rng.normal(size=(20, 10)) + rng.gumbel(size=(ROWS, 10))
@@ -53,18 +53,21 @@ def data() -> dict[str, jax.Array]:
 
 
 def losses_of(params: PyTree, batch: PyTree) -> jax.Array:
-    """The cross entropy of each row."""
+    """Return the cross entropy of each row."""
     logits = batch["x"] @ params
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
 
 def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
-    """The loss of one tower."""
+    """Return the loss of one tower."""
     return Weighted.mean(losses_of(params, batch), tower.weight)
 
 
 def learning(size: int) -> Any:
-    """``rate -> losses of all rows, noises, signals``, ``[STEPS]`` each."""
+    """Return a function of a learning rate that trains with this batch size.
+
+    It returns the losses of all rows, the noises and the signals, ``[STEPS]`` each.
+    """
     rows = data()
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=8)
@@ -88,12 +91,12 @@ def learning(size: int) -> Any:
 
 
 def best_of(size: int) -> tuple[int, float]:
-    """The fewest steps to a loss that is small enough; the noise scale there."""
+    """Return the fewest steps to a loss that is small enough, and the noise scale."""
     run = learning(size)
     found = []
     for rate in RATES:
         losses, noise, signal = jax.device_get(run(jnp.float32(rate)))
-        # Averaged, as a loss that is small enough once may be so by chance.
+        # Losses are averaged, because one may be small enough by chance.
         smooth = np.convolve(losses, np.ones(5) / 5, "valid")
         if (smooth < ENOUGH).any():
             told = {"gradient/noise": noise, "gradient/signal": signal}
@@ -104,7 +107,7 @@ def best_of(size: int) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Print the table; draw it."""
+    """Print the table, and draw it if a file is named."""
     parser = parser_of(__doc__)
     parser.add_argument("svg", nargs="?")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
@@ -123,14 +126,14 @@ def main() -> None:
 
 
 def draw(path: str, steps: list[int], scale: float) -> None:
-    """Steps and rows that batches of each size need, as an svg."""
+    """Draw the steps and rows that batches of each size need, as an svg."""
     across = [80 + 72 * i for i in range(len(SIZES))]
     rows = [size * number for size, number in zip(SIZES, steps, strict=True)]
     at = 80 + 72 * np.log2(scale / SIZES[0])
     text = HEAD + f'<path class="at" d="M{at:.0f} 30V262"/>\n'
     text += f'<text x="{at - 8:.0f}" y="44" class="end">noise scale</text>\n'
     for name, values, color in (("steps", steps, BLUE), ("rows", rows, "#b5622f")):
-        # Both curves start at one point; 45 units are a factor of 10.
+        # Both curves start at one point. A factor of 10 is 45 units high.
         down = [146 - 45 * np.log10(x / values[0]) for x in values]
         line = " ".join(f"{x},{y:.0f}" for x, y in zip(across, down, strict=True))
         text += f'<polyline points="{line}" stroke="{color}"/>\n'

@@ -18,7 +18,7 @@ Losses = Callable[[PyTree, PyTree, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model to train, and what it is fed with.
+    """A model to train, and the batches that it gets.
 
     Attributes:
       losses: ``(params, batch, tower) -> [b]``, each example's loss.
@@ -37,7 +37,7 @@ class Model:
     statistics: int = 0
 
     def params(self) -> PyTree:
-        """Random parameters, scaled by what they are multiplied with."""
+        """Return random parameters, scaled by the number of their inputs."""
         rng = np.random.default_rng(1)
 
         def one(shape: tuple[int, ...]) -> np.ndarray:
@@ -47,7 +47,7 @@ class Model:
         return {name: one(shape) for name, shape in self.shapes.items()}
 
     def batch(self, rows: int, step: int) -> PyTree:
-        """One global batch of a step: ``x``, ``y`` and the weights of its rows."""
+        """Return a step's global batch: ``x``, ``y`` and the weights of its rows."""
         rng = np.random.default_rng(100 + step)
         x = rng.normal(size=(rows, *self.inputs)).astype(np.float32)
         y = rng.normal(size=rows).astype(np.float32)
@@ -132,7 +132,7 @@ def _lstm(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:
 
 
 def _embedded(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:
-    ids = (jnp.abs(batch["x"]) * 5).astype(jnp.int32)  # below 25, and many the same
+    ids = (jnp.abs(batch["x"]) * 5).astype(jnp.int32)  # many equal ids below 25
     return _labelled(p["table"][ids].mean(1) @ p["w"], batch)
 
 

@@ -1,10 +1,10 @@
-"""Kill processes of one long job again and again: what is kept, what recovery takes.
+"""Kill processes of a long job again and again, and measure how it recovers.
 
-32 towers of a small model run in two processes under ``towerjax launch``. Again and
-again a process is killed, some seconds after the job has done steps again. Printed are
-the share of the steps run that the job kept, its time over an undisturbed job's, what
-recovering takes, and whether the last bits are the undisturbed job's. A step is mostly
-a sleep of 0.1 s, so that two cores suffice.
+A small model of 32 towers trains in two processes under ``towerjax launch``. Some
+seconds after the job has done steps again, a process is killed, again and again. The
+table shows the share of the steps run that the job kept, its time over that of an
+undisturbed job, how long recovering takes, and whether the last bits are those of the
+undisturbed job. A step is mostly a sleep of 0.1 s, so that two cores suffice.
 
 Run: ``python -m benchmarks.duel [--steps 1500] [--apart 12] [--plain]``
 """
@@ -30,7 +30,8 @@ from benchmarks.faults import DoneStep, Launched, steps_of, train
 from benchmarks.harness import begin, options_of, parser_of
 
 TOWERS = 32
-# The ends of the parts of a start, in order, and what happens before each.
+# Each part of a start has an event at its end, and words on what happens before it. The
+# parts are in order.
 PARTS = {
     "began": "the launcher ends and starts processes",
     "imported": "imports",
@@ -47,21 +48,21 @@ _IMPORTED = time.time()
 
 
 class Kill(NamedTuple):
-    """When which job lost a process."""
+    """The time at which a job lost a process, and which run of the job it was."""
 
     at: float
     job: str
 
 
 def _began() -> float:
-    """When this process was started."""
+    """Return the time at which this process was started."""
     stat = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     after_boot_s = int(stat[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
 
 
 def _note_start(folder: pathlib.Path) -> str:
-    """Have this process write down when each part of its start ends; name its job."""
+    """Let this process write down when each part of its start ends; return its job."""
     times = {"began": _began(), "imported": _IMPORTED}
     cluster = tj.cluster.initialize()
     times["connected"] = time.time()
@@ -87,7 +88,7 @@ def _launch(folder: pathlib.Path, steps: int, plain: bool) -> Launched:
 def disturbed(
     folder: pathlib.Path, steps: int, apart_s: float, plain: bool
 ) -> list[Kill]:
-    """Run the job and kill processes of it; when, and in which of its restarts."""
+    """Run the job and kill processes of it; return the kills."""
     draw = random.Random(0)
     job = _launch(folder, steps, plain)
     kills = list[Kill]()
@@ -97,11 +98,11 @@ def disturbed(
         time.sleep(0.05)
         if until == float("inf"):
             done = steps_of(folder)
-            if done and done[-1].job != lost:  # not the last steps of the killed one
+            if done and done[-1].job != lost:  # not the last steps of the killed run
                 until = time.time() + draw.uniform(0.5, 1.5) * apart_s
         elif time.time() >= until:
             until = float("inf")
-            with contextlib.suppress(OSError, IndexError):  # it has just ended
+            with contextlib.suppress(OSError, IndexError):  # the process has just ended
                 pid, lost = draw.choice([*job.workers().values()])
                 os.kill(pid, signal.SIGKILL)
                 kills.append(Kill(time.time(), lost))
@@ -111,7 +112,7 @@ def disturbed(
 
 
 def undisturbed(steps: int) -> tuple[float, str]:
-    """The seconds from the first step to the last, and the last bits."""
+    """Return the seconds from the first step to the last, and the last bits."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
         if _launch(folder, steps, False).wait():
@@ -126,7 +127,7 @@ def _seconds(done: Sequence[DoneStep]) -> float:
 def recoveries(
     folder: pathlib.Path, kills: Sequence[Kill]
 ) -> list[Mapping[str, float]]:
-    """Of each kill after which the job did a step: what each part took, in seconds."""
+    """Return, for each kill that was recovered from, the seconds of each part."""
     done = steps_of(folder)
     found = []
     for kill in kills:
@@ -134,7 +135,7 @@ def recoveries(
         if new is None:
             continue
         starts = [json.loads(x.read_text()) for x in folder.glob(f"starts.{new.job}.*")]
-        times = [kill.at]  # a part ends where it has ended in both processes
+        times = [kill.at]  # a part ends once both processes ended it
         for name in [*PARTS][:-1]:
             times.append(max(times[-1], *(x.get(name, 0) for x in starts)))
         times.append(new.ended)
@@ -146,7 +147,7 @@ def recoveries(
 def report(
     folder: pathlib.Path, kills: Sequence[Kill], whole_s: float
 ) -> dict[str, str]:
-    """The figures of a disturbed job, by name."""
+    """Return the figures of a disturbed job, by name."""
     done = steps_of(folder)
     took = recoveries(folder, kills)
     seconds = _seconds(done)
@@ -165,7 +166,7 @@ def report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 if the last bits are the undisturbed job's."""
+    """Print the table; return 0 if the last bits are those of the undisturbed job."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--apart", type=float, default=12.0, help="seconds of steps")

@@ -1,11 +1,11 @@
 """Kill parts of a job; compare its last bits with those of an undisturbed job.
 
-A small training of four towers runs in two processes of two devices, under
-``towerjax launch --restarts``. At seeded moments, imports and compilation included, a
-process is killed, or stopped, or the launcher is killed, and started again.
+A small training of four towers runs in two processes of two devices, under ``towerjax
+launch --restarts``. At seeded moments, imports and compilation included, a process is
+killed or stopped, or the launcher is killed and started again.
 
-python -m benchmarks.faults [--moments 30] [--first 0]
-python -m benchmarks.faults --kills 100
+Run: ``python -m benchmarks.faults [--moments 30] [--first 0]``, or ``python -m
+benchmarks.faults --kills 100``
 """
 
 import argparse
@@ -41,7 +41,7 @@ FAULTS = ("kill", "stop", "launcher")
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens, and when.
+    """A fault, and the moment at which it happens.
 
     Attributes:
       kind: Of `FAULTS`.
@@ -57,7 +57,11 @@ class Fault:
 
     @classmethod
     def drawn(cls, seed: int) -> "Fault":
-        """One of many: a sixth before the first step, in imports and compilation."""
+        """Draw a fault from ``seed``.
+
+        Of many faults about a sixth strike before the first step, in imports and
+        compilation.
+        """
         draw = random.Random(seed)
         victim = draw.randrange(2)
         after = max(draw.randrange(-STEPS // 5, STEPS), 0)
@@ -68,7 +72,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one fault did.
+    """The effects of one fault.
 
     Attributes:
       fault: The fault.
@@ -93,7 +97,10 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        """Nothing was lost beyond the checkpoint, and nothing is other than it was."""
+        """Return whether nothing was lost after the checkpoint and no value changed.
+
+        The failure must also have been named in time.
+        """
         in_time = self.named_s < (HANG_S + 1 if self.fault.kind == "stop" else 5)
         return self.same and in_time and self.first > self.saved
 
@@ -112,7 +119,7 @@ def train(
     towers: int = 4,
     audit: bool | None = None,
 ) -> None:
-    """The program: an ordinary one, which saves itself."""
+    """Train a small model, and save: the ordinary program that the faults disturb."""
     strategy = tj.Mirrored(
         devices, towers=towers, tower_loop="scan", cross_tower_ops=tj.PinnedTree()
     )
@@ -144,7 +151,7 @@ def train(
 
 
 class Launched:
-    """The launcher as a process of its own, and when it said what."""
+    """The launcher as a process, and the lines that it printed, with their times."""
 
     def __init__(
         self,
@@ -168,7 +175,7 @@ class Launched:
         program = [sys.executable, "-m", module, "--train", str(folder)]
         self.popen = subprocess.Popen(
             [sys.executable, *launch, "--", *program, "--steps", str(steps), *options],
-            stdout=subprocess.DEVNULL,  # the transport's lines, of each connection
+            stdout=subprocess.DEVNULL,  # the transport prints a line per connection
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -182,13 +189,13 @@ class Launched:
             self.said.extend((time.time(), line) for line in lines)
 
     def wait(self) -> int:
-        """Wait for its end, and return its exit code."""
+        """Wait for the launcher's end, and return its exit code."""
         self.popen.wait()
         self._reader.join()
         return self.popen.returncode
 
     def workers(self) -> dict[int, tuple[int, str]]:
-        """Of the process of each number its pid and its job, as the system says."""
+        """Return each process's pid and job by its number, as the system knows them."""
         found = {}
         task = pathlib.Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
         for pid in task.read_text().split():
@@ -201,13 +208,13 @@ class Launched:
         return found
 
     def named(self, victim: int) -> float:
-        """When it said of a process that it was lost."""
+        """Return when the launcher said that a process was lost."""
         words = f"process {victim} was killed", f"process {victim} gave no sign of life"
         return next(at for at, line in self.said if any(x in line for x in words))
 
 
 def until(is_so: Callable[[], Any], timeout_s: float) -> Any:
-    """Wait for a value that is true, and return it."""
+    """Wait until a function returns a true value, and return that value."""
     end = time.monotonic() + timeout_s
     while not (value := is_so()):
         if time.monotonic() > end:
@@ -233,7 +240,7 @@ class DoneStep(NamedTuple):
 
 
 def steps_of(folder: pathlib.Path) -> list[DoneStep]:
-    """The steps so far, those that were run again included."""
+    """Return the steps so far, including those that were run again."""
     path = folder / "steps"
     lines = path.read_text().splitlines() if path.exists() else []
     words = (line.split() for line in lines)
@@ -241,7 +248,7 @@ def steps_of(folder: pathlib.Path) -> list[DoneStep]:
 
 
 def undisturbed() -> str:
-    """What the job ends with."""
+    """Return the digest of the last bits of a job without a fault."""
     with tempfile.TemporaryDirectory() as path:
         code = Launched(pathlib.Path(path), STEPS).wait()
         if code:
@@ -250,7 +257,10 @@ def undisturbed() -> str:
 
 
 def disturbed(fault: Fault, digest: str, *, steps: int = STEPS) -> Row:
-    """What a fault does to a job that ends so if nothing happens."""
+    """Run a job with a fault, and return its effects.
+
+    ``digest`` is that of an undisturbed job.
+    """
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
         job = Launched(folder, steps)
@@ -274,7 +284,7 @@ def disturbed(fault: Fault, digest: str, *, steps: int = STEPS) -> Row:
             named = job.named(fault.victim)
         done = steps_of(folder)
         same = code == 0 and (folder / "digest").read_text() == digest
-    last = DoneStep(steps + 1, 0, time.time(), "")  # where nothing was left to do
+    last = DoneStep(steps + 1, 0, time.time(), "")  # for a job with nothing left to do
     new = next((x for x in done[before:] if x.job != workers[0][1]), last)
     devices = tuple(k for k, _ in itertools.groupby(x.devices for x in done))
     times = named - began, new.ended - began
@@ -300,7 +310,7 @@ _WORDS = {
 
 
 def _values(moment: int, row: Row) -> tuple[Any, ...]:
-    """The values of a row of the table."""
+    """Return the values of a row of the table."""
     return (
         moment,
         _WORDS[row.fault.kind],
@@ -315,7 +325,7 @@ def _values(moment: int, row: Row) -> tuple[Any, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 if every row is as it should be."""
+    """Print the table; return 0 if every row is as it should be."""
     parser = parser_of(__doc__)
     parser.add_argument("--moments", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
@@ -330,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(options.train, job, steps=options.steps, towers=options.of_towers)
         return 0
     if options.kills:
-        from benchmarks import kills  # it runs jobs of this module
+        from benchmarks import kills  # it imports this module
 
         return kills.report(options)
     digest = undisturbed()

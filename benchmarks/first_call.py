@@ -1,14 +1,15 @@
-"""Measure the first call of a step against hand-written JAX: all that it takes.
+"""Measure the first call of a step against hand-written JAX, with all its parts.
 
-A first call traces, lowers, compiles and runs once, and towerjax proves the step
-besides. The hand-written step is ``jax.jit`` of ``value_and_grad`` and an optax update,
-with a donated state and, on several devices, a sharded batch; ``shard_map`` is the same
+A first call traces, lowers, compiles and runs once, and towerjax also proves the step.
+The hand-written step is ``jax.jit`` of ``value_and_grad`` and an optax update, with a
+donated state and, on several devices, a sharded batch. ``shard_map`` is the same step
 with ``pmean(gradients)``. Contenders go in turns, each after ``jax.clear_caches()``, so
-that nothing is compiled for one of them before; a first round, which imports and
-registers, is not counted. Figures are CPU seconds of all threads, medians over rounds,
-except for the ratios' columns: these are medians of the rounds' ratios, the last two of
-the call's CPU seconds over ``shard_map`` and of its wall time over ``jit``. Parts are
-those of ``jit`` and of towerjax.
+that nothing is compiled for one of them before. A first round, which imports and
+registers, is not counted.
+
+Figures are CPU seconds of all threads, as medians over rounds. The columns of ratios
+are medians of the rounds' ratios: the call's CPU seconds over those of ``shard_map``,
+and its wall time over that of ``jit``. Parts are given for ``jit`` and for towerjax.
 
 Run: ``python -m benchmarks.first_call [--models mlp lstm] [--devices 1] [--rounds 5]``
 """
@@ -57,7 +58,7 @@ COLUMNS = {
 
 @contextlib.contextmanager
 def split_times() -> Iterator[dict[str, float]]:
-    """CPU seconds of the proof, of lowering and of compiling, as they are called."""
+    """Yield a dict that gets the CPU seconds of proof, lowering and compiling."""
     spent: dict[str, float] = dict.fromkeys(PARTS[1:], 0.0)
     inside: list[str] = []
 
@@ -85,7 +86,10 @@ def split_times() -> Iterator[dict[str, float]]:
 
 
 def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
-    """``(init, first)`` of the step as people write it: see the module."""
+    """Return ``(init, first)`` of the step as people write it.
+
+    The module's docstring describes each ``way``.
+    """
     placement = strategy.placement
     mesh = jax.sharding.Mesh(np.array(placement.jax_devices), DEVICE_AXIS)
     all_alike = jax.P()
@@ -128,7 +132,7 @@ def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
 
 
 def by_towerjax(model: Model, optimizer: Any, strategy: Mirrored) -> Any:
-    """``(init, first)`` of the same step, built by towerjax."""
+    """Return ``(init, first)`` of the same step, built by towerjax."""
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(model.losses(params, batch), tower.weight)
@@ -138,7 +142,10 @@ def by_towerjax(model: Model, optimizer: Any, strategy: Mirrored) -> Any:
 
 
 def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
-    """CPU seconds of ``init`` and of the first call, with its parts and wall time."""
+    """Measure ``init`` and the first call, in CPU seconds.
+
+    The figures also hold the parts of the first call and the wall time.
+    """
     make_model, make_optimizer = NETWORKS[name]
     model = make_model()
     optimizer = make_optimizer()
@@ -162,7 +169,7 @@ def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
 
 
 def compare(name: str, num_devices: int, rounds: int) -> tuple[Any, ...]:
-    """The numbers of a row: each way in turns, in this process."""
+    """Return the numbers of a row: each way is timed in turns, in this process."""
     strategy = Mirrored(devices_of(num_devices))
     ways = ["jit", "shard_map", "towerjax"] if num_devices > 1 else ["jit", "towerjax"]
 

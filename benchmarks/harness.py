@@ -1,8 +1,8 @@
-"""What all benchmarks share: options, contenders that take turns, and one table.
+"""The parts that all benchmarks share: options, turns of contenders, and a table.
 
-A round times every contender once, in every second round in reverse order, so that what
-a machine does meanwhile meets all of them. Figures are medians of rounds; a ratio is
-the median of the rounds' ratios.
+A round times every contender once, and every second round goes in reverse order, so
+that all contenders meet what the machine does meanwhile. Figures are medians of rounds.
+A ratio is the median of the rounds' ratios.
 """
 
 import argparse
@@ -27,14 +27,14 @@ _Contender = TypeVar("_Contender")
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """A parser that says the first line of a module's docstring."""
+    """Return a parser whose description is the first line of a module's docstring."""
     return argparse.ArgumentParser(description=str(about).splitlines()[0])
 
 
 def options_of(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **small: Any
 ) -> argparse.Namespace:
-    """What the command line says; ``--small`` has other defaults, for CI."""
+    """Parse the command line; ``--small`` has other defaults, for CI."""
     parser.add_argument("--small", action="store_true", help="a small run, for CI")
     parser.add_argument("--json", action="store_true", help="a line of JSON a row")
     if parser.parse_known_args(argv)[0].small:
@@ -44,7 +44,7 @@ def options_of(
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """What contenders took.
+    """The times of contenders in each round.
 
     Attributes:
       seconds: ``[rounds, contenders]``, of one call or one turn.
@@ -53,27 +53,27 @@ class Rounds:
     seconds: np.ndarray
 
     def medians(self) -> list[float]:
-        """Seconds of each contender, the median of the rounds."""
+        """Return the seconds of each contender, as the median of the rounds."""
         return np.median(self.seconds, axis=0).tolist()
 
     def least(self) -> list[float]:
-        """Seconds of each contender in its fastest round."""
+        """Return the seconds of each contender in its fastest round."""
         return self.seconds.min(axis=0).tolist()
 
     def ratios(self, one: int, other: int) -> np.ndarray:
-        """Each round's time of one contender over another's, ``[rounds]``."""
+        """Return each round's time of one contender over another's, ``[rounds]``."""
         return self.seconds[:, one] / self.seconds[:, other]
 
     def ratio(self, one: int, other: int) -> float:
-        """The median of the rounds' ratios."""
+        """Return the median of the rounds' ratios."""
         return float(np.median(self.ratios(one, other)))
 
     def interval(self, one: int, other: int) -> Interval:
-        """The median of the rounds' ratios, with its 95 % interval."""
+        """Return the median of the rounds' ratios, with its 95 % interval."""
         return interval_of_median(self.ratios(one, other))
 
     def quartiles(self, one: int, other: int) -> tuple[float, float, float]:
-        """The quartiles of the rounds' ratios."""
+        """Return the quartiles of the rounds' ratios."""
         low, middle, high = np.quantile(self.ratios(one, other), (0.25, 0.5, 0.75))
         return float(low), float(middle), float(high)
 
@@ -85,7 +85,7 @@ def turns(
     rounds: int,
     warm: int = 1,
 ) -> np.ndarray:
-    """What ``turn`` says of each contender in each round.
+    """Let contenders take turns, and return what ``turn`` returned in each round.
 
     Args:
       contenders: What takes turns.
@@ -139,7 +139,7 @@ class Table:
     as_json: bool
 
     def row(self, *values: Any) -> None:
-        """Print a row, a value a column."""
+        """Print a row, with a value for each column."""
         row = dict(zip(self.columns, values, strict=True))
         if self.as_json:
             where = {"jax": jax.__version__, "platform": jax.default_backend()}
@@ -155,7 +155,7 @@ class Table:
 def begin(
     about: str, columns: Mapping[str, Form], options: argparse.Namespace
 ) -> Table:
-    """Print what a table is about, and its head; its rows follow."""
+    """Print what a table is about, and its head; return the table for its rows."""
     if not options.json:
         print(f"\nJAX {jax.__version__}, {jax.default_backend()}, {about}\n")
         print(_line(columns))
@@ -178,5 +178,5 @@ def _shown(value: Any, form: Form) -> str:
 
 
 def devices_of(number: int) -> tuple[str, ...]:
-    """The names of the first devices of this process' platform."""
+    """Return the names of the first devices of this process's platform."""
     return tuple(f"{jax.default_backend()}:{i}" for i in range(number))

@@ -1,11 +1,13 @@
 """Kill jobs many times, start them again on other devices, and compare their bits.
 
-``python -m benchmarks.faults --kills 100``. A job has 12 towers, in two to four
-processes. One process or more are killed at a random moment, imports and compilation
-included. The launcher continues in the processes that are left; at every second kill
-it has no restart left, and the job is launched again with another number of processes
-and devices. After ten kills a job runs to its end, and its last bits are compared with
-those of one process with one device that nobody killed.
+A job has 12 towers, in two to four processes. One process or more are killed at a
+random moment, imports and compilation included. The launcher continues in the processes
+that are left. At every second kill it has no restart left, and the job is launched
+again with another number of processes and devices. After ten kills a job runs to its
+end. Its last bits are compared with those of one process with one device that nobody
+killed.
+
+Run: ``python -m benchmarks.faults --kills 100``
 """
 
 import argparse
@@ -26,10 +28,11 @@ from benchmarks.harness import begin
 STEPS = 130
 TOWERS = 12
 KILLS_PER_JOB = 10
-# Processes, and devices of each: the number of devices divides that of the towers.
+# Pairs of a number of processes and of devices for each. The number of devices divides
+# that of the towers.
 FLEETS = ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3))
-_AGAIN = 75  # the launcher's exit code where the job is to be started again
-_HANG_S = 120.0  # four processes import JAX on two cores, which others may use
+_AGAIN = 75  # the launcher's exit code for "start it again"
+_HANG_S = 120.0  # four processes share two cores at import
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +58,12 @@ class Kill:
     saved: int
 
     def next_step(self, done: list[DoneStep]) -> DoneStep | None:
-        """The first step after it, which another run of the job did."""
+        """Return the first step after the kill, which another run of the job did."""
         after = (x for x in done if x.ended > self.at and x.job != self.job)
         return next(after, None)
 
     def is_recovered(self, done: list[DoneStep]) -> bool:
-        """Did the job go on, and was nothing lost that a checkpoint held?"""
+        """Return whether the job went on, and lost nothing that a checkpoint held."""
         step = self.next_step(done)
         return step is not None and self.saved < step.number <= self.step + 1
 
@@ -83,7 +86,7 @@ class KilledJob:
 
 
 def launched(folder: pathlib.Path, fleet: tuple[int, int]) -> Launched:
-    """The job, started in a number of processes with a number of devices each."""
+    """Launch the job in a number of processes with a number of devices each."""
     processes, devices = fleet
     return Launched(
         folder,
@@ -151,7 +154,7 @@ def strike(
 
 
 def killed_job(seed: int, kills: int) -> KilledJob:
-    """Run a job to its end, and kill it that often meanwhile."""
+    """Run a job to its end, and kill it ``kills`` times meanwhile."""
     draw = random.Random(seed)
     fleet = FLEETS[0]
     kills_done = list[Kill]()
@@ -173,7 +176,7 @@ def killed_job(seed: int, kills: int) -> KilledJob:
 
 
 def undisturbed() -> str:
-    """What the job ends with, on one device of one process."""
+    """Return the digest of the job's last bits on one device of one process."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
         code = launched(folder, (1, 1)).wait()
@@ -196,7 +199,7 @@ COLUMNS = {
 
 def report(options: argparse.Namespace) -> int:
     """Print a row for each kill; return 0 if all jobs end with the same bits."""
-    with tempfile.TemporaryDirectory() as cache:  # kills strike its writers, too
+    with tempfile.TemporaryDirectory() as cache:  # kills may strike its writes
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         return _report(options)

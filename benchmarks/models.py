@@ -1,4 +1,4 @@
-"""The models to measure."""
+"""The models whose steps are measured."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,18 +37,18 @@ def cast(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The cross-entropy of each example."""
+    """Return the cross-entropy of each example."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
 
 
 def normal(rng: Any, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
-    """Normal random numbers of variance ``1 / fan_in``, float32."""
+    """Draw normal random numbers of variance ``1 / fan_in``, in float32."""
     return rng.normal(size=shape).astype(np.float32) / np.float32(fan_in**0.5)
 
 
 def mlp(dtype: Any, *, layers: int = 4, width: int = 384) -> Model:
-    """Layers of tanh, a mean squared error; each layer has two leaves."""
+    """Return layers of tanh with a mean squared error; each layer has two leaves."""
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -76,7 +76,10 @@ CNN_SIDE = 16
 
 
 def cnn(dtype: Any) -> Model:
-    """Two 3 x 3 convolutions, the second of stride 2, a mean and a dense layer."""
+    """Return two 3 x 3 convolutions, the second of stride 2, and a dense layer.
+
+    A mean over the image stands between them.
+    """
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -104,7 +107,10 @@ def cnn(dtype: Any) -> Model:
 
 
 def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
-    """A large table, the mean of the 16 rows an example reads, a dense layer."""
+    """Return a model with a large table of embeddings and a dense layer.
+
+    The dense layer reads the mean of the 16 rows that an example names.
+    """
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -128,7 +134,10 @@ _TOKENS = 64
 
 
 def _transformer_module(dtype: Any, width: int = 128) -> Any:
-    """Of Vaswani et al., https://arxiv.org/abs/1706.03762, norms before sublayers."""
+    """Return a transformer of Flax, with norms before sublayers.
+
+    It is that of Vaswani et al., https://arxiv.org/abs/1706.03762.
+    """
     import flax.linen as nn  # here: ``import towerjax`` does not need flax
 
     class Transformer(nn.Module):
@@ -150,7 +159,7 @@ def _transformer_module(dtype: Any, width: int = 128) -> Any:
 
 
 def transformer(dtype: Any) -> Model:
-    """A causal language model: 2 layers of width 128, 64 tokens."""
+    """Return a causal language model: 2 layers of width 128, 64 tokens."""
     module = _transformer_module(dtype)
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
@@ -164,7 +173,8 @@ def transformer(dtype: Any) -> Model:
         return {"tokens": tokens.astype(np.int32)}
 
     def init(seed: int) -> PyTree:
-        # By NumPy, so that nothing is compiled for them: vectors are 1, biases too.
+        # NumPy makes the parameters, so that nothing is compiled for them. Vectors are
+        # 1, and so are biases.
         tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
         shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
         rng = np.random.default_rng(seed)

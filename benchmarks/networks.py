@@ -1,4 +1,4 @@
-"""Networks as people write them, whose first call is timed."""
+"""Networks as people write them, of which the first call is timed."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _TOKENS = 16
 
 
 def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
-    """Residual blocks of two convolutions with instance norm, at each width."""
+    """Return residual blocks of two convolutions with instance norm, at each width."""
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
         )
 
     def normalise(x: jax.Array, norm: jax.Array) -> jax.Array:
-        own = {"axis": (1, 2), "keepdims": True}  # of each image
+        own = {"axis": (1, 2), "keepdims": True}  # over each image
         x = (x - x.mean(**own)) * lax.rsqrt(x.var(**own) + 1e-5)
         return x * norm[0] + norm[1]
 
@@ -64,7 +64,7 @@ def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
 
 
 def attention_net(layers: int, *, scans: bool) -> Model:
-    """A causal transformer by hand, its layers unrolled or one after another."""
+    """Return a causal transformer by hand; its layers are unrolled or scanned."""
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -106,7 +106,7 @@ def attention_net(layers: int, *, scans: bool) -> Model:
 
 
 def lstm() -> Model:
-    """An LSTM language model, by ``lax.scan`` over time."""
+    """Return an LSTM language model, which scans over time."""
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -136,7 +136,7 @@ def lstm() -> Model:
 
 
 def nnx_net() -> Model:
-    """A ``flax.nnx`` classifier: embedding, three dense layers with layer norms."""
+    """Return a ``flax.nnx`` classifier: embedding, three dense layers, layer norms."""
     from flax import nnx  # here: the other models do not need flax
 
     class Net(nnx.Module):

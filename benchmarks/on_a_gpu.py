@@ -1,7 +1,8 @@
 """Time the programs of `benchmarks.absent` on the devices of this machine.
 
-Steps of towerjax and the hand-written one, in turns, with what the device held at most
-beside what the compiler had planned. `on_a_gpu.sh` runs it with the rest.
+Steps of towerjax and the hand-written step go in turns. The table also shows the most
+memory that a device held, beside what the compiler had planned. `on_a_gpu.sh` runs this
+with the other GPU scripts.
 
 Run: ``python -m benchmarks.on_a_gpu [--programs mlp cnn] [--calls 20]``
 """
@@ -32,7 +33,7 @@ COLUMNS = {
 
 
 def _values(shapes: PyTree, high: int) -> PyTree:
-    """Random values of these shapes; integers below ``high``."""
+    """Draw random values of these shapes; integers are below ``high``."""
     draw = np.random.default_rng(0)
 
     def one(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -44,7 +45,7 @@ def _values(shapes: PyTree, high: int) -> PyTree:
 
 
 def measure(program: Program, calls: int, rounds: int) -> tuple[Any, ...]:
-    """Both steps in turns, each round so many calls: the values of a row."""
+    """Time both steps in turns, ``calls`` calls a round; return the values of a row."""
     strategy = tj.Mirrored()
     placement = strategy.placement
     step, params, batch = program.make_step(strategy)
@@ -83,7 +84,7 @@ def measure(program: Program, calls: int, rounds: int) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Print a row a program."""
+    """Print a row for each program."""
     parser = parser_of(__doc__)
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--calls", type=int, default=20)

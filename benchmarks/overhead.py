@@ -1,14 +1,15 @@
 """Measure towerjax against hand-written JAX, by paired runs in one process.
 
 The hand-written step is ``jit(shard_map(...))`` with ``pmean(gradients)``, as people
-write it; both steps train the same model from the same batch, in turns: one placed
-before (``step.place_batch``), one of arrays that lie on the devices, and one of NumPy
-arrays, which both copy to the devices at each step. A step's time is that of a loop
-that waits for the loss of 8 steps before; ``awaited`` and ``call`` are of steps that
-are each waited for. ``call`` is how many microseconds later a call of towerjax returns.
-``guarded`` is the ratio of another hand-written step, which changes nothing if the loss
-or a gradient is not finite, as towerjax does. ``bound`` is the ratio of step times that
-is promised.
+write it. Both steps train the same model in turns, from three forms of the same batch:
+placed before (``step.place_batch``), arrays that lie on the devices, and NumPy arrays,
+which both copy to the devices at each step.
+
+A step's time is that of a loop that waits for the loss of 8 steps before. ``awaited``
+and ``call`` are of steps that are each waited for. ``call`` is how many microseconds
+later a call of towerjax returns. ``guarded`` is the ratio for another hand-written
+step, which changes nothing if the loss or a gradient is not finite, as towerjax does.
+``bound`` is the ratio of step times that is promised.
 
 Run: ``python -m benchmarks.overhead [--small]``
 """
@@ -35,7 +36,7 @@ from benchmarks.models import mlp
 from benchmarks.steps import Contender, Work, by_hand, by_towerjax
 from towerjax.towers.strategies import Mirrored
 
-HAND = 0  # contenders, in this order
+HAND = 0  # the order of the contenders
 OURS = 1
 GUARDED = 2
 AHEAD = 8  # steps that run ahead of the loss that is read
@@ -74,7 +75,7 @@ class Model:
     bound: float
 
     def work(self) -> Work:
-        """A step of Adam."""
+        """Return a step of Adam on this model."""
         model = mlp(np.float32, layers=self.layers, width=self.width)
         batch = model.make_batch(1, self.batch)
         return Work(model, model.init(0), batch, optimizer=optax.adam(1e-3))
@@ -90,7 +91,7 @@ MODELS = (
 def compare(
     model: Model, num_devices: int, *, rounds: int, steps: int
 ) -> tuple[float, ...]:
-    """The steps in turns, in this process: the numbers of a row."""
+    """Time the steps in turns, in this process; return the numbers of a row."""
     strategy = Mirrored(devices_of(num_devices))
     compiled, pair = compiled_in_turns(model, strategy)
     hand, ours = pair
@@ -118,9 +119,9 @@ def compare(
 def compiled_in_turns(
     model: Model, strategy: Mirrored
 ) -> tuple[Rounds, tuple[Contender, Contender]]:
-    """Seconds of compiling in three rounds, and the last two steps.
+    """Return the seconds of compiling in three rounds, and the last two steps.
 
-    A round before fills JAX's own caches for both.
+    A round before these fills JAX's own caches for both.
     """
     last: dict[Callable[[], Contender], Contender] = {}
 
@@ -141,10 +142,10 @@ def compiled_in_turns(
 def in_a_loop(
     contenders: Sequence[Contender], batches: Sequence, *, rounds: int, calls: int
 ) -> Rounds:
-    """Seconds of a step of each in a loop, from batches of their own.
+    """Return the seconds of a step of each contender in a loop, with its own batch.
 
     The loop is that of a user who lets `AHEAD` steps run ahead of the loss that is
-    read; a last wait for the parameters counts too.
+    read. A last wait for the parameters counts, too.
     """
     for contender, batch in zip(contenders, batches, strict=True):
         contender.batch = batch

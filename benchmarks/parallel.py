@@ -1,10 +1,10 @@
-"""What the examples of tensor, expert and context parallel send, on absent GPUs.
+"""Count what examples of tensor, expert and context parallel send on absent GPUs.
 
-Each is compiled for devices that are not here, as it stands in examples/. Nothing runs.
-Counted are the collectives of one step, in a tower and of all towers.
+Each example is compiled for devices that are not here, as it stands in examples/.
+Nothing runs. The collectives of one step are counted, in a tower and over towers.
 
-Run: ``python -m benchmarks.parallel [--towers 3] [--on h200]``, where ``pip install -e
-'.[gpu-compiler]'`` was done.
+Run: ``python -m benchmarks.parallel [--towers 3] [--on h200]``. It needs ``pip install
+-e '.[gpu-compiler]'``.
 """
 
 import collections
@@ -33,7 +33,7 @@ COLUMNS = {"in a tower:": "", **dict.fromkeys(KINDS, ""), "of all towers": ""}
 
 
 def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
-    """What the compiler made of an example, and of how many devices a tower is."""
+    """Return the report on an example's compiled step."""
     given = runpy.run_path(str(EXAMPLES / f"{name}.py"))
     loss_fn = given["loss_by"](given[part]) if part else given["loss_fn"]
     rng = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
 
 
 def row(name: str, part: str | None, towers: int, kind: str) -> list[Any]:
-    """The values of a row."""
+    """Return the values of a row."""
     report = report_of(name, part, towers, kind)
     inside: collections.Counter[str] = collections.Counter()
     over: collections.Counter[str] = collections.Counter()

@@ -1,4 +1,4 @@
-"""Draw the pictures of pages: of tables that stand there, and of a sweep that runs.
+"""Draw the pictures of pages, from tables on the pages and from a sweep.
 
 Run: ``python -m benchmarks.pictures``, which writes ``PICTURES`` into docs/, or
 ``python -m benchmarks.pictures scaling`` for one of them.
@@ -45,7 +45,7 @@ Rows = list[dict[str, str]]
 
 
 def table(page: str, *names: str) -> Rows:
-    """The rows of the page's first table that has these columns."""
+    """Return the rows of the page's first table that has these columns."""
     for text in re.findall(r"(?:^\|.*\n)+", (DOCS / page).read_text(), re.MULTILINE):
         lines = [x.strip("| ").split(" | ") for x in text.splitlines()]
         head = [cell.strip(" `*()") for cell in lines[0]]
@@ -56,12 +56,12 @@ def table(page: str, *names: str) -> Rows:
 
 
 def timed() -> Rows:
-    """The step times of each library over the hand-written step's."""
+    """Return each library's step times over those of the hand-written step."""
     return table("evidence/grid.md", "model", "D", "towerjax", "Keras")
 
 
 def held() -> tuple[Rows, Rows]:
-    """What a device holds, for each way to hold a state, small and large."""
+    """Return what a device holds for each layout of a state, small and large."""
     page = "evidence/memory.md"
     large = table(page, "parameters", "peak")
     alike = [row for row in large if row["parameters"] == large[0]["parameters"]]
@@ -69,13 +69,13 @@ def held() -> tuple[Rows, Rows]:
 
 
 def swept() -> str:
-    """The program of a sweep."""
+    """Return the program of the sweep on its page."""
     text = (DOCS / "how_to/sweeps.md").read_text()
     return re.findall(r"^```python run\n(.*?)^```", text, re.M | re.DOTALL)[0]
 
 
 def scaling(rows: Rows) -> Figure:
-    """A panel for each model, a line for each library."""
+    """Draw a panel for each model, with a line for each library."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     ways = [name for name in rows[0] if name not in ("model", "D", "towerjax ms")]
     figure = Figure((9.0, 2.9), layout="constrained")
@@ -95,13 +95,13 @@ def scaling(rows: Rows) -> Figure:
         panel.minorticks_off()
     panels[0].set_ylabel("step time / hand-written")
     figure.supxlabel("devices", fontsize="medium")
-    outside: Any = "outside right"  # which matplotlib's types do not have
+    outside: Any = "outside right"  # a value that matplotlib's types lack
     figure.legend(*panels[0].get_legend_handles_labels(), loc=outside, fontsize=9)
     return figure
 
 
 def memory(tables: tuple[Rows, Rows]) -> Figure:
-    """A panel for each model, a bar for each way."""
+    """Draw a panel for each model, with a bar for each layout of its state."""
     figure = Figure((9.0, 2.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     small, large = tables
@@ -123,12 +123,12 @@ def memory(tables: tuple[Rows, Rows]) -> Figure:
 
 
 def numbers(rows: Rows, name: str) -> list[float]:
-    """A column, without its unit."""
+    """Return a column's numbers, without their unit."""
     return [float(row[name].removesuffix(" GB")) for row in rows]
 
 
 def bars(panel: Any, names: list[str], parts: dict[str, list[float]]) -> None:
-    """A bar for each name, of parts, with its length written at its end."""
+    """Draw a bar for each name, made of parts, with its length at its end."""
     start = [0.0] * len(names)
     for label, widths in parts.items():
         drawn = panel.barh(names, widths, left=start, label=label)
@@ -138,13 +138,14 @@ def bars(panel: Any, names: list[str], parts: dict[str, list[float]]) -> None:
 
 
 def sweep(program: str) -> Figure:
-    """The learning curves of the sweep that its page runs."""
+    """Draw the learning curves of the sweep that its page runs."""
     found: dict[str, Any] = {}
     exec(program, found)
     return found["found"].plot()
 
 
-# Name -> where below docs/, what it shows, how that is drawn, its title.
+# For each name of a picture: its place below docs/, a function that returns what it
+# shows, a function that draws this, and its title.
 PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]] = {
     "scaling": (
         "evidence/scaling.svg",
@@ -168,12 +169,12 @@ PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]]
 
 
 def digest(shown: Any) -> str:
-    """What stands in a picture of this, so that a test sees an old one."""
+    """Return a hash of what a picture shows, by which a test sees an old one."""
     return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
 
 def as_svg(figure: Figure, title: str, description: str) -> str:
-    """A figure as text: small, with a title, and with no address of others."""
+    """Return a figure as svg text: small, with a title, and without addresses."""
     buffer = io.StringIO()
     empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=empty)
@@ -189,7 +190,7 @@ def as_svg(figure: Figure, title: str, description: str) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Draw those that are named, or all."""
+    """Draw the pictures that are named, or all."""
     for name in names or PICTURES:
         place, data, draw, title = PICTURES[name]
         with matplotlib.rc_context(STYLE):

@@ -1,9 +1,10 @@
 """Measure PinnedTree against AllReduce, by paired runs in one process.
 
-Three ways to train the same model from the same batch, in turns: ``PinnedTree`` and
-``AllReduce`` with ``tower_loop="scan"``, which differ in how sums travel alone, and
+Three ways to train the same model from the same batch go in turns: ``PinnedTree`` and
+``AllReduce`` with ``tower_loop="scan"``, which differ only in how sums travel, and
 ``AllReduce`` with ``tower_loop="vmap"``, the default. Ratios are medians of rounds with
-their quartiles; bytes are what a device sends in a step, round a ring.
+their quartiles. Bytes are what a device sends in a step, if collectives go round a
+ring.
 
 Run: ``python -m benchmarks.pinned_cost [--rounds 7]``
 """
@@ -28,7 +29,7 @@ from towerjax.towers.strategies import Mirrored
 
 
 def between(quartiles: tuple[float, float, float]) -> str:
-    """A median and the quartiles around it."""
+    """Return a median and the quartiles around it, as text."""
     low, middle, high = quartiles
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
@@ -47,14 +48,14 @@ COLUMNS = {
 
 
 def bytes_sent(program: str) -> int:
-    """What a device sends in a step, when collectives go round a ring."""
+    """Return the bytes that a device sends in a step, in collectives round a ring."""
     return sum(found.sent * found.trips for found in collectives_of(parse(program)))
 
 
 def measure(
     model: Model, towers: int, num_devices: int, *, rounds: int, steps: int
 ) -> tuple[Any, ...]:
-    """The three in turns, in this process: the values of a row."""
+    """Time the three ways in turns, in this process; return the values of a row."""
     pinned = Mirrored(
         devices_of(num_devices),
         towers=towers,

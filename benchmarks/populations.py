@@ -1,8 +1,9 @@
 """Measure many trainings: together, one after another, and by ``tj.sweep``.
 
-Members differ in seeds and learning rates. First ten steps of eight, compiled before:
-by ``vmap``, ``lax.map``, one after another. Then whole trainings and their compiling: a
-step built for each, one step whose state holds the rate, and ``tj.sweep``.
+Members differ in seeds and learning rates. First, ten steps of eight members are timed,
+compiled before: by ``vmap``, by ``lax.map``, and one after another. Then whole
+trainings are timed with their compiling: with a step built for each, with one step
+whose state holds the rate, and by ``tj.sweep``.
 
 Run: ``python -m benchmarks.populations [--members 8] [--devices 2] [--trainings 18]``
 """
@@ -53,19 +54,19 @@ WHOLE = {
 
 @dataclasses.dataclass
 class Way:
-    """A way to train all members, timed as it stands: states in, states out."""
+    """A way to train all members, which maps states to states."""
 
     train: Callable[[PyTree, PyTree], Any]
     members: PyTree
     batches: PyTree
 
     def run(self) -> Any:
-        """All members, ten steps on."""
+        """Train all members for ten steps."""
         return self.train(self.members, self.batches)
 
 
 def ways(layers: int, width: int, members: int, devices: int) -> dict[str, Way]:
-    """The three, of one model; each is compiled at its first call."""
+    """Return the three ways for one model; each is compiled at its first call."""
     model = mlp(np.float32, layers=layers, width=width)
     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
 
@@ -103,7 +104,7 @@ def ways(layers: int, width: int, members: int, devices: int) -> dict[str, Way]:
 
 
 def training(layers: int, width: int, devices: int, *, injected: bool) -> Any:
-    """``(build, batches)`` of a training, as `tj.sweep` takes them."""
+    """Return ``(build, batches)`` of a training, as `tj.sweep` takes them."""
     model = mlp(np.float32, layers=layers, width=width)
     strategy = Mirrored(devices_of(devices))
     params = model.init(0)
@@ -122,14 +123,14 @@ def training(layers: int, width: int, devices: int, *, injected: bool) -> Any:
 
 
 def each_built(build: Any, batches: Any, grid: list[dict[str, Any]]) -> None:
-    """A step of its own for each training."""
+    """Train each configuration with a step of its own."""
     for config in grid:
         step, state = build(**config)
         run(step, state, batches, progress=False)
 
 
 def one_injected(build: Any, batches: Any, grid: list[dict[str, Any]]) -> None:
-    """One step, whose state is given each rate."""
+    """Train all configurations with one step, whose state gets each rate."""
     step, _ = build(**grid[0])
     for config in grid:
         state = optax.tree.set(build(**config)[1], learning_rate=config["rate"])
@@ -137,7 +138,7 @@ def one_injected(build: Any, batches: Any, grid: list[dict[str, Any]]) -> None:
 
 
 def whole_trainings(name: str, devices: int, grid: list[dict[str, Any]]) -> list[float]:
-    """Seconds of all trainings, by each way, nothing of it compiled before."""
+    """Return the seconds of all trainings by each way, with nothing compiled before."""
     layers, width = MODELS[name]
     plain, batches = training(layers, width, devices, injected=False)
     injected, _ = training(layers, width, devices, injected=True)

@@ -1,8 +1,8 @@
-"""What is proved equal to one tower, without a run, of right and of wrong losses.
+"""Count which right and wrong losses are proved equal to one tower, without a run.
 
-Each loss is a train step's, of two towers: known ones and traps of the tests, the
-operations of the grid, and models as people build them, of small widths. Beneath the
-table stands each right loss that is not proved, with the reason and its line.
+Each loss is that of a train step of two towers: known losses and traps of the tests,
+the operations of the grid, and models as people build them, of small widths. Beneath
+the table stands each right loss that is not proved, with the reason and its line.
 
 Run: ``python -m benchmarks.proved``
 """
@@ -19,7 +19,7 @@ import jax
 from benchmarks.harness import begin, options_of, parser_of
 
 _TESTS = pathlib.Path(__file__).parents[1] / "tests"
-_KEPT = 4  # of each deck, in a small run
+_KEPT = 4  # the losses of each deck in a small run
 COLUMNS = {
     "losses": "",
     "batches": "",
@@ -32,7 +32,7 @@ COLUMNS = {
 
 
 def said_of(make: Callable[[], Any], padded: bool, answers_for: Any) -> tuple[str, str]:
-    """The worst that is said of a loss' leaves, and why."""
+    """Return the worst answer for a loss's leaves, and the reason."""
     found = answers_for(make(), padded)
     for says in ("refuted", "unknown"):
         for each in found:
@@ -48,7 +48,7 @@ Said: TypeAlias = dict[str, tuple[str, str]]
 def asked(
     decks: Any, padded: bool, most: int
 ) -> Iterator[tuple[str, str, Said, float]]:
-    """Of each deck: its kind, its name, what is said, and CPU seconds."""
+    """Yield for each deck its kind, its name, the answers, and CPU seconds."""
     of_right = ("right", decks.RIGHT, decks.right_of)
     of_wrong = ("wrong", decks.WRONG, decks.wrong_of)
     for kind, names, losses_of in (of_right, of_wrong):

@@ -1,8 +1,8 @@
-"""A public model as pip installs it: one column of hashes on any number of devices.
+"""Train a public model as pip installs it; its bits agree on any number of devices.
 
-The model is the GPT-2 of `transformers` 4.46 for Flax, at a small width, with dropout,
-trained on the bytes of Python's standard library. The SHA-256 of the whole state
-(parameters, Adam's moments, step, key) is taken each 50 steps: on 1, 2, 4 and 8
+The model is the GPT-2 of `transformers` 4.46 for Flax, at a small width, with dropout.
+It is trained on the bytes of Python's standard library. The SHA-256 of the whole state
+(parameters, Adam's moments, step, key) is taken every 50 steps: on 1, 2, 4 and 8
 devices, mirrored and sharded, in one process and in two, and with a kill and moves from
 4 to 2 to 8 devices. Controls differ: the plain all-reduce, and by hand ``pmean`` and
 one ``jit`` of all rows.
@@ -10,7 +10,7 @@ one ``jit`` of all rows.
 Run: ``pip install 'transformers==4.46.3'``, ``python -m benchmarks.public_run``; with
 ``--steps 300``, which is the default, and ``--only "by hand"`` for some of the rows.
 ``--absent h200`` compiles instead for 1 to 8 GPUs that are not here, and counts the
-kernels that are not those for one.
+kernels that differ from those for one GPU.
 """
 
 import argparse
@@ -54,7 +54,7 @@ OPTIMIZER = optax.chain(
 
 @functools.cache
 def model() -> Any:
-    """GPT-2 of two layers, 64 wide, over bytes."""
+    """Return GPT-2 with two layers, 64 wide, over bytes."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import FlaxGPT2LMHeadModel, GPT2Config  # type: ignore
 
@@ -65,21 +65,21 @@ def model() -> Any:
 
 
 def token_losses(params: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
-    """``[b, L - 1]``: the cross-entropy of each next byte, with dropout."""
+    """Return the cross-entropy of each next byte, with dropout, ``[b, L - 1]``."""
     words = jnp.maximum(tokens, 0)
     logits = model()(words, params=params, dropout_rng=rng, train=True).logits
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], words[:, 1:])
 
 
 def loss_fn(params: Any, batch: Any, tower: tj.Tower) -> tj.Weighted:
-    """The mean over the bytes that are there: rows end early, and none are alike."""
+    """Return the mean over the bytes that exist: rows end early, at many lengths."""
     losses = token_losses(params, batch["tokens"], tower.rng)
     there = (batch["tokens"][:, 1:] >= 0) * tower.weight[:, None]
     return tj.Weighted.mean(losses, there)
 
 
 def batches(stop: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of 29 rows of 8 to 48 bytes; -1 where a row has ended."""
+    """Yield batches of 29 rows of 8 to 48 bytes, with -1 after a row's end."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     text = b"".join((folder / f"{x}.py").read_bytes() for x in ("argparse", "typing"))
     for number in range(stop):
@@ -91,7 +91,7 @@ def batches(stop: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def digest(tree: Any) -> str:
-    """The first 16 of the SHA-256 of all leaves' bytes."""
+    """Return the first 16 digits of the SHA-256 of all leaves' bytes."""
 
     def as_numbers(x: Any) -> Any:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -102,7 +102,7 @@ def digest(tree: Any) -> str:
 
 
 def say(number: int, digest: str) -> None:
-    """A line for who started this process, of one of its processes."""
+    """Print a digest for the process that started this job; one process prints it."""
     if jax.process_index() == 0:
         print(json.dumps(["hash", number, digest]), flush=True)
 
@@ -112,19 +112,19 @@ class Run:
     """A row of the table: where a training runs, and how its towers are summed."""
 
     name: str
-    kind: str = "PinnedTree"  # or "AllReduce"; "pmean", "jit": by hand
+    kind: str = "PinnedTree"  # or "AllReduce"; by hand: "pmean", "jit"
     devices: tuple[int, ...] = (1,)  # one after another, from checkpoints
     state: str = "mirrored"
     processes: int = 1
 
 
 def on(devices: int) -> str:
-    """So many devices, in words."""
+    """Return a number of devices in words."""
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def runs() -> list[Run]:
-    """All rows."""
+    """Return all rows of the table."""
     found = []
     for state in ("mirrored", "sharded"):
         for d in ON:
@@ -142,7 +142,7 @@ def runs() -> list[Run]:
 
 
 def parts_of(run: Run, steps: int) -> list[tuple[int, int, bool]]:
-    """``(devices, last step, killed)`` of each process, one after another."""
+    """Return ``(devices, last step, killed)`` of each process, one after another."""
     if len(run.devices) == 1:
         return [(run.devices[0], steps, False)]
     first, second, third = run.devices
@@ -154,7 +154,7 @@ PINNED: Any = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
 
 
 def differing_kernels(target: str, state: str) -> dict[int, int]:
-    """``D`` -> how many kernels for so many absent GPUs are not those for one."""
+    """Return by ``D`` how many kernels for ``D`` absent GPUs differ from one's."""
     shapes = jax.eval_shape(lambda: model().params)
     found = {}
     for d in ON:
@@ -169,7 +169,7 @@ def differing_kernels(target: str, state: str) -> dict[int, int]:
 
 
 def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
-    """Train to a step, from the checkpoint in the folder where there is one."""
+    """Train up to a step, from the checkpoint in the folder if there is one."""
     names = [f"cpu:{i}" for i in range(devices)] if run.processes == 1 else None
     how: Any = PINNED if run.kind == "PinnedTree" else {}
     strategy = tj.Mirrored(names, towers=TOWERS, state=run.state, **how)  # type: ignore
@@ -190,7 +190,10 @@ def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
 
 
 def train_by_hand(kind: str, devices: int, last: int) -> None:
-    """As mostly written: ``pmean`` of devices' gradients, or ``jit`` of split rows."""
+    """Train as most people write it.
+
+    That is ``pmean`` of the devices' gradients, or one ``jit`` of split rows.
+    """
     mesh = Mesh(np.array(jax.devices()[:devices]), "d")
     here = PartitionSpec("d")
 
@@ -227,7 +230,7 @@ def train_by_hand(kind: str, devices: int, last: int) -> None:
 
 
 def hashes(run: Run, steps: int) -> dict[int, str]:
-    """Step -> digest, of a training in processes of its own."""
+    """Train in processes of their own, and return the digest of each step."""
     found: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for devices, last, killed in parts_of(run, steps):
@@ -242,19 +245,19 @@ def hashes(run: Run, steps: int) -> dict[int, str]:
             if done.returncode != (-signal.SIGKILL if killed else 0):
                 raise RuntimeError(f"{run.name}: status {done.returncode}")
             for line in done.stdout.splitlines():
-                if (at := line.find('["hash"')) >= 0:  # after its process's number
+                if (at := line.find('["hash"')) >= 0:  # the launcher's prefix ends here
                     _, number, text = json.loads(line[at:])
                     found[number] = text
     return found
 
 
 def shown(row: dict[int, str], first: dict[int, str]) -> list[str]:
-    """Eight digits each 50 steps; bold where they are not the first row's."""
+    """Return eight digits for each 50 steps, bold if they differ from the first row."""
     return [x[:8] if x == first[n] else f"**{x[:8]}**" for n, x in row.items()]
 
 
 def main() -> None:
-    """Print the table; end with status 1 where a run's hashes are not the first's."""
+    """Print the table; end with status 1 if a run's hashes differ from the first's."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="", help="rows whose names contain this")

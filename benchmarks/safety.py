@@ -1,8 +1,8 @@
-"""Measure what checkpoints cost: a step of a run, as often as it is saved.
+"""Measure what checkpoints cost: the step of a run, by how often the run saves.
 
 The table has the least times of the rounds. The first columns are the time of a step,
-in a run without saves and in runs that save each 100 or 25 steps. "First pause" and
-"pause" are how long a run's first save and its second one hold the run up. "Then" is
+in a run without saves and in runs that save every 100 or 25 steps. "First pause" and
+"pause" are how long a run's first save and its second save hold the run up. "Then" is
 how long the second save takes after that.
 
 Run: ``python -m benchmarks.safety [--rounds 6]``
@@ -48,7 +48,7 @@ def _batch(rows: int, width: int) -> dict[str, Any]:
     return {"x": np.float32(x)}
 
 
-SAVED = (None, 100, 25)  # each so many steps
+SAVED = (None, 100, 25)  # the steps between two saves
 SAVES_PER_ROUND = 10
 COLUMNS = {
     "devices": "",
@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 def run_seconds(step: Step, every: int | None, epochs: int) -> float:
-    """The time of a step of a run that is saved so often."""
+    """Return the time of a step of a run that saves every ``every`` steps."""
     with tempfile.TemporaryDirectory() as folder:
         saving = tj.Checkpointer(folder, every=every) if every else None
         cut = tj.batches(_batch(64, 256), 64, epochs=epochs)
@@ -70,7 +70,7 @@ def run_seconds(step: Step, every: int | None, epochs: int) -> float:
 
 
 def save_seconds(step: Step) -> tuple[float, ...]:
-    """Seconds for which a run's first save and its second one pause the run.
+    """Return the seconds for which a run's first and second save pause the run.
 
     The third value is the seconds until the second save is complete. The first save
     hashes the step's programs for the checkpoint's record.
@@ -107,7 +107,7 @@ def main() -> None:
         step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
         of_run = functools.partial(run_seconds, step, epochs=options.epochs)
         runs = turns(SAVED, of_run, rounds=options.rounds, warm=0)  # the first compiles
-        # A save is short, and its time varies more.
+        # A save is short, and its time varies more, so it is timed more often.
         rounds = SAVES_PER_ROUND * options.rounds
         saves = turns([step], save_seconds, rounds=rounds, warm=0)[:, 0]
         least = [*runs.min(axis=0), *saves.min(axis=0)]

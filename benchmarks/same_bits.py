@@ -1,8 +1,8 @@
-"""A table of trainings, and the numbers of devices on which all bits agree.
+"""Train many cases, and tabulate on which numbers of devices all bits agree.
 
-Each case is trained on every number of devices, and every leaf of the final state
+Each case is trained on every number of devices. Every leaf of the final state
 (parameters, optimizer state, tower-local variables, step, key) and every metric of
-every step is compared, as bytes, with those of the first.
+every step is compared, as bytes, with those on the first number.
 
 Run: ``python -m benchmarks.same_bits [--only attention] [--ops AllReduce]``
 """
@@ -57,12 +57,12 @@ class Case:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def params(self) -> PyTree:
-        """Where training starts."""
+        """Return the parameters at which training starts."""
         dtype = jnp.dtype(self.dtype)
         return jax.tree.map(lambda x: x.astype(dtype), MODELS[self.model].params())
 
     def batches(self, towers: int, steps: int) -> Iterator[PyTree]:
-        """Ragged batches, of which the last tower has three rows less."""
+        """Yield ragged batches, in which the last tower has three rows less."""
         model = MODELS[self.model]
         for step in range(steps):
             yield model.batch(model.rows * towers - 3, step)
@@ -86,7 +86,7 @@ _OPTIONS = (
 
 
 def cases() -> dict[str, Case]:
-    """All of them: each model, each optimizer, each option."""
+    """Return all cases: each model, each optimizer, each option."""
     found = [Case(name, model=name) for name in MODELS]
     found += [Case(name, optimizer=name) for name in OPTIMIZERS]
     return {case.name: case for case in (*found, *_OPTIONS)}
@@ -96,7 +96,7 @@ LOCAL = {"seen": TowerLocal(np.float32(0), Reduction.SUM)}
 
 
 def train_step(case: Case, strategy: Mirrored) -> Step:
-    """A case's step, of tower-local variables as in `LOCAL`."""
+    """Return a case's step, with tower-local variables as in `LOCAL`."""
     model = MODELS[case.model]
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> TowerOutput:
@@ -147,7 +147,7 @@ def _model_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
 
 
 def trained(case: Case, strategy: Mirrored, steps: int) -> dict[str, np.ndarray]:
-    """A training run."""
+    """Train a case, and return the final state and all metrics by name."""
     train = _model_state if case.by_model_fn else _step_state
     state, history = train(case, strategy, steps)
     tree = {"state": state, "metrics": dict(history.metrics)}
@@ -166,7 +166,7 @@ def trained(case: Case, strategy: Mirrored, steps: int) -> dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What became of a case.
+    """The result of comparing a case's trainings.
 
     Attributes:
       case: Its name.
@@ -191,7 +191,7 @@ def compare(
     ops: CrossTowerOps,
     state: StateLayout = "mirrored",
 ) -> Compared:
-    """The same training on several numbers of devices, and with a mirrored state."""
+    """Compare a training on several numbers of devices with a mirrored one."""
     platform = jax.default_backend()
 
     def run_on(number: int, state: StateLayout) -> dict[str, np.ndarray]:
@@ -214,12 +214,12 @@ def compare(
 
 
 def _counts(differing: dict[int, list[str]]) -> str:
-    """How many leaves differ, for each number of devices."""
+    """Return how many leaves differ, for each number of devices, as text."""
     return ", ".join(f"D={number}: {len(x)}" for number, x in differing.items())
 
 
 def _distinct(digests: dict[int, str]) -> str:
-    """Each digest once."""
+    """Return each different digest once, as text."""
     return ", ".join(dict.fromkeys(digests.values()))
 
 
@@ -227,7 +227,7 @@ COLUMNS = {"case": "", "leaves": "", "differing": _counts, "digests": _distinct}
 
 
 def main() -> None:
-    """Print the table; end with status 1 where bits differ."""
+    """Print the table; end with status 1 if bits differ."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--towers", type=int, default=8)

@@ -1,9 +1,9 @@
 """Compare the kernels of absent GPUs' programs: equal ones give equal bits.
 
-Each case of `benchmarks.same_bits` is compiled for several numbers of absent devices,
-and what each kernel computes with floating values is compared with the kernels for the
-first number. That is needed for the same bits and is not enough: of kernels that are
-alike a device still chooses the fastest, unless XLA_FLAGS says
+Each case of `benchmarks.same_bits` is compiled for several numbers of absent devices.
+What each kernel computes with floating values is compared with the kernels for the
+first number. Equal kernels are needed for the same bits, and are not enough: among
+equal kernels a device still chooses the fastest, unless XLA_FLAGS says
 ``--xla_gpu_deterministic_ops=true``.
 
 Run: ``python -m benchmarks.same_kernels [--only attention] [--on h200]``
@@ -30,18 +30,19 @@ _NO_ROUNDING = frozenset(
     opt-barrier or pad parameter partition-id real reshape reverse select sign slice
     transpose tuple while""".split()
 )
-_FUSED = ("fusion", "fusion-start")  # what is fused may run beside other kernels
-_OF_SUMS = "towerjax.sums"  # the scope in which towers' sums are added up
+_FUSED = ("fusion", "fusion-start")  # fused operations, perhaps beside others
+_OF_SUMS = "towerjax.sums"  # the scope in which towers are added
 
 Kernels = collections.Counter[tuple[str, ...]]
 
 
 def kernels_of(text: str) -> Kernels:
-    """How often a compiled program names each kernel, ``(tiles, operation, ...)``.
+    """Count how often a compiled program names each kernel.
 
-    A kernel is what it computes with floating values, and in which tiles. Left out are
-    operations that round nothing, orders of dims, dims of 1, and the tree that adds up
-    the towers' sums, which has other parts where nothing travels.
+    A kernel is ``(tiles, operation, ...)``: what it computes with floating values, and
+    in which tiles. Operations that round nothing, orders of dims, dims of 1, and the
+    tree that adds the towers' sums are left out. This tree has other parts if nothing
+    is sent.
     """
     module = parse(text)
     within = {
@@ -61,13 +62,13 @@ def kernels_of(text: str) -> Kernels:
 
 
 def _computed(module: Module, operation: Operation) -> list[str]:
-    """What an operation computes with floating values, and what is fused in it does."""
+    """Return what an operation, and those fused into it, compute with floats."""
     if operation.opcode in _FUSED:
         (called,) = operation.called()
         inside = module.computations[called]
         return [x for op in inside.values() for x in _computed(module, op)]
     rounded = [shape for shape in operation.shapes if shape.dtype[0] in "bcf"]
-    is_sum = _OF_SUMS in operation.attributes  # in JAX's name of the operation
+    is_sum = _OF_SUMS in operation.attributes  # this is in JAX's name of the operation
     if not rounded or is_sum or operation.opcode in _NO_ROUNDING:
         return []
     dims = sorted(dim for dim in rounded[0].dims if dim > 1)
@@ -75,7 +76,7 @@ def _computed(module: Module, operation: Operation) -> list[str]:
 
 
 def compiled(case: Case, strategy: Mirrored) -> str:
-    """The text of a case's train step for absent devices."""
+    """Return the text of a case's train step, compiled for absent devices."""
     step = train_step(case, strategy)
     shapes = jax.eval_shape(lambda: case.params())
     batch = next(case.batches(strategy.num_towers, 1))
@@ -86,7 +87,10 @@ def compiled(case: Case, strategy: Mirrored) -> str:
 def compare(
     case: Case, *, target: str, towers: int, devices: Sequence[int]
 ) -> dict[int, Kernels]:
-    """``D`` -> the kernels that are not those for the first ``D``, or are missing."""
+    """Return by ``D`` the kernels that differ from those for the first ``D``.
+
+    Missing kernels are counted, too.
+    """
     found: dict[int, Kernels] = {}
     for number in devices:
         absent = Absent(target, number)
@@ -100,7 +104,7 @@ def compare(
 
 
 def main() -> None:
-    """Print the table; end with status 1 where kernels differ."""
+    """Print the table; end with status 1 if kernels differ."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--on", default="h200", help="a GPU, as tj.Absent takes it")

@@ -1,12 +1,12 @@
-"""What a GPT needs on each of some absent GPUs, its state whole or in parts.
+"""Report what a GPT needs on each of several absent GPUs, by the layout of its state.
 
 A GPT of scanned, recomputed layers with clipped AdamW is compiled for devices that are
-not here, with each layout of its state, its loss the same. Nothing runs. With
-``--within 4`` a tower is of four devices, over which its matrices are split.
+not here. Its state has each layout in turn, while its loss stays the same. Nothing
+runs. With ``--within 4`` a tower has four devices, over which its matrices are split.
 
-Run: ``python -m benchmarks.sharded [--layers 32] [--width 4096] [--devices 8]
-[--within 1] [--states sharded mirrored] [--on h200]``, where ``pip install -e
-'.[gpu-compiler]'`` was done.
+Run: ``python -m benchmarks.sharded [--layers 32] [--width 4096] [--devices 8] [--within
+1] [--states sharded mirrored] [--on h200]``. It needs ``pip install -e
+'.[gpu-compiler]'``.
 """
 
 import math
@@ -41,7 +41,7 @@ COLUMNS = {
 
 
 def shapes(layers: int, width: int) -> PyTree:
-    """The parameters' shapes."""
+    """Return the parameters' shapes."""
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -71,7 +71,7 @@ SPECS = {
 
 
 def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
-    """The mean loss of each next token, computed in bfloat16."""
+    """Return the mean loss of each next token, computed in bfloat16."""
 
     def half(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
@@ -99,7 +99,8 @@ def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
         return of_words(logits, tokens[:, 1:]).mean(-1)
 
     x = half(params["embed"])[tokens]
-    # In a scan nothing is merged that would keep what was gathered: so it may overlap.
+    # In a scan XLA merges no gather of the forward pass with one of the backward pass.
+    # So `prevent_cse` is off, and a gather may overlap with other work.
     again = jax.checkpoint(layer, prevent_cse=False)
     x, _ = lax.scan(again, x, params["layers"])
     found = losses(x, params["head"], params["norm"])
@@ -107,7 +108,7 @@ def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
 
 
 def report_of(params: PyTree, devices: Any, state: StateLayout, within: int = 1) -> Any:
-    """What the compiler made of a step, with towers of so many devices."""
+    """Report on a compiled step, with ``within`` devices in a tower."""
     how: Any = {"within": {"model": within}, "specs": SPECS} if within > 1 else {}
     strategy = tj.Mirrored(devices=devices, state=state, **how)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
@@ -118,12 +119,12 @@ def report_of(params: PyTree, devices: Any, state: StateLayout, within: int = 1)
 
 
 def exposed(report: Any) -> int:
-    """How many collectives in loops the device only waits for."""
+    """Count the collectives in loops for which a device only waits."""
     return sum(x.trips for x in report.collectives if x.trips > 1 and not x.beside)
 
 
 def row(params: PyTree, devices: Any, state: StateLayout, within: int) -> list[Any]:
-    """The values of a row."""
+    """Return the values of a row."""
     report = report_of(params, devices, state, within)
 
     def count(kind: str) -> int:

@@ -1,11 +1,12 @@
-"""Steps of parameters in parts against two that people write by hand.
+"""Time steps of sharded parameters against two that people write by hand.
 
-A network of scanned, recomputed layers with Adam on 8 CPU devices: `state="sharded"`;
-FSDP by hand, a `shard_map` that gathers each layer in the scan; and `jit` with a
-`NamedSharding` for each parameter, where the compiler decides what to send.
+A network of scanned, recomputed layers trains with Adam on 8 CPU devices in three ways:
+with `state="sharded"`; with FSDP by hand, a `shard_map` that gathers each layer in the
+scan; and with `jit` and a `NamedSharding` for each parameter, where the compiler
+decides what to send.
 
 Run: ``python -m benchmarks.sharded_speed [--width 256] [--layers 6] [--rows 8 512]
-[--rounds 9]``; rows are of a device.
+[--rounds 9]``; rows are those of a device.
 """
 
 import functools
@@ -36,17 +37,17 @@ COLUMNS = {
 
 
 def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    """A residual layer of one hidden layer."""
+    """Return the output of a residual layer with one hidden layer."""
     return x + jnp.tanh(x @ p["up"]) @ p["down"], None
 
 
 def losses(params: Any, x: jax.Array) -> jax.Array:
-    """The squared outputs of each row."""
+    """Return the squared outputs of each row."""
     return (lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean(-1)
 
 
 class Stepping:
-    """A step with its state, called again and again."""
+    """A step with its state, which is called again and again."""
 
     def __init__(self, call: Callable[..., Any], state: Any, batch: Any) -> None:
         self.call = call
@@ -55,7 +56,7 @@ class Stepping:
         self.memory = 0
 
     def run(self) -> Any:
-        """One step; the loss."""
+        """Do one step, and return its loss."""
         self.state, loss = self.call(self.state, self.batch)
         return loss
 
@@ -66,7 +67,7 @@ def _peak(compiled: Any) -> int:
 
 
 def by_towerjax(params: Any, batch: Any) -> Stepping:
-    """Ours."""
+    """Return towerjax's step."""
 
     def loss_fn(params: Any, x: jax.Array, tower: Any) -> tj.Weighted:
         return tj.Weighted.mean(losses(params, x), tower.weight)
@@ -80,7 +81,7 @@ def by_towerjax(params: Any, batch: Any) -> Stepping:
 
 
 def _of(update: Callable[..., Any], params: Any, batch: Any, mesh: Any) -> Stepping:
-    """A jitted step of ``(params, opt_state)`` in parts."""
+    """Return a jitted step of sharded ``(params, opt_state)``."""
     where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     params = jax.device_put(params, where)
     state = (params, jax.jit(OPTIMIZER.init)(params))
@@ -102,7 +103,7 @@ def _apply(state: Any, grads: Any) -> Any:
 
 
 def by_shard_map(params: Any, batch: Any, mesh: Any) -> Stepping:
-    """FSDP by hand."""
+    """Return a step of FSDP, written by hand with ``shard_map``."""
 
     def device_fn(state: Any, x: jax.Array) -> Any:
         def gathered(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
@@ -135,7 +136,7 @@ def by_shard_map(params: Any, batch: Any, mesh: Any) -> Stepping:
 
 
 def by_jit(params: Any, batch: Any, mesh: Any) -> Stepping:
-    """`jit` with shardings."""
+    """Return a step of ``jit`` with shardings."""
 
     def update(state: Any, x: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(lambda p: losses(p, x).mean())(state[0])

@@ -1,7 +1,8 @@
 """Measure what the guard costs a model of small leaves, and two ways around it.
 
 A flag that needs all gradients makes all small updates ready at once, and XLA's CPU
-executor wakes its threads for them. Steps go in turns on one CPU device, each awaited.
+executor wakes its threads for them. Steps go in turns on one CPU device, and each is
+waited for.
 
 Run: ``python -m benchmarks.small_leaves [--calls 3000] [--small]``
 """
@@ -34,14 +35,14 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 def loss_fn(
     params: Mapping[str, jax.Array], batch: jax.Array, tower: tj.Tower
 ) -> tj.Weighted:
-    """The mean square of what a chain of small layers gives."""
+    """Return the mean square of the output of a chain of small layers."""
     for name in sorted(params):
         batch = jnp.tanh(batch @ params[name])
     return tj.Weighted.mean((batch**2).sum(-1), tower.weight)
 
 
 def calls_of(optimizer: Any, options: dict[str, Any]) -> Callable[[], Any]:
-    """A call of a step after another, each of the state that the last one made."""
+    """Return a function that calls a step, each time on the state of the last call."""
     draw = np.random.default_rng(0)
     layers = (draw.normal(size=(LEAVES, WIDTH, WIDTH)) / 4).astype(np.float32)
     params = {f"w{i:02}": x for i, x in enumerate(layers)}
@@ -58,7 +59,7 @@ def calls_of(optimizer: Any, options: dict[str, Any]) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Print microseconds a call."""
+    """Print the microseconds of a call."""
     parser = parser_of(__doc__)
     parser.add_argument("--calls", type=int, default=3000)
     options = options_of(parser, calls=20)

@@ -42,7 +42,7 @@ class Contender:
     program: str = ""  # the compiled HLO, for a step built by towerjax
 
     def run(self) -> Any:
-        """Dispatch one call."""
+        """Dispatch one call, and return its results."""
         self.state, self.loss = self.call(self.state, self.batch)
         return self.state, self.loss
 
@@ -61,12 +61,12 @@ class Work:
     optimizer: optax.GradientTransformation = dataclasses.field(
         default_factory=lambda: optax.sgd(LEARNING_RATE, MOMENTUM)
     )
-    is_guarded: bool = False  # whether `train` keeps the state if one is not finite
+    is_guarded: bool = False  # `train` keeps the state if a value is not finite
 
     def train(
         self, state: Any, batch: PyTree, mean: Callable[[PyTree], PyTree]
     ) -> tuple[Any, jax.Array]:
-        """One step as users write it with JAX and optax alone."""
+        """Do one step as users write it with JAX and optax alone."""
         params, opt_state = state
 
         def loss_fn(params: PyTree, rows: PyTree) -> jax.Array:
@@ -91,23 +91,24 @@ class Work:
         return new, loss
 
     def init(self) -> Any:
-        """The first state of `train`."""
+        """Return the first state of `train`."""
         return self.params, self.optimizer.init(self.params)
 
 
 def keep_if_not_finite(looked_at: PyTree, new: PyTree, old: PyTree) -> PyTree:
-    """``new``, or ``old`` if a value of ``looked_at`` is not finite."""
+    """Return ``new``, or ``old`` if a value of ``looked_at`` is not finite."""
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(looked_at)]
     is_good = jnp.stack(finite).all()
     return jax.tree.map(lambda x, y: jnp.where(is_good, x, y), new, old)
 
 
 def by_hand(work: Work, placement: Placement, way: str = "shard_map") -> Contender:
-    """``jit(shard_map(...))`` with ``pmean(gradients)``, as users write it.
+    """Return a step of ``shard_map`` with ``pmean(gradients)``, as users write it.
 
-    Other ways are plain ``"jit"`` of the global step with sharded inputs; ``"pmap"``,
-    with a copy of the state on each device; and ``"guarded"``, a ``shard_map`` that
-    changes nothing where the loss or a gradient is not finite, as towerjax does.
+    Other ways are ``"jit"``, a plain jit of the global step with sharded inputs;
+    ``"pmap"``, with a copy of the state on each device; and ``"guarded"``, a
+    ``shard_map`` that changes nothing if the loss or a gradient is not finite, as
+    towerjax does.
     """
     if way not in WAYS:
         raise ValueError(f"A step by hand is one of {', '.join(WAYS)}, not {way!r}.")
@@ -148,7 +149,7 @@ def _compiled(fn: Any, state: Any, batch: Any) -> Contender:
 
 
 def by_towerjax(work: Work, strategy: Strategy, **options: Any) -> Contender:
-    """The step, built by towerjax with these options of `build_train_step`."""
+    """Return the step that towerjax builds with these options of `build_train_step`."""
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(work.model.losses(params, batch), tower.weight)
@@ -167,7 +168,8 @@ def by_towerjax(work: Work, strategy: Strategy, **options: Any) -> Contender:
     seconds = time.perf_counter() - start
 
     def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        # As `run` calls it: step flags are read later, once they are there.
+        # The step is called as `run` calls it: step flags are read later, once they are
+        # there.
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 

@@ -1,8 +1,8 @@
 """Measure training that sends less: a language model's loss against bytes sent.
 
-The model of ``notebooks/05_language_model.ipynb`` and its text, Python's own standard
-library: 4 towers train it with each way to synchronise, with the same batches and the
-same optimizer. What a tower sends is counted in the traced step.
+The model is that of ``notebooks/05_language_model.ipynb``, with its text, Python's own
+standard library. 4 towers train it with each way to synchronise, with the same batches
+and the same optimizer. What a tower sends is counted in the traced step.
 
 Run: ``python -m benchmarks.synchronise [docs/evidence/synchronise.svg]``
 """
@@ -27,7 +27,7 @@ TOWERS = 4
 ROWS = 32
 STEPS = 320
 EVERY = 16
-# A run of 20 rounds is short for the papers' momentum of 0.9.
+# A run of 20 rounds is too short for the papers' momentum of 0.9.
 LESS = optax.sgd(0.7, momentum=0.6, nesterov=True)
 WAYS: dict[str, Any] = {
     "every step": None,
@@ -61,7 +61,7 @@ HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="im
 
 
 def model() -> dict[str, Any]:
-    """What the notebook's first cells define: the text, the model and its losses."""
+    """Return what the notebook's first cells define: text, model and losses."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(x["source"]) for x in cells if x["cell_type"] == "code"]
     until = next(i for i, x in enumerate(sources) if "def metric_fn" in x)
@@ -73,13 +73,13 @@ def model() -> dict[str, Any]:
 
 
 def trained(way: Any, given: dict[str, Any], steps: int) -> tuple[float, Any]:
-    """What a tower sends in a step, on average; its run's history."""
+    """Train in one way; return a tower's bytes per step on average, and the history."""
     rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, steps)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=TOWERS)
     optimizer = optax.adamw(rates, b2=0.98)
     step = build_train_step(given["loss_fn"], optimizer, strategy, extend=way)
     params = given["init_params"]()
-    # What towers send, each on a device of its own.
+    # This step counts what towers send if each has a device of its own.
     apart = Mirrored([f"cpu:{i}" for i in range(TOWERS)])
     sending = build_train_step(given["loss_fn"], optimizer, apart, extend=way)
     rows = np.zeros((ROWS, given["LENGTH"] + 1), np.int32)
@@ -99,7 +99,7 @@ def trained(way: Any, given: dict[str, Any], steps: int) -> tuple[float, Any]:
 
 
 def main() -> None:
-    """Print the table; draw it."""
+    """Print the table, and draw it if a file is named."""
     parser = parser_of(__doc__)
     parser.add_argument("svg", nargs="?")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def draw(path: str, curves: list[tuple[str, list[tuple[float, float]]]]) -> None:
-    """Each way's curve, as an svg."""
+    """Draw each way's curve, as an svg."""
     points = [point for _, curve in curves for point in curve]
     low, high = (f(x for x, _ in points) for f in (min, max))
     least = min(y for _, y in points) - 0.05

@@ -1,12 +1,13 @@
-"""What each device needs where a model's layers are written out, and not scanned.
+"""Report what each device needs if a model's layers are written out, not scanned.
 
-Layers are recomputed, and a device's state is its part. Four forms of a stack of layers
-are compiled for devices that are not here, or for CPU devices (``--on cpu``), beside
-the scanned one: does the compiler keep what was gathered? Nothing runs.
+Layers are recomputed, and a device holds its shard of the state. Four forms of a stack
+of layers are compiled for devices that are not here, or for CPU devices (``--on cpu``),
+beside the scanned form. The question is whether the compiler keeps what was gathered.
+Nothing runs.
 
 Run: ``python -m benchmarks.written_out [--on h100] [--layers 16] [--width 16384]
-[--devices 8] [--forms written lora] [--states sharded]``, where ``pip install -e
-'.[gpu-compiler]'`` was done; with ``--on cpu`` a ``--width`` of 256 will do.
+[--devices 8] [--forms written lora] [--states sharded]``. It needs ``pip install -e
+'.[gpu-compiler]'``. With ``--on cpu`` a ``--width`` of 256 suffices.
 """
 
 import math
@@ -21,7 +22,7 @@ import towerjax as tj
 from benchmarks.harness import begin, options_of, parser_of
 from towerjax.types import PyTree
 
-# rows of a tower, and of a micro-batch; the rank of an adapter
+# The rows of a tower and of a micro-batch, and the rank of an adapter.
 ROWS = 16
 RANK = 8
 FORMS = {
@@ -43,7 +44,7 @@ COLUMNS = {
 
 @jax.custom_vjp
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A matrix product with a derivative of its own."""
+    """Return a matrix product, which has a custom derivative."""
     return x @ w
 
 
@@ -56,7 +57,7 @@ product.defvjp(lambda x, w: (x @ w, (x, w)), _backward)
 
 
 def shapes(form: str, layers: int, width: int) -> PyTree:
-    """The parameters' shapes."""
+    """Return the parameters' shapes."""
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -72,7 +73,7 @@ def shapes(form: str, layers: int, width: int) -> PyTree:
 
 
 def loss_of(form: str) -> Any:
-    """The loss of a stack of residual layers."""
+    """Return the loss of a stack of residual layers, in one of its forms."""
     times = product if form == "transposed" else jnp.matmul
 
     @jax.checkpoint
@@ -99,7 +100,7 @@ def loss_of(form: str) -> Any:
 
 
 def report_of(form: str, params: PyTree, devices: Any, state: Any) -> Any:
-    """What the compiler made of a step."""
+    """Report on a compiled step."""
     strategy = tj.Mirrored(devices=devices, state=state)
     count = 4 if form == "micro" else 1
     how: Any = (
@@ -117,7 +118,7 @@ def report_of(form: str, params: PyTree, devices: Any, state: Any) -> Any:
 
 
 def main() -> None:
-    """Print the table: bytes of a device, over those of all parameters."""
+    """Print the table: a device's bytes over those of all parameters."""
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=16384)

@@ -106,5 +106,5 @@ for _space in (cluster, collectives, layers, loop, metrics, sparse, towers):
 
 
 def __dir__() -> list[str]:
-    """The public names, without the modules of the package."""
+    """Return the public names, without the modules of the package."""
     return __all__

@@ -41,7 +41,10 @@ class Job:
 
 
 def job_of(trial: Trial, device: str) -> Job:
-    """The work of a trial, where it is one that the peers have."""
+    """Return the work of ``trial`` for a peer.
+
+    Raise where the peers do not have this model or dtype.
+    """
     if trial.model not in ("mlp", "cnn") or trial.dtype != "float32":
         raise NotImplementedError("For the peers mlp and cnn are written, in float32.")
     work = work_of(trial)
@@ -53,21 +56,21 @@ def job_of(trial: Trial, device: str) -> Job:
 
 
 def measured(job: Job, step: Callable[[], Any], losses: Sequence[float]) -> dict:
-    """The figures of a peer's step, in this process."""
+    """Check a peer's losses, time its step in this process and return the figures."""
     check_losses(job.trial.by, losses[:NUM_LOSSES], job.expected, 1e-4)
     calls = calls_in(SECONDS_PER_ROUND, [step])
     return as_figures(job, losses, calls, timed_rounds(step, calls))
 
 
 def timed_rounds(step: Callable[[], Any], calls: int) -> np.ndarray:
-    """Seconds of a step in each round, ``[rounds, 1, 2]``."""
+    """Time a step; return its seconds in each round, of shape ``[rounds, 1, 2]``."""
     return in_turns([step], rounds=ROUNDS, calls=calls, trim=0.1)
 
 
 def as_figures(
     job: Job, losses: Sequence[float], calls: int, table: np.ndarray
 ) -> dict[str, Any]:
-    """What goes into the record."""
+    """Return the figures of a peer as the entries of the record."""
     return {
         "device": job.device,
         "calls": calls,

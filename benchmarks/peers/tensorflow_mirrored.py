@@ -26,7 +26,7 @@ def run(trial: Trial) -> dict[str, Any]:
 
 
 def _devices(tf: Any, count: int) -> list[str]:
-    """The first GPUs; where there are none, parts of the CPU."""
+    """Return the names of the first GPUs, or of parts of the CPU without a GPU."""
     if gpus := tf.config.list_physical_devices("GPU"):
         if len(gpus) < count:
             raise ValueError(f"The trial needs {count} devices; TensorFlow has {gpus}.")

@@ -18,7 +18,7 @@ from towerjax.sweeps.turns import calls_in
 
 
 def run(trial: Trial) -> dict[str, Any]:
-    """Measure a trial: ``D`` processes, of which the first one reports."""
+    """Measure a trial in one process for each device; the first process reports."""
     # JAX takes most of a GPU's memory, which PyTorch needs.
     jax.config.update("jax_platforms", "cpu")
     torch = importlib.import_module("torch")
@@ -59,7 +59,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
 
 
 def _same_calls(torch: Any, job: Job, step: Callable[[], Any], where: Any) -> int:
-    """As many calls in a round on each rank as fit on the slowest."""
+    """Return how many calls fit into a round on the slowest rank."""
     calls = calls_in(SECONDS_PER_ROUND, [step])
     least = torch.tensor(calls, device=where)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
@@ -67,7 +67,7 @@ def _same_calls(torch: Any, job: Job, step: Callable[[], Any], where: Any) -> in
 
 
 def _built(torch: Any, job: Job, rank: int, where: Any) -> Callable[[], Any]:
-    """A rank's step, which waits for its device."""
+    """Build a rank's step; each call waits for the rank's device."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(_as_torch, job.params))
     losses_of = _mlp_losses if job.trial.model == "mlp" else _cnn_losses
 
@@ -107,7 +107,7 @@ def _built(torch: Any, job: Job, rank: int, where: Any) -> Callable[[], Any]:
 
 
 def _as_torch(x: Any) -> Any:
-    """Channels come first: kernels are OIHW and images NCHW; labels are int64."""
+    """Return ``x`` in PyTorch's layout: OIHW kernels, NCHW images, int64 labels."""
     if x.ndim == 4:
         is_kernel = x.shape[:2] == (3, 3)
         return x.transpose((3, 2, 0, 1) if is_kernel else (0, 3, 1, 2)).copy()
@@ -125,7 +125,7 @@ def _cnn_losses(torch: Any, params: Any, batch: Any) -> Any:
     functional = torch.nn.functional
     x = batch["image"]
     for stride, kernel in enumerate(params["convs"], 1):
-        # "SAME" as XLA has it: what is odd comes last.
+        # XLA's "SAME" puts the odd row or column of padding at the end.
         total = (math.ceil(x.shape[-1] / stride) - 1) * stride + 3 - x.shape[-1]
         before = total // 2
         after = total - total // 2

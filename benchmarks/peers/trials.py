@@ -15,7 +15,7 @@ from towerjax import collectives
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 
 NUM_LOSSES = 3
-# of libraries that time themselves
+# These two are for libraries that time themselves.
 ROUNDS = 9
 SECONDS_PER_ROUND = 0.1
 LIBRARIES = {
@@ -28,7 +28,7 @@ LIBRARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One thing to time: the arguments of `build`."""
+    """A step to time: the arguments of `build`."""
 
     model: str
     batch: int  # B
@@ -43,7 +43,11 @@ class Trial:
 
 
 def build(**config: Any) -> Any:
-    """A step and its state and batch, by whom ``by`` says; see `Trial`."""
+    """Build the step that ``config`` describes, or let another library time its own.
+
+    ``config`` holds the fields of `Trial`. Return the step, its state and its batch, or
+    the figures of a library that times itself.
+    """
     config.setdefault("devices", config.get("towers", 1))
     trial = Trial(**config)
     if trial.by != "towerjax":
@@ -72,7 +76,7 @@ def _refuse_options_of_towerjax(trial: Trial) -> None:
 
 
 def build_by_hand(**config: Any) -> Any:
-    """The hand-written step on the same devices, one tower on each."""
+    """Build the hand-written step on the same devices, with one tower on each."""
     config.setdefault("devices", config.get("towers", 1))
     trial = Trial(**config)
     found = by_hand(work_of(trial), strategy_of(trial).placement)
@@ -80,7 +84,7 @@ def build_by_hand(**config: Any) -> Any:
 
 
 def strategy_of(trial: Trial) -> Strategy:
-    """The strategy that a trial names, on the first devices of this process."""
+    """Return the strategy that ``trial`` names, on this process's first devices."""
     names = devices_of(trial.devices)
     if trial.strategy == "one_device":
         return OneDevice(names[0])
@@ -94,7 +98,7 @@ def strategy_of(trial: Trial) -> Strategy:
 
 
 def work_of(trial: Trial) -> Work:
-    """The `Work` of a trial's step."""
+    """Return the `Work` of a trial's step."""
     model = MODELS[trial.model](jnp.dtype(trial.dtype))
     params = jax.tree.map(np.asarray, model.init(0))  # contenders donate theirs
     batch = model.make_batch(1, trial.batch)

@@ -95,7 +95,7 @@ REGISTRY = (
     _m("B10", "gradients of micro-batches averaged, not weighted",
        "step.passes.micro_batches:scan_micro_batches", _NEW,
        f"{_NEW}\n        new = [Returned(type(x.value)(x.value.value,"
-       " jnp.sign(x.value.weight)), x.how) if hasattr(x.value, 'weight') else x"
+       " jnp.sign(x.value.weight)), x.rule) if hasattr(x.value, 'weight') else x"
        " for x in new]", f"{_ONE_TOWER}[5]"),
     _m("B11", "reduced inside the accumulation loop: right, and A times the traffic",
        "step.passes.micro_batches:scan_micro_batches", _NEW,
@@ -351,7 +351,7 @@ MODELS = (
        "if labels is None:", "train_and_evaluate::without_labels_there_are_none",
        "train_and_evaluate::predictions_are_in_order_and_without_padding[pairs]"),
     _m("M12", "predictions come out of order", "loop.evaluate:outputs_on_host",
-       "if len(running) > 1:  # one is fetched while the next one runs\n"
+       "if len(running) > 1:  # fetch one while the next one runs\n"
        "                    yield jax.device_get(running.popleft())",
        "if len(running) > 1:\n"
        "                    yield jax.device_get(running.pop())",
@@ -376,8 +376,7 @@ MODELS = (
        "tower_optimizer::rows_of_a_table_are_updated_of_the_one_gradient"),
     _m("M18", "padding may count in what towers keep of their own",
        "step.run.masks:_values_to_mask",
-       "if x.how in (SAME, CARRIED):\n                return x.value if pass_.of_state",
-       "if x.how in (SAME, CARRIED):\n                return x.value if 0",
+       "return x.value if pass_.of_state", "return x.value if 0",
        "replicate_bad_input::a_mistake_is_refused[padding, local]"),
     _m("M19", "padding may count in rows that go on to the next pass",
        "step.run.masks:_values_to_mask",

@@ -627,5 +627,5 @@ def test_a_loss_that_is_not_finite_is_skipped_and_training_again_compiles_nothin
         np.testing.assert_allclose(variables.params, expected, rtol=1e-6)
     step = model.train_step(on_nonfinite="skip")
     assert step is model.train_step(on_nonfinite="skip")
-    assert len(step.programs.made) == 1
+    assert len(step.programs.compiled) == 1
     assert model.train_step() is not step

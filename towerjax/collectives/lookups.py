@@ -14,7 +14,9 @@ from towerjax.types.refusals import refuse_no_numbers
 
 
 def take(table: Any, ids: Any) -> jax.Array:
-    """``jnp.take(table, ids, axis=0)``, whose gradient in a loss has only these rows.
+    """Look up rows of a table, with a gradient that has only these rows.
+
+    The result is that of ``jnp.take(table, ids, axis=0)``.
 
     In a loss that `tj.build_train_step`, `tj.of_loss`, `tj.value_and_grad` or a
     ``TowerOptimizer`` differentiates, the gradient of a table is ``IndexedRows``. It
@@ -83,13 +85,13 @@ def _shape_of_rows(table: Any, ids: Any, *, stacked: int) -> Any:
 
 def _rows_jvp(primals: Any, tangents: Any, *, stacked: int) -> tuple[jax.Array, Any]:
     table, ids = primals
-    moved, _ = tangents  # of which one is not zero
+    moved, _ = tangents  # the tangent of integer ids is always zero
     rows = LOOKUP.bind(table, ids, stacked=stacked)
     return rows, _take_rows(moved, ids, stacked=stacked)
 
 
 def _rows_of_batch(value: Any, dims: Any, *, stacked: int) -> tuple[jax.Array, int]:
-    """Return the lookups of a batch, whose dim comes first in ids and in rows."""
+    """Batch a lookup under ``vmap``; the mapped dim comes first in ids and rows."""
     table, ids = value
     of_table, of_ids = dims
     if of_table is None and not stacked:
@@ -108,7 +110,7 @@ mlir.register_lowering(LOOKUP, mlir.lower_fun(_take_rows, multiple_results=False
 
 
 def join_lookups(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
-    """All rows that were looked up; a row of zeros for each id that names none."""
+    """Join all rows that were looked up; an id out of range gets a row of zeros."""
     shape = table.shape
     none = jnp.zeros((0, *table.shape[1:]), table.dtype)
     values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]

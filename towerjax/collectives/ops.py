@@ -22,7 +22,7 @@ from towerjax.types.options import check_whole, short_repr
 
 
 class CrossTowerOps(Protocol):
-    """Computes the sum over towers, for example `AllReduce`."""
+    """The interface of a cross-tower op, which adds over towers, like `AllReduce`."""
 
     @property
     def needs_every_tower(self) -> bool:
@@ -30,13 +30,17 @@ class CrossTowerOps(Protocol):
         ...
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """Add up over all towers; ``tree`` has a device's sum, or a row a tower."""
+        """Add ``tree`` over all towers.
+
+        Its leaves are a device's sums or, if ``needs_every_tower``, have a row for each
+        tower of the device.
+        """
         ...
 
 
 @runtime_checkable
 class ChecksDevices(Protocol):
-    """A cross-tower op whose options do not fit every set of devices."""
+    """The interface of a cross-tower op that does not fit every set of devices."""
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise a ValueError unless the op can use these devices, in tower order."""
@@ -44,21 +48,22 @@ class ChecksDevices(Protocol):
 
 
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
-    """Sum over all towers by the op, in the name scope that marks a step's own sums."""
+    """Add over all towers by the op, under the name that marks a step's own sums."""
     with jax.named_scope(tags.SUMMED_BY_STEP):
         return ops.sum_over_towers(tree, axes)
 
 
 def sends_alone(ops: CrossTowerOps, leaf: Any, axes: TowerAxes) -> bool:
-    """Whether the op sends a leaf alone in a plain all-reduce, which can be scattered.
+    """Return whether the op sends a leaf alone, so that it can be scattered.
 
-    A user's op sends in its own way, and so does a user's subclass of ours.
+    A user's op, or a user's subclass of ours, may send in another way, so it is not
+    asked.
     """
     return type(ops) is AllReduce and ops.sends_alone(leaf, axes)
 
 
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
-    """The sum over all towers of leaves ``[k, ...]``, one row per local tower."""
+    """Add leaves ``[k, ...]``, one row per local tower, over all towers."""
     if not ops.needs_every_tower:
         rows = jax.tree.map(add_rows, rows)
     return sum_over_towers(ops, rows, axes).tree()
@@ -156,22 +161,23 @@ class AllReduce:
         return sum_packed(tree, axes, send, below, reach, leaves)
 
     def sends_alone(self, leaf: Any, axes: TowerAxes) -> bool:
-        """Whether a leaf of this shape is an operand of an all-reduce by itself."""
+        """Return whether a leaf of this shape is sent by itself in an all-reduce."""
         others = self.num_packs, self.group_size, self.device
         num_bytes = leaf.size * leaf.dtype.itemsize
         is_plain = others == (None, None, None)
         return is_plain and num_bytes > self._shared_below(axes)
 
     def _shared_below(self, axes: TowerAxes) -> int:
-        """Return the most bytes of a leaf that shares a buffer."""
-        # A buffer would gather leaves that are split over the devices of a tower.
+        """Return the size, in bytes, up to which a leaf shares a buffer."""
+        # In a tower of several devices a buffer would gather leaves that are split over
+        # them.
         if axes.mesh.axis_names:
             return 0
         most = self.bytes_per_pack
         return self.pack_below_bytes if most is None else most
 
     def _send(self, buffers: list[jax.Array], axes: TowerAxes) -> list[jax.Array]:
-        """Return the buffers, added over all devices."""
+        """Add the buffers over all devices."""
         size = self.group_size
         count = axes.num_devices
         root = 0
@@ -187,7 +193,7 @@ class AllReduce:
         if self.device is None:
             buffers = jax.tree.map(hide_complex, buffers)
             return lax.psum(buffers, DEVICE_AXIS)
-        if axes.devices and self.device != _FIRST:  # absent ones have no names
+        if axes.devices and self.device != _FIRST:  # absent devices have no name
             self.check_devices(axes.devices)
             root = axes.devices.index(self.device)
         number = lax.axis_index(DEVICE_AXIS) - root
@@ -204,7 +210,7 @@ def Packed(
     bytes_per_pack: int | None = None,
     max_group: int | None = None,
 ) -> AllReduce:
-    """One all-reduce of packs, whose number or size you choose.
+    """Return an op with one all-reduce of packs, whose number or size you choose.
 
     XLA may send several packs in one message, up to its own limit for combining them.
 
@@ -234,13 +240,13 @@ def Packed(
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """The number of elements of each pack: equal, and the last has the rest too."""
+    """Return the number of elements of each pack: equal, the last has the rest too."""
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 
 
 def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
-    """Return the packs of a buffer, without those that have no elements."""
+    """Cut a buffer into packs, and leave out packs without elements."""
     ends = itertools.accumulate(pack_sizes(buffer.size, num_packs), initial=0)
     return [
         lax.slice_in_dim(buffer, start, end)
@@ -250,7 +256,7 @@ def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
 
 
 def Hierarchical(group_size: int | None = None) -> AllReduce:
-    """An op that makes sums inside groups of ``L`` devices and then across the groups.
+    """Return an op that adds in groups of ``L`` devices, and then across the groups.
 
     A reduce-scatter leaves each device of a group with its own ``1/L`` of the group's
     sums. An all-reduce adds these over the ``D/L`` groups, and an all-gather in the
@@ -285,12 +291,13 @@ def _check_group_size(size: int, num_devices: int) -> None:
 
 
 def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
-    """Return a buffer, added over all devices."""
+    """Add a buffer over all devices: in groups of ``size``, and then across groups."""
     buffer = hide_complex(buffer.reshape(-1))
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
     starts = range(0, num_devices, size)
-    # None for one group of all devices: the proof takes None for the whole axis.
+    # For a single group None is passed, which means the whole axis to JAX and the
+    # proof.
     inside = [[start + i for i in range(size)] for start in starts]
     across = [[start + i for start in starts] for i in range(size)]
     groups = inside if len(inside) > 1 else None
@@ -303,7 +310,7 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
 
 
 def ReduceToOneDevice(device: str | None = None) -> AllReduce:
-    """An op that adds sums on one device and sends them from there to all devices.
+    """Return an op that adds on one device and sends the sums from there to all.
 
     The sums travel in ``ceil(log2(D))`` rounds for ``D`` devices. In round ``s`` a
     device sends if its distance from the one device is an odd multiple of ``2**s``. The
@@ -329,7 +336,7 @@ def ReduceToOneDevice(device: str | None = None) -> AllReduce:
 
 
 def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
-    """The sum over all devices on device ``root``, and partial sums on the others."""
+    """Add over all devices on device ``root``; the others hold partial sums."""
     distance = (lax.axis_index(DEVICE_AXIS) - root) % num_devices
     reach = 1
     while reach < num_devices:
@@ -339,7 +346,8 @@ def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
             for sender in senders
         ]
         received = lax.ppermute(value, DEVICE_AXIS, pairs)
-        # ppermute gives zeros to the other devices, and -0.0 + 0.0 is not -0.0.
+        # ``ppermute`` gives zeros to the other devices, and adding them would change
+        # -0.0.
         receives = (distance % (2 * reach) == 0) & (distance + reach < num_devices)
         value = jnp.where(receives, value + received, value)
         reach *= 2
@@ -382,21 +390,22 @@ class PinnedTree:
 
 
 def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
-    """``[k, n]`` rows of local towers -> ``[n]``, added over all towers."""
+    """Add rows ``[k, n]`` of local towers over all towers, in one order, to ``[n]``."""
     num_local, size = rows.shape
     if not size:
         return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
-        # Fused into the update, these additions would round otherwise. A collective
-        # keeps XLA from fusing them; on one device a branch does, a barrier does not.
-        # Both branches are the same, so the predicate does not matter.
+        # If XLA fused these additions into the update, they would round in another way.
+        # Between devices a collective keeps XLA from it. On one device a branch does,
+        # while a barrier does not. Both branches are equal, so the predicate does not
+        # matter.
         return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = add_pairwise(rows)[None]
     share = -(-size // axes.num_devices)
     rows = jnp.pad(rows, ((0, 0), (0, share * axes.num_devices - size)))
     rows = rows.reshape(rows.shape[0], axes.num_devices, share)
-    # Device d receives share d of every device's rows: [D * rows, share].
+    # Device ``d`` receives share ``d`` of every device's rows: ``[D * rows, share]``.
     rows = lax.all_to_all(rows, DEVICE_AXIS, split_axis=1, concat_axis=0, tiled=True)
     total = add_pairwise(rows.reshape(-1, share))
     return lax.all_gather(total, DEVICE_AXIS, tiled=True)[:size]

@@ -15,12 +15,13 @@ from jax import lax
 from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 
-# Leaves up to this size share buffers. An all-reduce costs time per operand, a copy per
-# byte: on CPU devices, steps take 0.6 of the time when their 24 leaves of 128 KiB are
-# packed, and 1.06 of it when 4 leaves of 576 KiB are.
+# Leaves up to this size share buffers. An all-reduce takes time for each operand, and a
+# copy takes time for each byte. On CPU devices, steps take 0.6 of the time when their
+# 24 leaves of 128 KiB are packed, and 1.06 of it when 4 leaves of 576 KiB are.
 PACK_BELOW_BYTES = 1 << 18
-# A buffer's leaves lie within this many times ``unshared_above`` bytes. In one buffer
-# for the tree, operands of the first gradients would stay in memory until the last one.
+# A buffer's leaves lie within this many times ``unshared_above`` bytes of the tree.
+# With one buffer for the whole tree, the first gradients would stay in memory until the
+# last one is computed.
 _REACH = 8
 
 
@@ -51,9 +52,10 @@ class Packing:
         max_leaves: float = math.inf,
         lead: int = 0,
     ) -> "Packing":
-        """Pack neighbouring leaves of a dtype; large leaves stay alone.
+        """Choose a buffer for each leaf: small neighbours of one dtype share one.
 
         A buffer takes leaves from a stretch of at most ``reach`` bytes of the dtype.
+        The first ``lead`` dims of the leaves are not packed.
         """
         latest: dict[np.dtype, int] = {}  # the buffer that takes further leaves
         passed = Counter[np.dtype]()  # bytes of leaves since that buffer began
@@ -80,7 +82,7 @@ class Packing:
         return cls(tuple(slots), len(filled))
 
     def pack(self, leaves: list[jax.Array], lead: int) -> list[jax.Array]:
-        """The buffers of leaves, whose first ``lead`` dims the buffers have, too."""
+        """Pack leaves into flat buffers, which keep the leaves' first ``lead`` dims."""
         parts: list[list[jax.Array]] = [[] for _ in range(self.num_buffers)]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             parts[slot.buffer].append(leaf)
@@ -89,20 +91,21 @@ class Packing:
             if len(group) == 1:
                 return group[0]
             flat = [x.reshape(x.shape[:lead] + (-1,)) for x in group]
-            # XLA of JAX 0.11 crashes where one of these has no elements.
+            # In JAX 0.11 XLA crashes if one of the joined arrays has no elements.
             full = [x for x in flat if x.size]
             return jnp.concatenate(full, axis=-1) if full else flat[0]
 
         return [joined(group) for group in parts]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
-        """Return the leaves of buffers without leading dims."""
+        """Return the leaves that lie in buffers without leading dims."""
         starts: Sequence[Any] = [slot.start for slot in self.slots]
-        # The smallest: a large one may be sharded, and would be gathered.
+        # The smallest buffer is taken: a large one may be sharded, and would be
+        # gathered.
         full = (buffer for buffer in buffers if buffer.size)
         witness = min(full, key=lambda x: x.size, default=None)
         shares = self.num_buffers < len(self.slots)
-        # Those hidden are int32, which does not count the numbers of a large model.
+        # Hidden offsets are int32, so they are used only if they fit.
         if platform == "cpu" and shares and max(starts) < 1 << 31:
             starts = starts if witness is None else _hide_from_folding(starts, witness)
         return [
@@ -125,7 +128,7 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
     if isinstance(start, int):
         return lax.slice_in_dim(buffer, start, start + slot.size).reshape(slot.shape)
     size = (slot.size,)
-    # False leaves out the code for starts that count from the end.
+    # False leaves out code for starts that count from the end.
     part = lax.dynamic_slice(buffer, (start,), size, allow_negative_indices=False)
     return part.reshape(slot.shape)
 
@@ -135,8 +138,8 @@ def _hide_from_folding(
 ) -> tuple[jax.Array, ...]:
     """Return the same numbers, hidden from XLA's constant folding."""
     # XLA compiles equal kernels once, and constant offsets make kernels differ: 25
-    # layers then take 0.8 s to compile, not 0.3 s (CPU). Both branches are the same. On
-    # GPUs a branch costs a round trip.
+    # layers then take 0.8 s to compile, not 0.3 s (on CPUs). Both branches return the
+    # same. On GPUs this is not done, because a branch costs a round trip.
     values = [np.int32(start) for start in starts]
 
     def same() -> tuple[jax.Array, ...]:
@@ -149,13 +152,13 @@ def _hide_from_folding(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over all towers in flat buffers."""
+    """Sums over all towers, in flat buffers."""
 
     buffers: list[jax.Array]  # the same on each device
     packing: Packing = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
     platform: str = dataclasses.field(metadata={"static": True})
-    # Then nothing is packed.
+    # On one device nothing is packed.
     on_one_device: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
@@ -181,15 +184,17 @@ def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
             is_joined = joins and x.size * x.dtype.itemsize <= PACK_BELOW_BYTES
             key = x.shape if is_joined else len(groups)
             groups.setdefault(key, []).append(jnp.isfinite(x))
-    # By lax: each function of jnp is traced by itself, in a step's first call.
+    # Functions of lax are used, because each function of jnp is traced by itself, which
+    # makes a step's first call slower.
     masks = [functools.reduce(lax.bitwise_and, x) for x in groups.values()]
     finite = [lax.reduce_and(x, range(x.ndim)) for x in masks]
     if len(finite) <= 2:
         return functools.reduce(lax.bitwise_and, finite, jnp.bool_(True))
-    # XLA copies a chain of "and" into each kernel that reads the flag, and turns "all"
-    # of several flags into such a chain: a fifth of what a ResNet takes to compile.
-    # A sum of integers stays one kernel. So does their least, but XLA:GPU cannot
-    # compile it over the devices of a tower: an all-reduce of it ends the process.
+    # XLA copies a chain of "and" into each kernel that reads the flag, and turns
+    # ``all`` of several flags into such a chain. For a ResNet this takes a fifth of the
+    # time to compile. A sum of integers stays one kernel. The least of integers does,
+    # too, but XLA:GPU cannot compile it over the devices of a tower: an all-reduce of
+    # it ends the process.
     flags = [lax.convert_element_type(lax.reshape(x, (1,)), jnp.int32) for x in finite]
     return lax.reduce_sum(lax.concatenate(flags, 0), (0,)) == len(flags)
 
@@ -202,7 +207,7 @@ def sum_packed(
     reach: float | None = None,
     max_leaves: float = math.inf,
 ) -> Sums:
-    """Pack leaves and sum the buffers; on one device nothing is packed."""
+    """Pack leaves and add the buffers over devices; one device packs nothing."""
     reach = _REACH * unshared_above if reach is None else reach
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
-    """The properties of SUM, MEAN or ONLY_FIRST_TOWER, chosen by the reduction."""
+    """Return the argument for this reduction: for SUM, MEAN or ONLY_FIRST_TOWER."""
     match reduction:
         case Reduction.SUM:
             return total
@@ -48,17 +48,17 @@ def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
 
 
 def takes_first(reduction: Reduction) -> bool:
-    """Return whether the value is the first tower's, and nothing is added."""
+    """Return whether the first tower's value is the result, and nothing is added."""
     return choose(reduction, total=False, mean=False, first=True)
 
 
 def multiplies(reduction: Reduction) -> bool:
-    """Whether a value that is the same on all ``T`` towers becomes ``T`` times it."""
+    """Return whether the reduction of ``T`` equal values is ``T`` times the value."""
     return choose(reduction, total=True, mean=False, first=False)
 
 
 def check_reduction(reduction: Any, value: PyTree = ()) -> None:
-    """Raise unless it is a ``Reduction`` that gives one value of this kind."""
+    """Raise unless ``reduction`` gives one value for values of this kind."""
     if not isinstance(reduction, Reduction):
         raise ValueError(
             f"reduction is {reduction!r:.200}, which is not a reduction. Write"
@@ -72,7 +72,7 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
 
 
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """The towers' values ``[T, ...]`` as one: added in pairs, or their rows joined."""
+    """Reduce the towers' values ``[T, ...]`` to one: added in pairs, or rows joined."""
 
     def reduce_leaf(x: Any) -> Any:
         if is_rows(x):
@@ -93,9 +93,9 @@ def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
 
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
-    """`one_of` for the towers' ``IndexedRows``, whose numbers of rows may differ.
+    """Reduce the towers' ``IndexedRows``, whose numbers of rows may differ.
 
-    An array ``[N, ...]`` of a tower stands for all its rows.
+    An array ``[N, ...]`` in place of them stands for all rows of the table.
     """
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
@@ -124,14 +124,14 @@ def reduce_over_towers(
     is_first = takes_first(reduction)
 
     def reduce_leaf(x: Any) -> Any:
-        if is_rows(x):  # gathered, since rows of one index are not added
+        if is_rows(x):  # rows are gathered, never added
             return one_of(reduction, gather_over_towers(x, axes))
         x = drop_weak_type(x)
-        if not x.size:  # the same on all towers without a collective
+        if not x.size:  # no collective is needed
             return jnp.zeros(x.shape, reduced_dtype(reduction, x.dtype))
         if is_first:
             return take_first(x, tower_id, axes.names) if axes.names else x
-        # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
+        # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
         total = as_addend(reduction, x)
         total = lax.psum(hide_complex(total), axes.names) if axes.names else total
         return from_total(reduction, total, axes.num_towers, x.dtype)
@@ -143,15 +143,16 @@ def reduce_over_towers(
 
 
 def hide_complex(x: jax.Array) -> jax.Array:
-    """Return an addend of a sum over devices; a complex one is hidden from folding."""
-    # XLA aborts the process where all its elements are one constant, as the gradient
-    # of a parameter without use (JAX 0.10 to 0.12).
+    """Return an addend of a sum over devices; a complex one stands behind a barrier."""
+    # XLA aborts the process if all elements of a complex addend are one constant, such
+    # as the gradient of an unused parameter (JAX 0.10 to 0.12). A barrier hides the
+    # constant.
     return lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def take_first(x: jax.Array, number: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The value of the tower or device with ``number == 0``, bit for bit, on each."""
+    """Send the value of tower or device ``number == 0`` to all, bit for bit."""
     bits = as_bits(x)
     bits = jnp.where(number == 0, bits, jnp.zeros_like(bits))
     return from_bits(lax.psum(bits, names), x.dtype)
@@ -167,7 +168,10 @@ def _take_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return the same bits as integers, since a sum of floats changes -0.0 and NaNs."""
+    """Return the bits of ``x`` as integers.
+
+    Integers can be added over towers, while a sum of floats changes NaNs and -0.0.
+    """
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -178,7 +182,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Return the inverse of `as_bits`."""
+    """Return the values of ``dtype`` that have these bits; see `as_bits`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return bits.astype(dtype)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -194,7 +198,7 @@ def drop_weak_type(x: Any) -> jax.Array:
 
 
 def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
-    """Return the dtype of a reduced value."""
+    """Return the dtype that values of ``dtype`` have after a reduction."""
     added = choose(reduction, total=jnp.sum, mean=jnp.mean, first=None)
     if added is None or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
@@ -202,7 +206,7 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
 
 
 def as_addend(reduction: Reduction, x: jax.Array) -> jax.Array:
-    """Return a value in the dtype in which its SUM or MEAN is added."""
+    """Cast a value to the dtype in which its SUM or MEAN is added."""
     return x.astype(sum_dtype(reduced_dtype(reduction, x.dtype)))
 
 
@@ -226,9 +230,9 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
 
 
 def add_rows(x: jax.Array) -> jax.Array:
-    """Return the sum of the rows of a device's towers."""
+    """Add the rows of a device's towers."""
     # XLA:CPU fuses a sum with the product that it adds up, and then computes both
-    # element by element: 2 to 5 times slower than additions.
+    # element by element. That is 2 to 5 times slower than these additions.
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return add_pairwise(x)
     return x.sum(axis=0, dtype=x.dtype)
@@ -247,7 +251,7 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
     def gather_leaf(x: jax.Array) -> jax.Array:
         x = drop_weak_type(x)
         shape = (axes.num_towers, *x.shape)
-        # JAX cannot gather over a vmap axis and a mesh axis in one call.
+        # JAX cannot gather over an axis of vmap and an axis of a mesh in one call.
         for name in reversed(axes.names):
             x = lax.all_gather(x, name)
         return x.reshape(shape)
@@ -275,7 +279,7 @@ def check_joins(value: PyTree, axis: Any) -> None:
 
 
 def join_rows(rows: Any, axis: int) -> Any:
-    """Concatenate the rows of ``[T, ...]``, or stacked ``IndexedRows``, along a dim."""
+    """Join the towers' values ``[T, ...]``, or stacked ``IndexedRows``, along a dim."""
     if is_rows(rows):
         (count, _) = rows.indices.shape
         (size, *rest) = rows.dense_shape
@@ -289,9 +293,10 @@ def join_rows(rows: Any, axis: int) -> Any:
 
 
 def _shift_indices(rows: IndexedRows, first: Any, size: int) -> jax.Array:
-    """Indices in an array of ``size`` rows, where this tower's rows begin at ``first``.
+    """Shift a tower's indices to where its rows begin in an array of all towers' rows.
 
-    An index out of range becomes ``size``, so that it names no row of another tower.
+    ``first`` is that position, and ``size`` the number of all rows. An index out of
+    range becomes ``size``, so that it names no row of another tower.
     """
     indices = widen_indices(rows.indices)
     exist = (indices >= 0) & (indices < rows.dense_shape[0])

@@ -25,11 +25,11 @@ def sum_dtype(dtype: Any) -> Any:
 def sum_duplicates(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Add rows of the same index and sort them by index.
+    """Add rows that have one index, and sort the rows by index.
 
-    The number of different indices is not known before tracing, so the result has
-    ``u = min(r, N)`` rows. Padding rows are zeros with the indices ``N, N + 1, ...``,
-    which a scatter with ``mode="drop"`` leaves out, so that all indices differ.
+    The number of different indices is not known before tracing, so the result has ``u =
+    min(r, N)`` rows. Padding rows are zeros with the indices ``N, N + 1, ...``, so that
+    all indices differ. A scatter with ``mode="drop"`` leaves them out.
     """
     values, indices = poison_missing(values, indices, num_rows)
     rows = values.shape[0]
@@ -49,8 +49,9 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the array with some rows replaced; in place if it is donated."""
-    # Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
+    """Return the array with some rows replaced; in place if the array is donated."""
+    # Before JAX 0.12, XLA:CPU makes a float32 copy of an array of 16-bit floats for
+    # this.
     return array.at[indices].set(
         rows.astype(array.dtype),
         mode="drop",
@@ -62,7 +63,7 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def poison_missing(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Clip the indices; values whose index is out of range become NaN or similar."""
+    """Clip the indices; if one is out of range, all values become NaN or similar."""
     indices = widen_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()
     values = jnp.where(exist, values, poison_value(values.dtype))
@@ -70,7 +71,7 @@ def poison_missing(
 
 
 def widen_indices(indices: jax.Array) -> jax.Array:
-    """Indices as int32, or as int64 if they have 64 bits."""
+    """Cast indices to int32, or to int64 if they have 64 bits."""
     indices = jnp.asarray(indices)
     wide = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     return indices.astype(wide)
@@ -129,7 +130,7 @@ class IndexedRows:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Check all that is known; leaves may be tracers, or not be arrays."""
+        """Check what is known; leaves may be tracers, or no arrays."""
         shape: Any = self.dense_shape
         if not isinstance(shape, Iterable) or not tuple(shape):
             raise ValueError(
@@ -140,17 +141,17 @@ class IndexedRows:
         object.__setattr__(self, "values", native(self.values))
         object.__setattr__(self, "indices", native(self.indices))
         dtype = getattr(self.indices, "dtype", None)
-        # float0 is the tangent of integers.
+        # Indices of float0 are the tangent of integers.
         if isinstance(self.indices, _HAS_SHAPE) and dtype != jax.dtypes.float0:
             _check_rows(self)
 
     def to_dense(self) -> jax.Array:
-        """The array of shape ``dense_shape`` with these rows, and 0 elsewhere."""
+        """Return the array of ``dense_shape`` with these rows, and 0 elsewhere."""
         dtype = jnp.asarray(self.values).dtype
         return self.add_to(jnp.zeros(self.dense_shape, dtype))
 
     def add_to(self, array: jax.Array) -> jax.Array:
-        """``array`` with these rows added, in the array's dtype.
+        """Return ``array`` with these rows added, in the array's dtype.
 
         16-bit floats are added in float32 and rounded once.
         """
@@ -182,15 +183,15 @@ class IndexedRows:
                 " at a valid index."
             )
 
-    # None makes NumPy leave `array + rows` to `__radd__`, as JAX does.
+    # With None NumPy leaves ``array + rows`` to ``__radd__``, as JAX does.
     __array_ufunc__ = None
 
     def __radd__(self, array: Any) -> jax.Array:
-        """``array + rows`` in the array's dtype; so ``optax.apply_updates`` adds rows.
+        """Return ``array + rows`` in the array's dtype, for `optax.apply_updates`.
 
-        It adds like `add_to`, but reads and writes nothing of size ``N``. So an index
-        that names no row makes only the rows at the nearest indices NaN. Rows of a
-        wider float dtype are added in that dtype and rounded once, as optax adds
+        Rows are added as by `add_to`, but nothing of size ``N`` is read or written. So
+        an index that names no row makes only the rows at the nearest indices NaN. Rows
+        of a wider float dtype are added in that dtype and rounded once, as optax adds
         updates.
         """
         array = jnp.asarray(array)
@@ -261,7 +262,8 @@ is_rows: Callable[[Any], bool] = IndexedRows.__instancecheck__
 
 def is_sparse(x: Any) -> bool:
     """Return whether ``x`` is a sparse array of this library, of JAX or of SciPy."""
-    # Whoever has such an array has imported it; importing it here is slow.
+    # Whoever has such an array has imported its module. Importing it here would be
+    # slow.
     module = sys.modules.get("jax.experimental.sparse")
     return (
         is_rows(x)
@@ -276,7 +278,7 @@ def dense_shape(x: Any) -> tuple[int, ...]:
 
 
 def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-    """Return a sparse array of the class of ``leaf``."""
+    """Return a sparse array of the class of ``leaf``, with these values and indices."""
     if is_rows(leaf):
         return IndexedRows(values, indices, shape)
     aux = {"shape": shape, "indices_sorted": False, "unique_indices": False}
@@ -284,7 +286,10 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
 
 
 def splits_entries(tree: PyTree) -> bool:
-    """Whether a leaf is sparse, with entries of all examples and no dim for them."""
+    """Return whether a sparse leaf lists the entries of all examples together.
+
+    Such entries must be split over towers; a leaf with a dim of examples need not be.
+    """
     leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
     return any(is_sparse(x) and not getattr(x, "n_batch", 0) for x in leaves)
 
@@ -304,21 +309,21 @@ def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
 
 
 def all_rows_of(dense: jax.Array) -> IndexedRows:
-    """``IndexedRows`` of all rows of an array ``[N, ...]``."""
+    """Return ``IndexedRows`` that hold all rows of an array ``[N, ...]``."""
     dense = jnp.asarray(dense)
     indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
     return IndexedRows(dense, indices, dense.shape)
 
 
 def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRows:
-    """All these ``IndexedRows`` joined as rows of one array of this shape."""
+    """Join several ``IndexedRows`` to one, as rows of an array of this shape."""
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     return IndexedRows(values, indices, shape)
 
 
 def flatten_stack(rows: IndexedRows) -> IndexedRows:
-    """The rows of stacked ``IndexedRows``, with indices ``[T, r]``, end to end."""
+    """Join stacked ``IndexedRows``, with indices ``[T, r]``, to one ``IndexedRows``."""
     values = jnp.asarray(rows.values)
     indices = jnp.asarray(rows.indices)
     if indices.ndim != 2:
@@ -341,7 +346,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def as_dense(tree: PyTree) -> PyTree:
-    """The tree with ``IndexedRows`` as arrays; an index out of range gives NaN."""
+    """Return the tree with ``IndexedRows`` as arrays; a wrong index gives NaN."""
 
     def densify(x: Any) -> Any:
         return jnp.zeros(x.dense_shape, x.values.dtype) + x if is_rows(x) else x

@@ -1,4 +1,4 @@
-"""Extensions that use only the public names: rarer steps and updates."""
+"""Extensions for rarer steps and updates, which use only the public names."""
 
 from towerjax.contrib.by_owner import by_owner as by_owner
 from towerjax.contrib.diloco import DiLoCo as DiLoCo

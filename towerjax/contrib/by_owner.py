@@ -120,7 +120,7 @@ def _stacks(
 
 
 def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
-    """For each leaf the stack to which it belongs, row by row; None for others."""
+    """Return for each leaf the stack whose rows it has; None for other leaves."""
 
     def of(path: Any, x: Any) -> str | None:
         name = jax.tree_util.keystr(path)
@@ -132,7 +132,7 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
 
 
 def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
-    """A spec for each leaf: the matrices of a stack are split over the devices."""
+    """Return a spec for each leaf: a stack's matrices are split over the devices."""
     split = PartitionSpec(_AXIS)
     whole = PartitionSpec()
     specs = [split if x else whole for x in _of_stacks(tree, stacks)]
@@ -154,7 +154,7 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
             if eqn.primitive.name == "jit":
                 inner = eqn.params["jaxpr"]
                 out = follow(getattr(inner, "jaxpr", inner), ins)
-            if eqn.primitive.name in ("scan", "while", "cond"):  # which count, too
+            if eqn.primitive.name in ("scan", "while", "cond"):  # may count
                 kinds = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
                 out = [x if kind else None for x, kind in zip(out, kinds, strict=True)]
             of.update(zip(eqn.outvars, out, strict=True))

@@ -59,7 +59,7 @@ class LocalSGD:
         _take_whole(self, "every")
 
     def __call__(self, fns: Any) -> Any:
-        """The functions of a train step whose towers train alone."""
+        """Return the functions of a train step whose towers train alone."""
         return DiLoCo(self.every, optax.sgd(1.0))(fns)
 
 
@@ -126,7 +126,7 @@ class DiLoCo:
             )
 
     def __call__(self, fns: Any) -> Any:
-        """The functions of a train step whose towers train alone."""
+        """Return the functions of a train step whose towers train alone."""
         if (state := fns.strategy.state) != "mirrored":
             raise ValueError(
                 f"state={state!r} needs all towers at every step, and {self!r} lets"
@@ -140,27 +140,30 @@ class DiLoCo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """The values of each tower; in ``state.local["own"].value``, ``[T, ...]``."""
+    """The values of each tower: ``state.local["own"].value``, ``[T, ...]``."""
 
     params: Tree  # those that are trained
     opt_state: Tree
-    weight: jax.Array  # [P], of its losses since each fragment was sent
+    weight: jax.Array  # [P], the losses' weight since each fragment was sent
     loss: tj.Weighted  # the mean since towers were merged
-    faults: jax.Array  # [H / P], how often each step since then was not finite
+    faults: jax.Array  # [H / P], non-finite results of each step since then
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``state.opt_state`` of a step whose towers train alone."""
+    """The ``state.opt_state`` of a step whose towers train alone."""
 
     fragments: tuple[Tree, ...]  # the outer optimizer's states
-    loss: tj.Weighted  # of all towers in the last round; of weight 0 before it
+    loss: tj.Weighted  # all towers' loss in the last round; weight 0 before
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """The functions of a step whose towers train alone, from those of a train step."""
+    """The functions of a step whose towers train alone, made from a train step's.
+
+    Towers train alone for a number of steps, and then meet to send a fragment.
+    """
 
     sync: DiLoCo
     fns: Fns  # of the train step
@@ -171,7 +174,7 @@ class Rounds:
         return self.sync.every // self.sync.fragments
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """The outer optimizer's state, and each tower's values, for the first step."""
+        """Return the outer optimizer's state and each tower's values, at the start."""
         first = self.fns.init(params)
         part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -189,12 +192,12 @@ class Rounds:
     def tower(
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
-        """Return the results of one tower, from its own parameters."""
-        own = state.local[_MINE]
+        """Return the results of one tower, computed with its own parameters."""
+        of_tower = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
         state_of_tower = _of_one(
-            state, own.value.params, own.value.opt_state, _others(state.local)
+            state, of_tower.value.params, of_tower.value.opt_state, _others(state.local)
         )
         out = self.fns.tower(state_of_tower, rows, tower)
         loss = out["loss"]
@@ -215,12 +218,16 @@ class Rounds:
             )
         dense = jax.tree.map(_as_dense, grads.sum, is_leaf=_is_rows)
         grads = tj.Weighted(dense, grads.weight)
-        # The next micro-batch gets all variables that this one returns.
-        local = local and {**local, _MINE: own}
+        # The next micro-batch gets all variables that this one returns, so all are
+        # returned.
+        local = local and {**local, _MINE: of_tower}
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """The next state, the loss of the last round, and the step that was refused."""
+        """Return the next state, the loss of the last round, and the refused step.
+
+        The refused step is its number, or -1.
+        """
         replicated = dataclasses.replace(state, opt_state=(), local={})
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
         local = on_each(
@@ -231,16 +238,17 @@ class Rounds:
             _others(merged["local"]),
             replicated,
         )
-        own = local[_MINE].value
+        of_tower = local[_MINE].value
         faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
-            state, own, fault = self._meet(state, own, p)
+            state, of_tower, fault = self._meet(state, of_tower, p)
             faults += fault
         loss = state.opt_state.loss
-        # Before the first meeting there is no loss of all towers.
+        # Before the first meeting there is no loss of all towers, so it is NaN.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
-        local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
-        # Towers meet after each period, whose first step has the index 0.
+        local = {**local, _MINE: dataclasses.replace(local[_MINE], value=of_tower)}
+        # Towers meet at the end of each period, and ``faults`` counts from its first
+        # step.
         first = state.step + 2 - self._period + jnp.argmax(faults > 0)
         refused = jnp.where(faults.any(), first.astype(jnp.int32), -1)
         return dataclasses.replace(state, local=local), metrics, refused
@@ -254,8 +262,8 @@ class Rounds:
         after: Tree,
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
-        """Return a tower's variables after its step from its own rows."""
-        own = variables[_MINE].value
+        """Return a tower's variables after one step from its own rows."""
+        of_tower = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
         fine = _are_finite(looked_at)
@@ -274,22 +282,25 @@ class Rounds:
             part = self.fns.trained(after.params)
             return accepts, (part, after.opt_state, after.local), None
 
-        state_of_tower = own.params, own.opt_state, _others(variables)
+        state_of_tower = of_tower.params, of_tower.opt_state, _others(variables)
         keep = functools.partial(self.fns.accept_or_keep, attempt)
         part, opt_state, local = _with_leading_dim(
             lambda of_tower: keep(of_tower)[0], state_of_tower
         )
-        weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
+        weight = jnp.where(counts, grads.weight, 0).astype(of_tower.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
-        mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
-        faults = own.faults.at[replicated.step % self._period].add(~fine)
-        own = Own(part, opt_state, own.weight + weight, mean, faults)
-        return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
+        mean = of_tower.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
+        faults = of_tower.faults.at[replicated.step % self._period].add(~fine)
+        of_tower = Own(part, opt_state, of_tower.weight + weight, mean, faults)
+        return {**local, _MINE: dataclasses.replace(variables[_MINE], value=of_tower)}
 
     def _meet(
-        self, state: tj.TrainState, own: Own, p: int
+        self, state: tj.TrainState, of_tower: Own, p: int
     ) -> tuple[tj.TrainState, Own, jax.Array]:
-        """The state, the towers' own and their faults after a fragment's meeting."""
+        """Let towers meet for fragment ``p``, if that is due.
+
+        Returns the state, the towers' values, and how often each step was not finite.
+        """
         sync = self.sync
         outer = state.opt_state
         done = state.step + 1
@@ -299,8 +310,13 @@ class Rounds:
         before = outer.fragments[p]
         offset = (p + 1) * sync.every // sync.fragments
         is_due = (done - offset) % sync.every == 0
-        # XLA copies the operands of a branch: they are no more than is needed.
-        rows = _chosen(own.params, flags), own.weight[:, p], own.loss, own.faults
+        # XLA copies the operands of a branch, so they are no more than is needed.
+        rows = (
+            _chosen(of_tower.params, flags),
+            of_tower.weight[:, p],
+            of_tower.loss,
+            of_tower.faults,
+        )
 
         def meet() -> tuple[Tree, ...]:
             sent = jax.vmap(_sent, in_axes=(0, None))(rows, mine)
@@ -329,11 +345,11 @@ class Rounds:
             params=_put_into(mine, state.params),
             opt_state=Outer(fragments, loss),
         )
-        own = _reset_counters(own, is_due, p)
-        return state, self._adopt(own, mine, flags, done - offset), faults
+        of_tower = _reset_counters(of_tower, is_due, p)
+        return state, self._adopt(of_tower, mine, flags, done - offset), faults
 
-    def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
-        """A tower's values after it takes the outer parameters, if that is due."""
+    def _adopt(self, of_tower: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
+        """Let towers take the outer parameters, if that is due; return their values."""
         since = since - self.sync.overlap
         keep = self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
@@ -342,11 +358,11 @@ class Rounds:
             new = keep * x + (1 - keep) * outer[None] if keep else outer[None]
             return jnp.where(is_due, new.astype(x.dtype), x)
 
-        params = jax.tree.map(taken, _chosen(own.params, flags), mine)
-        return dataclasses.replace(own, params=_put_into(params, own.params))
+        params = jax.tree.map(taken, _chosen(of_tower.params, flags), mine)
+        return dataclasses.replace(of_tower, params=_put_into(params, of_tower.params))
 
     def _fragments(self, part: Tree) -> list[Tree]:
-        """For each fragment the flags of its leaves; sizes are as equal as may be."""
+        """Return for each fragment a flag per leaf; sizes are as equal as possible."""
         leaves, treedef = jax.tree.flatten(part)
         sizes = [0] * self.sync.fragments
         chosen = [0] * len(leaves)
@@ -362,7 +378,7 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """The values of a fragment that a tower sends: its weighted move since then."""
+    """Return what a tower sends of a fragment: its weighted move since the last."""
     params, weight, loss, faults = row
 
     def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
@@ -374,22 +390,23 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
     return {"move": move, "loss": loss, "faults": faults}
 
 
-def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
-    """The towers' values with the counters of a fragment at 0, if it was sent."""
+def _reset_counters(of_tower: Own, is_due: jax.Array, p: int) -> Own:
+    """Set the counters of a fragment to 0 if it was sent, and return the values."""
 
     def reset(x: Any) -> Any:
         return jnp.where(is_due, jnp.zeros_like(x), x)
 
-    weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
-    loss, faults = jax.tree.map(reset, (own.loss, own.faults))
-    return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
+    weight = of_tower.weight.at[:, p].set(reset(of_tower.weight[:, p]))
+    loss, faults = jax.tree.map(reset, (of_tower.loss, of_tower.faults))
+    return dataclasses.replace(of_tower, weight=weight, loss=loss, faults=faults)
 
 
 def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
+    """Return ``fn(value)``, computed with a leading dim of size 1.
 
-    XLA:CPU copies a value, at every step, if its update has another shape than the
-    state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
+    The rows of a state have this dim. XLA:CPU copies a value, at every step, if its
+    update has another shape than the state's. Scalars stay ``()``, because with a
+    divisor ``[1]`` bits would depend on the number of devices.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     wide = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
@@ -406,17 +423,17 @@ def _of_one(
 
 
 def _others(local: dict[str, Tree]) -> dict[str, Tree]:
-    """Tower-local variables except those of `DiLoCo`."""
+    """Return the tower-local variables except those of `DiLoCo`."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 
 def _chosen(tree: Tree, flags: Tree) -> Tree:
-    """Return the tree's leaves whose flag is set, None for the others."""
+    """Return the tree's leaves whose flag is set, and None for the others."""
     return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
 
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
-    """The tree, with the leaves that ``part`` has, which is None for the others."""
+    """Return the tree with the leaves of ``part``; where it has None, leaves stay."""
 
     def choose(new: Any, old: Any) -> Any:
         return old if new is None else new

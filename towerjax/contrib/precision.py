@@ -58,7 +58,7 @@ class LossScale:
 
 
 class Scaled(NamedTuple):
-    """``state.opt_state`` of a step with a loss scale."""
+    """The ``state.opt_state`` of a step with a loss scale."""
 
     inner: _Tree  # the optimizer's state
     scale: jax.Array  # () float32
@@ -82,7 +82,7 @@ def checked_dtype(dtype: Any) -> Any:
 
 
 def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
-    """Return the loss scale that is asked for, or for float16 the usual one."""
+    """Return the given loss scale; if there is none, for float16 the usual one."""
     if loss_scale is None:
         return LossScale() if dtype == jnp.float16 else None
     if not isinstance(loss_scale, LossScale):
@@ -93,7 +93,10 @@ def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
 
 
 def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """Return a loss that casts parameters and rows; the gradient is cast back."""
+    """Return a loss that casts parameters and rows to ``dtype``.
+
+    JAX casts the gradient back.
+    """
 
     def cast(x: Any) -> Any:
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
@@ -108,7 +111,10 @@ def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
 def keeping_scale(
     optimizer: optax.GradientTransformation, loss_scale: LossScale
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose state also holds the scale, which it leaves alone."""
+    """Return an optimizer whose state also holds the loss scale.
+
+    The optimizer itself does not change the scale.
+    """
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: _Tree) -> Scaled:
@@ -156,13 +162,13 @@ def scaling(
     return fns._replace(tower=tower, update=update)
 
 
-# Where the loss is in `tj.TowerOutput`, and in the two types of tunix and maxtext that
-# count as ours; the last one has the sum of a mean.
+# The field with the loss: in `tj.TowerOutput`, and in the two types of tunix and
+# maxtext that are taken like ours. The last one is the sum of a mean.
 _PLACES_OF_LOSS = ("loss", "primary_loss", "unreduced_sum")
 
 
 def _times(out: Any, scale: jax.Array) -> Any:
-    """Return what a loss function returned, with its loss times a number.
+    """Multiply the loss in a loss function's result by a number.
 
     A type of another library stays, so that it is read as without a scale.
     """
@@ -191,7 +197,7 @@ def _replaced(out: Any, name: str, value: Any) -> Any:
 def _next_state(
     fns: Any, loss_scale: LossScale, state: tj.TrainState, merged: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the next state and metrics, and whether the step is accepted."""
+    """Return the next state, the metrics, and whether the step is accepted."""
     _, scale, finite_steps = state.opt_state
     grads = _unscaled(merged["grads"], scale)
     loss = merged["loss"] * (1 / scale)

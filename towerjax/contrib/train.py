@@ -17,7 +17,7 @@ LOGGED = ("learning_rate", "gradient_norm")
 
 
 class Averaged(NamedTuple):
-    """``state.opt_state`` of a step with ``ema=``; see `ema_params`."""
+    """The ``state.opt_state`` of a step with ``ema=``; see `ema_params`."""
 
     inner: _Tree  # the optimizer's state
     ema: _Tree  # like the trained parameters, at least in float32
@@ -34,7 +34,9 @@ def train_step(
     loss_scale: precision.LossScale | None = None,
     **options: Any,
 ):  # as `tj.build_train_step` is typed
-    """A step of `tj.build_train_step` with an average, metrics and mixed precision.
+    """Build a train step with an average, metrics and mixed precision.
+
+    It is a step of `tj.build_train_step`.
 
     The average is in ``state.opt_state``. So checkpoints hold it, and a refused step
     leaves it unchanged. It is sharded if the optimizer's state is sharded. The average
@@ -197,7 +199,10 @@ def ema_params(state: tj.TrainState) -> _Tree:
 
 
 def _filled(part: _Tree, whole: _Tree) -> _Tree:
-    """Return a tree of the structure of ``whole``, None where ``part`` has None."""
+    """Return a tree like ``whole``, with None wherever ``part`` has None.
+
+    Its other leaves are those of ``part``.
+    """
 
     def is_none(x: Any) -> bool:
         return x is None
@@ -238,7 +243,7 @@ def _checked_log(log: Sequence[str]) -> tuple[str, ...]:
 
 
 def _logging(fns: Any, log: tuple[str, ...]) -> Any:
-    """Return the functions of a train step, with an update that gives more metrics."""
+    """Return the functions of a train step whose update adds the metrics in ``log``."""
 
     def init(params: _Tree) -> dict[str, _Tree]:
         state = fns.init(params)

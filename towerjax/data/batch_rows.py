@@ -57,7 +57,7 @@ class Signature:
         return hash((self.treedef, self.leaves))
 
     def __hash__(self) -> int:
-        """The hash, computed once because every step looks up a program by it."""
+        """Return the hash, computed once: every step looks up a program by it."""
         return self._hash
 
 
@@ -69,7 +69,10 @@ def batch_signature(rows: PyTree, replicated: list[PyTree] | None = None) -> Sig
 
 
 def fingerprint_of(batch: PyTree) -> str:
-    """The batch's tree, shapes and a hash of its values, for comparing processes."""
+    """Return the batch's tree, shapes and a hash of its values, as text.
+
+    Processes compare this text, to find that their batches differ.
+    """
     leaves, treedef = jax.tree.flatten(batch)
     digest = hashlib.sha256()
     for leaf in leaves:
@@ -86,7 +89,7 @@ def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
 
 
 def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """Return the batch with the values of its `Whole` leaves put back."""
+    """Put the values of the `Whole` leaves back, and return the batch."""
     return put_parts(Whole, rows, held)
 
 
@@ -145,14 +148,17 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
 
 
 def may_wrap(batch: PyTree) -> bool:
-    """Whether the batch has host integers that are wider than the devices' 32 bits."""
+    """Return whether the batch has host integers that are wider than 32 bits.
+
+    Devices hold 32 bits, so that such an integer may wrap around.
+    """
     leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
     return any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves)
 
 
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise if an integer would overflow when it is placed on the devices."""
-    if may_wrap(batch):  # to name all leaves is slow
+    if may_wrap(batch):  # naming all leaves is slow
         refuse_unheld("batch", batch)
 
 
@@ -164,7 +170,7 @@ class Shares(NamedTuple):
     devices: int  # of a tower, along ``rows=``
 
     def __str__(self) -> str:
-        """A text such as ``"4 towers of 3 micro-batches"``."""
+        """Return a text such as ``"4 towers of 3 micro-batches"``."""
         parts = [f"{self.towers} tower{'s' * (self.towers > 1)}"]
         parts += [f"of {self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"on {self.devices} devices along rows="] * (self.devices > 1)
@@ -179,7 +185,10 @@ def fit_batch(
     full_size: int = 0,
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
-    """The batch with rows that can be shared evenly, and how many are examples."""
+    """Cut or fill the batch so that its rows can be shared evenly.
+
+    Returns the batch, and how many of its rows are examples.
+    """
     size = count_examples(batch)
     shares = math.prod(shared_by)
     if size < shares and remainder == "drop" and may_drop_all:
@@ -211,7 +220,8 @@ def resize(batch: PyTree, rows: int) -> PyTree:
         library = jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
-        # A row of zeros may give NaN, so it is used only if there is no other row.
+        # A row of zeros may give NaN in a loss, so it is used only if there is no other
+        # row.
         last = _rows(x, x.shape[0] - 1, x.shape[0]) if x.shape[0] else None
         last = library.zeros((1, *x.shape[1:]), x.dtype) if last is None else last
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
@@ -220,28 +230,32 @@ def resize(batch: PyTree, rows: int) -> PyTree:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """``x[start:stop]``, without sending the bounds to the device of ``x``."""
+    """Return ``x[start:stop]``, without sending the bounds to the device of ``x``."""
     is_jax = isinstance(x, jax.Array)
     return lax.slice_in_dim(x, start, stop) if is_jax else x[start:stop]
 
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:
-    """Each tower's rows: ``[B, ...]`` becomes ``[T, b, ...]``."""
-    # Never -1: JAX cannot infer the number of rows of an array without elements.
+    """Return each tower's rows: ``[B, ...]`` becomes ``[T, b, ...]``."""
+    # The size is given, not -1: JAX cannot infer the number of rows of an array without
+    # elements.
     return jax.tree.map(
         lambda x: x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:]), batch
     )
 
 
 def concat_rows(rows: PyTree) -> PyTree:
-    """Return the inverse of `split_rows`."""
+    """Join the rows of all towers, which is the inverse of `split_rows`."""
     return jax.tree.map(
         lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), rows
     )
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """Return the leaves that differ between two signatures, one bullet per leaf."""
+    """Return a text with the leaves that differ between two signatures.
+
+    It has a bullet for each leaf.
+    """
     leaves_got, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
@@ -268,20 +282,29 @@ def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
 def row_weights(
     num_valid: jax.Array, first_row: Any, rows: int, of_rows: int | None = None
 ) -> jax.Array:
-    """The rows' weights, 1 or 0 for padding; ``num_valid`` is ``()`` or ``[T, 1]``."""
-    # By lax: each function of jnp is traced by itself, in a step's first call.
+    """Return the rows' weights: 1 for an example, 0 for padding.
+
+    ``num_valid``, the number of examples, is ``()`` or ``[T, 1]``. A row counts if its
+    number, from ``first_row`` on, is below it.
+    """
+    # Functions of lax are used, because each function of jnp is traced by itself, which
+    # makes a step's first call slower.
     shape = (*num_valid.shape[:-1], rows)
     here = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     here = lax.add(here, lax.convert_element_type(first_row, jnp.int32))
     num_valid = lax.broadcast_in_dim(num_valid, shape, range(num_valid.ndim))
     is_valid = lax.lt(here, num_valid)
-    if of_rows is not None:  # a constant ``num_valid`` shows XLA that all weights are 1
+    if of_rows is not None:  # XLA sees that all weights are 1
         is_valid = lax.bitwise_or(is_valid, lax.ge(num_valid, jnp.int32(of_rows)))
     return lax.convert_element_type(is_valid, jnp.float32)
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """A batch's leaves, its tree, and a key (or None) for everything else we read."""
+    """Return a batch's leaves, its tree, and a key that finds its checks.
+
+    Two batches with one key pass the same checks. The key is None if a leaf is not a
+    plain array.
+    """
     try:
         leaves, treedef = jax.tree.flatten(batch)
     except ValueError:

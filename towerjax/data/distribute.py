@@ -1,7 +1,7 @@
 """Distribute a data set over the towers of all processes, one round per step.
 
 If each process reads its own part of the data, processes exchange the sizes of each
-round through the job's coordinator. So none waits for a process whose data has ended.
+round through the job's coordinator. So no process waits for one whose data has ended.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ class InputOptions:
 
 
 class _Pulled(NamedTuple):
-    """The part of a round that this process's towers take."""
+    """The part of a round that belongs to this process's towers."""
 
     trees: list[PyTree]  # one for all towers, or one for each
-    sizes: list[int]  # how many examples each has
-    bare: bool = False  # they had no dim over examples
+    sizes: list[int]  # the number of examples in each
+    bare: bool = False  # the elements had no dim over examples
     sparse: SparseRows | None = None  # the sparse leaves of one for all
     replicated: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
 
@@ -91,8 +91,9 @@ class DistributedDataset:
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
         context = InputContext(here, processes, placement.num_towers)
-        self._open_with = [context] if own_part else []  # arguments of the source
-        # The towers of one element of the source: of all, or of this process's part.
+        self._open_with = [context] if own_part else []  # the source's arguments
+        # The number of towers that share an element: all towers, or those of this
+        # process.
         self._towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
         self._capacities: list[Capacity] = []
@@ -101,14 +102,14 @@ class DistributedDataset:
         self._placer = Placer(
             placement, remainder=remainder, micro_batches=micro_batches
         )
-        # What divides a tower's rows.
+        # The number that must divide a tower's rows.
         self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
-        if self._asks_peers:  # the name of what the processes tell each other
+        if self._asks_peers:  # the name of the exchange between processes
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> Stream[PlacedBatch]:
-        """One pass over the data.
+        """Start one pass over the data.
 
         Its position can be saved if all processes read one source that has
         ``get_state``.
@@ -127,22 +128,22 @@ class DistributedDataset:
         if at is not None:
             elements.set_state(at["elements"])
         rows = 0 if at is None else at["rows"]
-        if isinstance(self._source, Batches):  # it may be at a smaller last one
+        if isinstance(self._source, Batches):  # the next may be smaller
             rows = max(rows, self._rows_for([self._source.most_rows]))
         return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
-        """Each round as ``PerTower`` ``[T, b, ...]``, for the methods of ``tj.tf1``."""
+        """Yield each round as a ``PerTower`` ``[T, b, ...]``, for ``tj.tf1``."""
         for placed in self:
             yield placed.unpadded()
 
     def _placed_rounds(
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Generator[tuple[PlacedBatch, Any]]:
-        """Each round's batch, and the cursor after it."""
+        """Yield each round's placed batch, and the cursor after it."""
         elements = (from_tensors(x) for x in source)
         peers: Exchange | None = None
-        taken: Any = None  # of the newest round that this process has a part of
+        taken: Any = None  # the newest round with a part of this process
         if self._asks_peers:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
@@ -161,16 +162,16 @@ class DistributedDataset:
             yield self._place(taken, rows, counts), after
 
     def _counts(self, sizes_of_all: list[Any], rows: int) -> np.ndarray:
-        """Return how many of its rows each tower of all processes counts."""
+        """Return the number of examples of each tower, over all processes, ``[T]``."""
         counts = []
         for sizes in sizes_of_all:
-            sizes_here = [0] if sizes is None else sizes  # the process has ended
+            sizes_here = [0] if sizes is None else sizes  # that process has ended
             towers = self._towers // len(sizes_here)
             counts += [batch_rows.counts_of_towers(n, rows, towers) for n in sizes_here]
         return np.concatenate(counts)
 
     def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """This process's batch of the next round; None at the end of the data."""
+        """Return this process's part of the next round; None at the end of the data."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
         remainder = self._options.remainder
@@ -184,7 +185,7 @@ class DistributedDataset:
                     " a global batch of arrays. Write split='elements' if each tower"
                     " takes an element."
                 )
-            if self._asks_peers:  # sparse leaves: no process knows others' capacities
+            if self._asks_peers:  # no process knows the capacities of others
                 batch_rows.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
@@ -198,7 +199,7 @@ class DistributedDataset:
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """Return an element for each of these towers; None at the end of the data."""
+        """Return an element for each tower of this process; None at the end of data."""
         # Each element is copied at once: a loader may reuse its buffer for the next
         # one.
         first = itertools.islice(elements, self._towers)
@@ -265,11 +266,11 @@ class DistributedDataset:
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
     ) -> tuple[_Pulled | None, list[Any]]:
-        """This process's part of the next round, and the sizes of all parts."""
+        """Return this process's part of the next round, and the sizes of all parts."""
         try:
             pulled = self._own_part(elements)
         except Exception as error:
-            if peers is not None:  # they wait for this part
+            if peers is not None:  # the other processes wait for this part
                 peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
             raise
         sizes = None if pulled is None else pulled.sizes
@@ -287,7 +288,7 @@ class DistributedDataset:
     def _rows(
         self, sizes_of_all: list[Any], most_rows: int, *, is_first: bool
     ) -> int | None:
-        """How many rows each tower gets in a round; None at the end of the data."""
+        """Return how many rows each tower gets in a round; None if the data ended."""
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
         needed = [self._rows_for(sizes) for sizes in sizes_of_all if sizes]
         remainder = self._options.remainder
@@ -311,17 +312,17 @@ class DistributedDataset:
 
 
 def _own_copy(leaf: Any) -> Any:
-    """Return a copy of a NumPy array, whose memory a loader may overwrite."""
+    """Return a copy of a NumPy array, because a loader may overwrite its memory."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _has_scalars(element: PyTree) -> bool:
-    """Return whether an element is one row, because one of its leaves is a scalar."""
+    """Return whether an element is a single row: one of its leaves is a scalar."""
     return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
 
 
 def _with_dim_of_rows(element: PyTree) -> PyTree:
-    """Return the element; where it has scalars, as one row with a dim of its own."""
+    """Return the element; if it is a single row, with a leading dim of one row."""
     return jax.tree.map(_as_one_row, element) if _has_scalars(element) else element
 
 
@@ -344,5 +345,5 @@ def _refuse_unlike_elements(taken: list[PyTree]) -> None:
 
 
 def _is_at_end(elements: Iterator[PyTree]) -> bool:
-    """Return whether there is no further element; takes one."""
+    """Return whether there is no further element; if there is one, it is taken."""
     return not any(True for _ in elements)

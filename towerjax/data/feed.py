@@ -16,7 +16,10 @@ from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
-    """A function that takes rows of the data, given a slice or an array of indices."""
+    """Return a function that takes rows of the data.
+
+    It gets a slice, or an array of row numbers.
+    """
     rows, replicated = without_replicated(data)
     sparse, dense = SparseRows.put_aside(rows)
 
@@ -61,7 +64,7 @@ class Batches(Iterator[PyTree]):
         return whole if self.drop_remainder or not over else whole + 1
 
     def __next__(self) -> PyTree:
-        """The next batch, a pytree ``[B, ...]``."""
+        """Return the next batch, a pytree ``[B, ...]``."""
         epoch, number = divmod(self.position, self.batches_per_epoch)
         if self.epochs is not None and epoch >= self.epochs:
             raise StopIteration
@@ -74,8 +77,8 @@ class Batches(Iterator[PyTree]):
         return batch
 
     def __len__(self) -> int:
-        """The number of batches that are left."""
-        if self.epochs is None:  # list and tqdm catch a TypeError, go without a length
+        """Return the number of batches that are left."""
+        if self.epochs is None:  # list and tqdm catch a TypeError
             raise TypeError(
                 "tj.batches(..., epochs=None) never end, so they have no length. Write"
                 " a number of epochs."
@@ -94,7 +97,10 @@ class Batches(Iterator[PyTree]):
         return min(self.batch_size, self.examples)
 
     def at(self, position: int) -> "Batches":
-        """The same batches, starting at another position; this iterator stays."""
+        """Return the same batches from another position on; this iterator stays.
+
+        ``position`` counts batches from the start of the first epoch.
+        """
         length = math.inf if self.epochs is None else self.epochs
         check_whole("position", position, 0, length * self.batches_per_epoch)
         return dataclasses.replace(self, position=position)
@@ -129,7 +135,7 @@ def batches(
     seed: int | None = None,
     drop_remainder: bool = False,
 ) -> Batches:
-    """Return the data cut into global batches, epoch after epoch.
+    """Cut the data into global batches, epoch after epoch.
 
     If ``batch_size`` does not divide the number of examples, the last batch of an epoch
     is smaller. The step's option ``remainder`` says what happens to it.

@@ -37,18 +37,20 @@ BATCH_LAYOUT = {
 class PlacedBatch:
     """A global batch on the devices of its towers."""
 
-    # The program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole).
+    # The program's arguments: arrays ``[B, ...]``, ``num_valid`` ``[T]`` int32, and the
+    # values of `Whole` leaves.
     args: tuple[PyTree, PyTree, PyTree]
     counts: np.ndarray  # [T]: how many of each tower's rows are examples
     rows: int  # b, the rows of each tower
     signature: batch_rows.Signature  # of arrays and replicated
     placement: Placement  # the towers and devices that it was placed for
-    # Only the first batch of a signature has one, if several processes each have the
-    # whole batch, which must be the same on all.
+    # A hash of the batch. If several processes each have the whole batch, it must be
+    # the same on all. Only the first batch of a signature has a hash, so only that is
+    # compared.
     fingerprint: str | None = None
     may_pad: bool = True  # whether such batches may be padded, even if this one is not
     bare: bool = False  # each tower's part is one element without a dim over examples
-    micro_batches: int = 1  # between which the entries of sparse leaves are split
+    micro_batches: int = 1  # sparse leaves are split for these
 
     def __post_init__(self) -> None:
         """Count the examples once, because loops read the number at each step."""
@@ -70,7 +72,10 @@ class PlacedBatch:
         return self.args[0]
 
     def check_placement(self, placement: Placement, micro_batches: int = 1) -> None:
-        """Raise unless it was placed for these towers, devices and micro-batches."""
+        """Raise unless the batch was placed for these towers and micro-batches.
+
+        Its devices must be the same, too.
+        """
         mine = self.placement
         yours = placement
         same = mine is yours or mine.devices == yours.devices
@@ -101,11 +106,11 @@ class PlacedBatch:
         return dataclasses.replace(self, args=args, signature=signature)
 
     def check_like(self, other: "PlacedBatch") -> None:
-        """Raise unless it can be stacked with another batch."""
+        """Raise unless the batch can be stacked with another batch."""
         batch_rows.refuse_unlike([other.signature, self.signature])
 
     def per_tower(self) -> PerTower:
-        """The batch as ``PerTower``, for methods of ``tj.tf1.MirroredStrategy``."""
+        """Return the batch as a ``PerTower``, for ``tj.tf1.MirroredStrategy``."""
         self.check_placement(self.placement)
         return _per_tower(self.args, self.placement.num_towers, self.bare)
 
@@ -124,7 +129,7 @@ class PlacedBatch:
 def split_over_towers(
     args: tuple[PyTree, PyTree, PyTree], num_towers: int, *, bare: bool
 ) -> tuple[PyTree, PerTower]:
-    """``(batch, weights)``: each tower's part as ``PerTower``, weights ``[T, b]``.
+    """Return each tower's part as ``PerTower``, and its weights ``[T, b]``.
 
     ``args`` and ``bare`` are those of a `PlacedBatch`.
     """
@@ -137,7 +142,7 @@ def split_over_towers(
 def _per_tower(
     args: tuple[PyTree, PyTree, PyTree], num_towers: int, bare: bool
 ) -> PyTree:
-    """Each tower's part of a batch, as ``PerTower``."""
+    """Return each tower's part of a batch, as ``PerTower``."""
     arrays, _, replicated = args
     rows = arrays if bare else batch_rows.split_rows(arrays, num_towers)
     return batch_rows.with_replicated(jax.tree.map(PerTower, rows), replicated)
@@ -156,7 +161,7 @@ def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
     return PlacedBatch(args, np.frombuffer(counts, np.int32).reshape(shape), *rest)
 
 
-# A pytree, so that it may be an argument of ``jax.jit(step.fn)``.
+# The batch is a pytree, so that it may be an argument of ``jax.jit(step.fn)``.
 jax.tree_util.register_pytree_node(PlacedBatch, _flatten, _unflatten)
 
 
@@ -173,8 +178,8 @@ class Placer:
     ) -> None:
         self.placement = placement
         self._micro_batches = micro_batches
-        # How many calls of the tower function share the rows; None is towers times
-        # micro-batches.
+        # The number of calls of the tower function that share the rows. If None is
+        # given, it is towers times micro-batches.
         self.calls: int = calls or placement.num_towers * micro_batches
         towers = placement.num_towers
         parts = placement.row_shards
@@ -182,13 +187,15 @@ class Placer:
         self.shares = math.prod(self.shared_by)  # what divides the rows
         self._remainder: batch_rows.Remainder = remainder
         self.may_pad = remainder == "pad"
-        # Padded size -> most examples, over all batches so far, refused ones included.
+        # The padded size of each batch so far, with the most examples that it held.
+        # Batches that were refused are included.
         self.full_sizes: dict[int, int] = {}
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[batch_rows.Signature, batch_rows.Signature] = {}
-        # For each key of `flatten_with_key`: a batch without its arrays, which would
-        # stay alive; whether it may wrap; and what makes each leaf an argument.
+        # For each key of `flatten_with_key` there is a batch without its arrays, which
+        # would stay alive; whether an integer may overflow; and the function that makes
+        # each leaf an argument of the program.
         self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
     @property
@@ -202,7 +209,10 @@ class Placer:
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
-        """Return the placed batch; with ``by_call`` its leaves may stay on the host."""
+        """Check, pad and place a batch.
+
+        With ``by_call``, for a call of the step, leaves may stay on the host.
+        """
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -234,7 +244,8 @@ class Placer:
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, replicated, rows)
         is_same = key is not None and batch_rows.flatten_with_key(rows)[2] == key
-        # Entries are sorted and numbered anew, in arrays of the same shapes too.
+        # Sparse entries are sorted and numbered anew in each batch, even if shapes are
+        # equal.
         if is_same and not splits_entries(batch):  # placed unchanged
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
@@ -243,7 +254,7 @@ class Placer:
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
-        """The shapes of the program's arguments for one batch; nothing is placed."""
+        """Return the shapes of a program's arguments for a batch; place nothing."""
         rows, replicated = batch_rows.without_replicated(batch)
         batch_rows.refuse_other_than_rows(rows)
         batch_rows.count_examples(rows, shapes=True)
@@ -259,7 +270,7 @@ class Placer:
         return jax.eval_shape(fit, held, replicated)
 
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
-        """The fitted batch of one step, of arrays or tracers; nothing is placed."""
+        """Fit the batch of one step, of arrays or tracers; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -288,7 +299,10 @@ class Placer:
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """The `PlacedBatch` of arguments; the first of a signature has a hash."""
+        """Return the `PlacedBatch` of arguments; the first of a signature gets a hash.
+
+        With several processes, the hash of ``batch`` tells that all have one batch.
+        """
         new = batch_rows.batch_signature(args[0], args[2])
         signature = self._signatures.setdefault(new, new)
         fingerprint = None
@@ -353,7 +367,7 @@ class Placer:
         return jax.tree.map(place_leaf, held)
 
     def _place_counts(self, counts: np.ndarray, layout: Layout) -> jax.Array:
-        """Row counts on the devices; each different one is placed once."""
+        """Place row counts on the devices; each different array is placed once."""
         key = layout, counts.tobytes()
         if key not in self._counts:
             if len(self._counts) > 64:

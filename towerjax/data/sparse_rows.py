@@ -22,14 +22,14 @@ Capacity = dict[int, int]
 class Entries:
     """The entries of a sparse leaf, on the host."""
 
-    leaf: Any  # the leaf; read for its type
+    leaf: Any  # the leaf, from which the type is read
     values: np.ndarray  # [e, ...]
     indices: np.ndarray  # [e, n]; column 0 is the row
     shape: tuple[int, ...]  # [B, ...]
 
     @classmethod
     def from_leaf(cls, name: str, leaf: Any) -> "Entries":
-        """Return the entries of a leaf, without padding entries."""
+        """Read the entries of a sparse leaf, without padding entries."""
         if is_rows(leaf):
             leaf.check_range(name)
             values = leaf.values
@@ -50,7 +50,7 @@ class Entries:
 
     @functools.cached_property
     def by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the entries by row, and where each row begins in it."""
+        """The order of the entries by row, and each row's first position in it."""
         order = np.argsort(self.indices[:, 0], kind="stable")
         rows = np.arange(self.shape[0] + 1)
         return order, np.searchsorted(self.indices[order, 0], rows)
@@ -68,17 +68,23 @@ class Entries:
         return self._rebuild(self.values[entries], indices, len(rows))
 
     def max_per_block(self, size: int) -> int:
-        """The number of entries in the fullest block of ``size`` rows; at least 1."""
+        """Return the number of entries in the fullest block of ``size`` rows.
+
+        It is at least 1.
+        """
         return int(np.bincount(self.indices[:, 0] // size).max(initial=1))
 
     def split(self, size: int, parts: int, capacity: int, rows: int) -> Any:
-        """The leaf in ``parts`` of ``size`` rows, with ``capacity`` entries each."""
+        """Split the leaf into ``parts`` of ``size`` rows, padded to one size.
+
+        Each part has ``capacity`` entries.
+        """
         order, starts = self.by_row
         bounds = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
         values = np.zeros((parts, capacity, *self.values.shape[1:]), self.values.dtype)
         width = self.indices.shape[1]
-        # Padding is a row of zeros at index 0, or for JAX's formats an index beyond the
-        # dims.
+        # A padding entry is a zero at index 0. In JAX's formats it has an index beyond
+        # the dims.
         outside = 0 if is_rows(self.leaf) else np.array((size, *self.shape[1:width]))
         indices = np.empty((parts, capacity, width), self.indices.dtype)
         indices[:] = outside
@@ -101,12 +107,15 @@ class Entries:
 class SparseRows:
     """The sparse leaves of a batch, set aside while its dense leaves are fitted."""
 
-    treedef: Any  # of the batch, where a sparse leaf is one leaf
+    treedef: Any  # of the batch; a sparse leaf is one leaf
     leaves: Mapping[int, Any]  # index of the leaf -> its Entries, or a batched BCOO
 
     @classmethod
     def put_aside(cls, batch: PyTree) -> tuple["SparseRows", PyTree]:
-        """The sparse leaves of a batch, and the batch with stand-ins for them."""
+        """Return the sparse leaves of a batch, and the batch with stand-ins for them.
+
+        A stand-in is a dense array with as many rows.
+        """
         leaves, treedef = jax.tree.flatten(batch, is_leaf=is_sparse)
         sparse = {i: leaf for i, leaf in enumerate(leaves) if is_sparse(leaf)}
         if not sparse:
@@ -127,18 +136,21 @@ class SparseRows:
         return cls(treedef, sparse), jax.tree.unflatten(treedef, leaves)
 
     def needed(self, size: int) -> Capacity:
-        """The number of entries in the fullest part of the batch, for each leaf."""
+        """Return the number of entries in the fullest part of the batch, for each leaf.
+
+        A part has ``size`` rows.
+        """
         entries = {i: x for i, x in self.leaves.items() if isinstance(x, Entries)}
         return {i: x.max_per_block(size) for i, x in entries.items()}
 
     def take(self, rows: np.ndarray, batch: PyTree) -> PyTree:
-        """The batch with only the given rows; ``batch`` holds its dense leaves."""
+        """Return the batch with the given rows; ``batch`` holds its dense leaves."""
         return self._replace(batch, len(rows), lambda x, i: x.take(rows))
 
     def put_back(
         self, batch: PyTree, num_towers: int, parts: int, capacity: Capacity
     ) -> PyTree:
-        """The fitted batch with its stand-ins replaced by each tower's entries."""
+        """Replace the stand-ins in the fitted batch by each tower's entries."""
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
@@ -160,7 +172,7 @@ class SparseRows:
 
 
 def join_entries(batch: PyTree, size: int, parts: int) -> PyTree:
-    """Join the parts of sparse leaves, which `SparseRows.put_back` made, on the host.
+    """Join the parts of sparse leaves that `SparseRows.put_back` made, on the host.
 
     Args:
       batch: The fitted batch, NumPy arrays; each sparse leaf has the entries of
@@ -190,7 +202,10 @@ def join_entries(batch: PyTree, size: int, parts: int) -> PyTree:
 
 
 def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
-    """The first earlier capacity that is large enough, or new ones, powers of 2."""
+    """Return the first earlier capacity that is large enough, or make a new one.
+
+    A new capacity is the next power of 2 for each leaf that needs more.
+    """
     for capacity in capacities:
         if all(capacity.get(i, 0) >= count for i, count in needed.items()):
             return capacity

@@ -1,4 +1,4 @@
-"""Batches from a source to the steps: placed in advance, with a position."""
+"""Bring batches from a source to the steps: placed in advance, with a position."""
 
 import collections
 import dataclasses
@@ -49,7 +49,7 @@ class InputContext:
     num_towers: int
 
     def part_of(self, batch_size: int) -> int:
-        """This process's even share ``B / P`` of a global batch."""
+        """Return this process's even share ``B / P`` of a global batch."""
         if batch_size % self.num_processes:
             raise ValueError(
                 f"A global batch of {batch_size} examples cannot be shared evenly by"
@@ -60,7 +60,7 @@ class InputContext:
 
 
 def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
-    """Raise unless batches can be iterated, or called if that is allowed."""
+    """Raise unless ``batches`` can be iterated, or called if that is allowed."""
     is_one = isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str)
     can_iterate = not is_function(batches) or hasattr(batches, "__getitem__")
     if is_one or not (can_iterate or (or_function and callable(batches))):
@@ -75,7 +75,10 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
 
 
 def as_reusable(name: str, data: Any, why: str) -> Any:
-    """The data, in a form that can be iterated again; raise for one-pass iterators."""
+    """Return the data in a form that can be iterated again.
+
+    Raises for an iterator that can be used once only.
+    """
     if isinstance(data, Batches):
         return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):
@@ -87,7 +90,10 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
 
 
 def check_source(source: Any) -> bool:
-    """Return whether each process makes its own part; raise if this is not a source."""
+    """Return whether the source is a function that makes one process's own part.
+
+    Raises if it is not a source of batches.
+    """
     check_batches("The data set", source, or_function=True)
     if not is_function(source):
         return False
@@ -100,11 +106,11 @@ def check_source(source: Any) -> bool:
 
 
 def open_source(source: Any, *context: InputContext) -> Any:
-    """An iterator over the source; a source that is a function gets the context."""
+    """Return an iterator over the source; a function is called with the context."""
     if is_function(source):
         source = source(*context)
         check_batches("The result of the data set's function", source)
-    # tf.data gives NumPy arrays instead of tensors by this method.
+    # By this method tf.data gives NumPy arrays instead of tensors.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
 
@@ -120,7 +126,7 @@ def from_tensors(batch: PyTree) -> PyTree:
 
 
 def _from_tensor(leaf: Any) -> Any:
-    """Return a tensor of another library as an array; any other leaf as it is."""
+    """Return a tensor of another library as an array; any other leaf unchanged."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
     if hasattr(leaf, "detach"):  # PyTorch
@@ -135,15 +141,15 @@ def _from_tensor(leaf: Any) -> Any:
 class Position(NamedTuple):
     """The position of a run in its batches."""
 
-    used: int  # how many steps have used, those of earlier runs included
-    cursor: Any = None  # what the batches' own ``get_state`` says; None: they have none
+    used: int  # batches that steps used, earlier runs included
+    cursor: Any = None  # the batches' ``get_state()``, or None without one
 
 
 class WithCursor(Protocol):
     """Batches that tell their position, such as those of `batches` and of Grain."""
 
     def __next__(self) -> PyTree:
-        """The next batch."""
+        """Return the next batch."""
         ...
 
     def get_state(self) -> Any:
@@ -151,12 +157,12 @@ class WithCursor(Protocol):
         ...
 
     def set_state(self, state: Any, /) -> None:
-        """Continue after that position."""
+        """Continue after the position that `get_state` returned."""
         ...
 
 
 class _Told:
-    """A reader of batches that goes back with their own ``get_state``."""
+    """A reader of batches that have ``get_state``, by which it goes back."""
 
     def __init__(self, elements: WithCursor) -> None:
         self._elements = elements
@@ -170,16 +176,16 @@ class _Told:
         return Position(number, self._elements.get_state())
 
     def forget(self, number: int) -> None:
-        """Forget the batches up to this number: steps have used them."""
+        """Do nothing: these batches can be read again."""
 
     def go_back(self, to: Position) -> WithCursor | None:
-        """Move, so that the batch after this position comes next."""
+        """Move to a position, so that the batch after it comes next."""
         self._elements.set_state(to.cursor)
         return self._elements
 
 
 class _Kept:
-    """A reader of batches without ``get_state``; it keeps the unused ones."""
+    """A reader of batches without ``get_state``, which stores the unused ones."""
 
     def __init__(self, elements: Iterator[PyTree]) -> None:
         self._elements = elements
@@ -187,11 +193,12 @@ class _Kept:
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
         if number not in self._kept:
-            # One C call: Ctrl-C between two operations would lose the batch.
+            # This is one call of C code, because Ctrl-C between two operations would
+            # lose the batch.
             self._kept.update(zip((number,), self._elements, strict=False))
         if number not in self._kept:
             raise StopIteration
-        # In place of the loader's arrays.
+        # The placed batch replaces the loader's arrays, which are freed.
         placed = self._kept[number] = place(self._kept[number])
         return placed
 
@@ -220,7 +227,7 @@ class Source(Iterator[PyTree]):
 
     def __init__(self, batches: Iterable[PyTree]) -> None:
         self._elements: Any = iter(batches)
-        self._opened = self._elements is not batches  # what was passed in stays open
+        self._opened = self._elements is not batches  # a user's iterator stays open
         self.has_cursor = has_cursor(self._elements)
         self._cursor = (_Told if self.has_cursor else _Kept)(self._elements)
         known = isinstance(batches, Sequence)
@@ -233,18 +240,18 @@ class Source(Iterator[PyTree]):
         self.last = self._cursor.position(self.used_before)
 
     def __next__(self) -> PyTree:
-        """The next batch, which a run may have placed on the devices."""
+        """Return the next batch, which a run may have placed on the devices."""
         batch = self._cursor.take(self.used_before + 1, lambda batch: batch)
         self.used_before += 1
         self._cursor.forget(self.used_before)
         return batch
 
     def __length_hint__(self) -> int:
-        """The number of batches that are left, if known."""
+        """Return the number of batches that are left, if it is known."""
         return NotImplemented if self._all is None else self._all - self.used_before
 
     def go_to(self, position: Position) -> None:
-        """Skip the batches that an earlier process used."""
+        """Skip the batches that an earlier process used, up to ``position``."""
         before = self.used_before
         used = position.used
         if position.cursor is not None:
@@ -273,7 +280,7 @@ class Source(Iterator[PyTree]):
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
             numbers = itertools.islice(itertools.count(first), most)
-            yield from map(placed, numbers)  # none of which a name here would hold
+            yield from map(placed, numbers)  # no name here keeps a batch alive
 
         return Stream(begin, depth, self.last)
 
@@ -284,7 +291,7 @@ class Source(Iterator[PyTree]):
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
-        """Return the unused batches, once no thread takes from them."""
+        """Return the unused batches; no thread may take batches any more."""
         batches = self._cursor.go_back(self.last)
         return self if batches is None else batches
 
@@ -296,7 +303,7 @@ class Source(Iterator[PyTree]):
             close(self._elements)
 
     def close(self) -> None:
-        """Drop the kept batches and close their source."""
+        """Drop the stored batches and close their source."""
         self._cursor.forget(sys.maxsize)
         close(self._elements)
 
@@ -309,7 +316,7 @@ def has_cursor(iterator: Any) -> bool:
 
 
 def close(iterator: Any) -> None:
-    """Close an iterator that has ``close`` and is not running in a thread."""
+    """Close an iterator that has ``close``, unless a thread is running it."""
     if not getattr(iterator, "gi_running", False):
         getattr(iterator, "close", lambda: None)()
 
@@ -317,7 +324,7 @@ def close(iterator: Any) -> None:
 def prefetch(
     iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
 ) -> "Stream[Placed]":
-    """Return the elements of an iterable, placed in order by a thread in advance."""
+    """Place the elements of an iterable in order, by a thread in advance."""
     return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
@@ -325,11 +332,12 @@ class _Feed:
     """The state that a thread shares with the stream of its elements."""
 
     def __init__(self, depth: int) -> None:
-        # (element, position after it, failure)
+        # Each entry is ``(element, position after it, failure)``.
         self.ready: collections.deque[tuple[Any, Any, Any]] = collections.deque()
         self.added = threading.Event()
         self.stopped = threading.Event()
-        # Counts the elements that may still be pulled, so that depth bounds the memory.
+        # This counts the elements that may still be taken, so that ``depth`` bounds the
+        # memory.
         self.room = threading.Semaphore(depth)
 
     def add(self, element: Any, after: Any = None, failure: Any = None) -> None:
@@ -366,12 +374,13 @@ class Stream(Iterator[Placed]):
             args = elements, feed, jax.config.read("jax_enable_x64")
             named = {"name": "towerjax-prefetch", "daemon": True}
             self._thread = threading.Thread(target=_fill, args=args, **named)
-            # Called once: by hand, by the garbage collector, for which the thread must
-            # not refer to this, or at Python's exit, which a thread could abort.
+            # The finalizer runs once: by a call of ``close``; by the garbage collector,
+            # for which the thread must not refer to this stream; or at Python's exit,
+            # which a running thread could abort.
             self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
-        """The next element; the stream keeps no reference to it."""
+        """Return the next element; the stream keeps no reference to it."""
         if self._failure is not None:
             raise ValueError(
                 f"This pass over the data failed with {self._failure}, and cannot"
@@ -380,7 +389,8 @@ class Stream(Iterator[Placed]):
         try:
             if self._depth:
                 return self._next_of_thread()
-            # Without a call of next(), after which Ctrl-C would lose the element.
+            # A loop is used and not ``next()``, after which Ctrl-C would lose the
+            # element.
             for element, after in self._made:
                 self._after = after
                 return element
@@ -406,7 +416,8 @@ class Stream(Iterator[Placed]):
         if element is _END:
             self.close()
             raise failure or StopIteration
-        # No call up to the return: after one, Ctrl-C would lose the element.
+        # Nothing is called up to the return, because Ctrl-C after a call would lose the
+        # element.
         self._after = after
         del feed.ready[0]
         return element
@@ -446,13 +457,13 @@ def _fill(batches: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
 
 
 def _stop(thread: threading.Thread, feed: _Feed) -> None:
-    """End the thread; warn if a loader hangs, which cannot be interrupted."""
+    """End the thread; warn if it hangs in a loader, which cannot be interrupted."""
     feed.stopped.set()
     feed.room.release()
     feed.ready.clear()
     feed.add(_END)
     if thread.ident in (None, threading.get_ident()):
-        return  # never started; or the garbage collector called this in the thread
+        return  # not started, or this runs in the thread itself
     thread.join(_STOP_PATIENCE_S)
     if thread.is_alive():
         warn(

@@ -1,4 +1,4 @@
-"""Whether less of a metric is better, or more."""
+"""Tell whether less of a metric is better, or more."""
 
 import re
 from typing import Literal, TypeAlias, get_args
@@ -8,7 +8,7 @@ from towerjax.types.options import check_choice
 Direction: TypeAlias = Literal["min", "max"]
 """Whether less of a metric is better, or more."""
 
-# Words in the names of metrics of which less, or more, is better.
+# These words stand in the names of metrics of which less, or more, is better.
 _LESS = set(
     "loss losses error errors err cost costs nll xent crossentropy mse rmse mae mape"
     " perplexity ppl wer cer".split()
@@ -46,7 +46,7 @@ def sign_of(name: str, metric: str, mode: Direction | None) -> int:
 
 
 def _mode_of(metric: str) -> Direction | None:
-    """Return the direction that a metric's name tells; None if it tells none."""
+    """Return the direction that a metric's name tells, or None."""
     words = _words_of(metric)
     is_less = not words.isdisjoint(_LESS)
     is_more = not words.isdisjoint(_MORE)
@@ -56,7 +56,10 @@ def _mode_of(metric: str) -> Direction | None:
 
 
 def _words_of(metric: str) -> set[str]:
-    """Return the words of a name in small letters, also without their last digits."""
+    """Return the words of a name in small letters.
+
+    Each word is also returned without digits at its end.
+    """
     text = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", metric.replace("IoU", "Iou")).lower()
     text = re.sub(r"[\W_]+", " ", text).replace("cross entropy", "crossentropy")
     words = text.split()

@@ -25,7 +25,7 @@ AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 
 class EvaluationStep(Protocol):
-    """A step that `evaluate` can call, as `build_eval_step` returns one."""
+    """A step that `evaluate` can call, such as one of `build_eval_step`."""
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """Place a batch on the devices of its towers; called in a thread."""
@@ -44,7 +44,7 @@ def evaluate(
     *,
     prefetch: int = 2,
 ) -> dict[str, Any]:
-    """Return the metrics over a whole data set, exact for any batch size.
+    """Evaluate a whole data set; the metrics are exact for any batch size.
 
     A ``Weighted`` metric becomes ``sum_b s_b / sum_b w_b`` over the batches, added in
     float64 on the host and divided once. Other metric states are merged in the same way
@@ -124,7 +124,11 @@ def check_evaluate(evaluate: Any) -> None:
 def outputs_on_host(
     step: EvaluationStep, state: PyTree, batches: AnyBatches, prefetch: int
 ) -> Generator[PyTree, None, None]:
-    """Yield the step's outputs for each batch; a batch's error is raised after them."""
+    """Yield the step's outputs for each batch, on the host.
+
+    If a batch fails, the outputs before it are yielded first, and then the error is
+    raised.
+    """
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()
@@ -138,20 +142,20 @@ def outputs_on_host(
             " strategy.distribute_dataset(lambda context: ...).",
         )
     if isinstance(step, Step):
-        state = step.start(state)  # once, not for each batch
+        state = step.start(state)  # checked once, not for each batch
     running: collections.deque[PyTree] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch
     elements = iter(source)
     with contextlib.ExitStack() as stack:
-        if elements is not batches:  # an iterator that was passed in stays open
+        if elements is not batches:  # a user's iterator stays open
             stack.callback(close, elements)
         placed_batches = prefetch_batches(elements, step.place_batch, depth=depth)
         stack.enter_context(contextlib.closing(placed_batches))
         try:
             for placed in placed_batches:
                 running.append(step(state, placed))
-                if len(running) > 1:  # one is fetched while the next one runs
+                if len(running) > 1:  # fetch one while the next one runs
                     yield jax.device_get(running.popleft())
         except Exception as error:
             failure = error

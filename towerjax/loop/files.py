@@ -16,7 +16,8 @@ from etils import epath
 
 from towerjax.types.options import check_text, refuse_option
 
-# An address; pathlib makes one slash of its two. A drive has one letter.
+# This matches an address, of whose two slashes pathlib makes one. The drive of a
+# Windows path has only one letter.
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
@@ -51,9 +52,10 @@ def is_on_disk(path: epath.Path) -> bool:
 
 
 def replace_file(path: epath.Path, content: bytes) -> None:
-    """Write a file at once, so that no reader finds half of it.
+    """Write a file in one step, so that no reader finds half of it.
 
-    On a disk it is written beside, under a name that nobody can have put a link at.
+    On a disk the content is first written into a new file beside it, whose name is
+    random, so that nobody can have put a link there.
     """
     if not is_on_disk(path):  # stores replace whole files
         path.write_bytes(content)
@@ -70,31 +72,31 @@ def replace_file(path: epath.Path, content: bytes) -> None:
 class StoredFile:
     """A file in a store that only replaces whole files, such as an object store.
 
-    Written bytes are kept in memory and stored every ``flush_s`` seconds, or less often
-    if storing takes long. `flush` and `close` store all of them.
+    Written bytes are held in memory, and stored every ``flush_s`` seconds, or less
+    often if storing takes long. `flush` and `close` store all of them.
     """
 
     def __init__(
-        self, path: epath.Path, kept: bytes = b"", flush_s: float = math.inf
+        self, path: epath.Path, content: bytes = b"", flush_s: float = math.inf
     ) -> None:
         self._path = path
-        self._bytes = bytearray(kept)
+        self._bytes = bytearray(content)
         self._flush_s = flush_s
         self._next_s = time.monotonic() + flush_s
 
     def write(self, data: Any) -> int:
-        """Add bytes."""
+        """Add bytes to the file; store all of them if it is time."""
         self._bytes += data
         if time.monotonic() >= self._next_s:
             self.flush()
         return len(data)
 
     def truncate(self, size: int) -> None:
-        """Cut off the end."""
+        """Cut the file to its first ``size`` bytes."""
         del self._bytes[size:]
 
     def flush(self) -> None:
-        """Store what was written."""
+        """Store the whole file."""
         start_s = time.monotonic()
         self._path.write_bytes(bytes(self._bytes))
         end_s = time.monotonic()
@@ -106,7 +108,7 @@ class StoredFile:
 def opened_after(
     path: epath.Path, size: int | None = None, flush_s: float = math.inf
 ) -> FileIO | StoredFile:
-    """A file, open for writing after its first ``size`` bytes; None keeps all."""
+    """Open a file for writing after its first ``size`` bytes; None keeps all."""
     if not is_on_disk(path):
         content = path.read_bytes() if path.exists() else b""
         return StoredFile(path, content[:size], flush_s)
@@ -119,7 +121,11 @@ def opened_after(
 def read_lines(
     path: epath.Path, first: str, owner: str
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each complete line's object, whose first field is ``first``, and its size."""
+    """Yield the JSON object of each complete line, and the line's size.
+
+    Each object's first field must be named ``first``. ``owner`` names the file in
+    errors.
+    """
     head = f'{{"{first}": '.encode()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -135,12 +141,12 @@ def read_lines(
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """Return an object as a line of JSON."""
+    """Return an object as a line of JSON, in bytes."""
     return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
 def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
-    """Write an object as a line of JSON."""
+    """Write an object as a line of JSON to an open file."""
     append_bytes(file, as_line(fields))
 
 

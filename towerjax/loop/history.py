@@ -147,7 +147,7 @@ class History:
         return by_rich([self._table(20)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict per step: its number, its metrics, and the evaluation after it."""
+        """Return a dict per step: its number, metrics, and the evaluation after it."""
         by_step: dict[int, dict[str, Any]] = {}
         for place, number in enumerate(self.steps.tolist()):
             by_step[number] = {name: x[place] for name, x in self.metrics.items()}
@@ -205,7 +205,7 @@ class History:
         return figure
 
     def _table(self, rows: int) -> Table:
-        """Return the table of `table`, with a row for each shown step."""
+        """Return the history as a `Table`, with a row for each shown step."""
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
         shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
@@ -226,7 +226,7 @@ class HistoryLog:
         self.throughput = throughput or Throughput()
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.compile_s = 0.0
-        self.aside_s = 0.0  # in audits and evaluations
+        self.aside_s = 0.0  # the time of audits and evaluations
         self._start_s = time.perf_counter()
         self._columns: dict[str, list[Any]] = {}
         self.skipped: list[int] = []
@@ -248,7 +248,7 @@ class HistoryLog:
         return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
-        """Return the evaluation after a step, if it is the last one; else None."""
+        """Return the evaluation after step ``number``, if it is the last; else None."""
         after, values = self.evaluations[-1] if self.evaluations else (None, None)
         return values if after == number else None
 
@@ -261,7 +261,10 @@ class HistoryLog:
         wait_s: float,
         flops: Flops,
     ) -> None:
-        """Add one step, and the number of the step that was refused, if any."""
+        """Add one step.
+
+        ``refused`` is the number of the step that was refused, if any.
+        """
         self._columns = self._columns or {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
             raise ValueError(
@@ -271,7 +274,8 @@ class HistoryLog:
             )
         self.throughput.add(self._seconds, metrics, examples, flops)
         for name, value in metrics.items():
-            # A copy: on CPUs an array is a view that keeps a JAX array alive.
+            # The value is copied, because on CPUs it is a view that keeps a JAX array
+            # alive.
             self._columns[name].append(value.copy())
         self._waits_s.append(wait_s)
         if refused is not None:
@@ -280,7 +284,7 @@ class HistoryLog:
     def history(
         self, number: int, placement: Placement, stopped: str | None
     ) -> History:
-        """The `History` of the steps so far, the last of which has this number."""
+        """Return the `History` of the steps so far; ``number`` is the last one's."""
         done = dataclasses.replace(self.throughput.done, seconds=self._seconds)
         rates = self.throughput.rates(done)
         steps = self.num_steps

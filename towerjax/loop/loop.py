@@ -35,10 +35,10 @@ from towerjax.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A dispatched call, which may still be running."""
+    """A dispatched call of the step, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    step_flag: jax.Array  # as of `Step.dispatch`
+    step_flag: jax.Array  # see `Step.dispatch`
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -59,7 +59,7 @@ class Loop:
         self._batches = batches
         self._step = step
         self._options = options
-        # The number of the last step, also if a checkpoint is resumed.
+        # The number of the last step. It is the same if a checkpoint is resumed.
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
@@ -67,11 +67,11 @@ class Loop:
         self._has_begun = False
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
-        self._without_hooks = 0  # recorded steps for which not all hooks were called
+        self._without_hooks = 0  # recorded steps whose hooks are not done
         self._flops: dict[Signature, Flops] = {}  # of each program that is compiled
 
     def begin(self, stack: contextlib.ExitStack) -> None:
-        """Restore the newest checkpoint, if there is one; show the progress."""
+        """Restore the newest checkpoint, if there is one, and show the progress."""
         options = self._options
         point = self.point
         batches = self._batches
@@ -85,7 +85,7 @@ class Loop:
         placement = self._step.strategy.placement
         peak = peak_flops_of_all(placement, options.peak_flops)
         throughput = Throughput(options.per_second, peak)
-        self._log = HistoryLog(throughput)  # whose clock starts here
+        self._log = HistoryLog(throughput)  # its clock starts here
         with self.guard:
             self._progress = stack.enter_context(
                 contextlib.closing(
@@ -131,7 +131,8 @@ class Loop:
         with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
                 self._do_what_is_due()
-                # Before the first step, too: the resumed run may have ended here.
+                # This is asked before the first step, too, because a resumed run may
+                # have ended here.
                 if point.watch.stopped is not None:
                     break
                 placed, wait_s = self._next_batch(stream)
@@ -152,14 +153,17 @@ class Loop:
         self._writers.raise_failure()
 
     def _do_what_is_due(self) -> None:
-        """Evaluate, which may stop the run, and save; also before the first step."""
+        """Evaluate and save if one is due; an evaluation may stop the run.
+
+        This is called before the first step, too.
+        """
         if self.point.is_evaluation_due:
             self._evaluate()
         if self.point.is_saving_due:
             self._save()
 
     def _next_batch(self, stream: Stream) -> tuple[PlacedBatch | None, float]:
-        """The next batch, None at the end of the data; and the seconds of waiting."""
+        """Return the next batch, or None at the end, and the seconds of waiting."""
         start_s = time.perf_counter()
         try:
             placed = next(stream, None)
@@ -200,7 +204,7 @@ class Loop:
         self._flops[placed.signature] = prepared.program.flops
 
     def _save(self, *, last: bool = False) -> None:
-        """Begin to save the state; for the ``last`` one wait until it is saved."""
+        """Begin to save the state; with ``last`` wait until it is saved."""
         if self._saving is None:
             return
         self._fetch(0)  # first check the steps so far, and write their records
@@ -214,8 +218,8 @@ class Loop:
 
     def _save_at_stop(self, error: BaseException) -> None:
         """Save the state at SIGTERM or Ctrl-C; raise if that fails."""
-        # At Ctrl-C several processes may have done different steps, so nothing is
-        # saved.
+        # At Ctrl-C several processes may have done different steps, so they save
+        # nothing.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return
@@ -233,7 +237,7 @@ class Loop:
         )
 
     def _fetch(self, allowed: int) -> None:
-        """Wait for the oldest calls, and process them, until few are in flight."""
+        """Process the oldest calls until at most ``allowed`` calls are in flight."""
         while len(self._in_flight) > allowed:
             with self.guard.holding_sigterm():
                 self._process_oldest()
@@ -260,11 +264,11 @@ class Loop:
         self._progress.step(number, row, self._log.steps_per_second)
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
-        """The error of a refused step, with the tower and leaf that was not finite.
+        """Return the error of a refused step, with the tower and leaf at fault.
 
         The step's batch is run again with the present parameters. The step itself did
-        not change them, but later steps may have. If towers are merged later, the step
-        is known only then, when its batch is gone.
+        not change them, but later steps may have. If towers are merged only later, the
+        error comes when the batch is gone, and nothing is located.
         """
         state = self.point.state
         if number != self._recorded:
@@ -288,14 +292,14 @@ class Loop:
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
-        """Record the oldest step; return its metrics, and its number if refused."""
+        """Record the oldest call; return its metrics, and its number if refused."""
         call = self._in_flight[0]
         metrics, step_flag = jax.device_get((call.metrics, call.step_flag))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
         is_told = self._step.options.on_nonfinite != "ignore" and step_flag != NONE
         refused = int(step_flag) % 2**32 if is_told else None
         time_s = time.time()
-        with self.guard:  # each step is exactly once in the history and the files
+        with self.guard:  # a signal must not split this
             number = self._recorded + 1
             examples = call.placed.num_examples
             flops = self._flops[call.placed.signature]
@@ -332,7 +336,7 @@ class Loop:
         self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
-        """Return the run's state, or the result of ``eval_params``."""
+        """Return the run's state, or what ``eval_params`` makes of it."""
         state = self.point.state
         if self._options.eval_params is None:
             return state
@@ -406,7 +410,7 @@ class Loop:
             error.add_note(". ".join(sentences))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
-        """Return what a user has to know about the state that an exception holds."""
+        """Return sentences on the state that an exception holds, for its note."""
         is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         about = f"error.state is the state after step {self.point.number}{goes_on}"
@@ -420,7 +424,7 @@ class Loop:
         return [about]
 
     def _hooks_left_out(self) -> list[WithState]:
-        """The hooks with a state that were due in the last steps and not called."""
+        """Return hooks with a state that were due in the last steps but not called."""
         first = self._recorded - self._without_hooks + 1
         unhooked = range(first, self.point.number + 1)
         return [

@@ -77,7 +77,7 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """The options of `run`, which documents them."""
+    """The options of `run`; see there for what they mean."""
 
     steps: int | None
     evaluate: EvaluationStep | None

@@ -28,13 +28,13 @@ def _print(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Display:
-    """A base class of displays of a run's progress; this one shows nothing."""
+    """A display of a run's progress, made of functions; by default it shows nothing."""
 
     seconds_between: float = float("inf")  # the least time between two shown texts
-    # Replaces the shown text and bar: ``(done, total, text)``.
+    # Replaces the shown text and bar. Its arguments are ``(done, total, text)``.
     show: Callable[[int, int | None, str], None] = _ignore
     note: Callable[[str], None] = _ignore  # adds a line that stays
-    close: Callable[[], None] = _ignore  # so that later output starts on a new line
+    close: Callable[[], None] = _ignore  # ends the display's line
 
 
 def _terminal_bar() -> Display:
@@ -43,14 +43,18 @@ def _terminal_bar() -> Display:
     from rich.progress import BarColumn, Progress, TextColumn
 
     class VisibleCursor(Console):
-        """A console that never hides the cursor: a killed process cannot show it."""
+        """A console that never hides the cursor.
+
+        A process that is killed could not show it again.
+        """
 
         def show_cursor(self, *_: Any) -> bool:
             return False
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)
-    # Only `show` redraws: rich's refresh thread would compete with the run. Rich would
-    # send output to stderr that belongs into a file or a pipe.
+    # Only `show` redraws, because rich's own thread would compete with the run.
+    # Standard output is redirected only if it is a terminal: rich would send to stderr
+    # what belongs into a file or a pipe.
     takes = _is_terminal(sys.stdout)
     bar = Progress(
         BarColumn(),
@@ -113,9 +117,9 @@ def check_progress(progress: Any) -> None:
 
 
 def choose_display(progress: bool | None) -> Display:
-    """The display for the option ``progress``; in a job only process 0 shows one."""
-    # Without a job the question would start JAX's devices, which a benchmark must not
-    # do.
+    """Return the display for the option ``progress``; in a job only process 0 shows."""
+    # Outside of a job the process index is not asked for. Asking starts JAX's devices,
+    # which a benchmark must not do.
     is_other = jax.distributed.is_initialized() and jax.process_index() > 0
     if progress is False or (progress is None and is_other):
         return Display()
@@ -137,7 +141,10 @@ class Progress:
         end: int | None,
         batches: Iterable[Any] | None = None,
     ) -> None:
-        """The progress of a run from one step to another; None is the data's end."""
+        """Prepare to show the steps after ``start`` up to ``end``.
+
+        If ``end`` is None, the run ends with the data.
+        """
         if end is None and (left := operator.length_hint(batches, -1)) >= 0:
             end = start + left
         is_named = not isinstance(progress, bool | None)
@@ -151,7 +158,7 @@ class Progress:
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def phase(self, number: int, label: str) -> None:
-        """Show what happens before a step."""
+        """Show what happens before a step, such as compiling."""
         text = f"step {number}: {label}"
         self._display.show(number - 1 - self._start, self._total, text)
 
@@ -188,7 +195,7 @@ class Progress:
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
         if number == self._end or stopped or time.monotonic() >= self._next_s:
-            self._show()  # not always: a log would hold two lines for each evaluation
+            self._show()  # else a log has two lines here
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self.note(f"evaluation after step {number}  {shown}")

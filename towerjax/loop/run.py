@@ -150,7 +150,8 @@ def run(
     if isinstance(batches, Batches):  # the next batch may be a smaller last one
         step.placer.expect([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
-    # With several processes JAX handles SIGTERM, and all end after the same step.
+    # With several processes JAX handles SIGTERM, and all of them end after the same
+    # step.
     saving = options.checkpointer
     is_one = step.strategy.placement.num_processes == 1
     guard = InterruptGuard(saving.exit_code if saving and is_one else None)

@@ -115,7 +115,7 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
-    """Return the reason why a run with these evaluations ends; None if it continues."""
+    """Return why a run with these evaluations ends; None if it goes on."""
     sign = sign_of("EarlyStopping.mode", rule.metric, rule.mode)
     goal = rule.goal
 
@@ -159,13 +159,13 @@ class Watch:
         self.values: dict[str, dict[int, float]] = {rule.metric: {} for rule in rules}
 
     def add(self, number: int, values: Mapping[str, Any]) -> None:
-        """Add an evaluation; the same one counts once."""
+        """Add an evaluation; a second one after the same step replaces the first."""
         metrics = [x.metric for x in self._rules]
         option = "EarlyStopping.metric"
         self.go_on({x: {number: value_of(values, option, x)} for x in metrics})
 
     def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:
-        """Add evaluations, such as those of the run that is continued."""
+        """Add evaluations, such as those of a run that is resumed."""
         for metric, known in self.values.items():
             known |= evaluated.get(metric, {})
         reasons = (reason_to_stop(x, self.values[x.metric]) for x in self._rules)
@@ -174,14 +174,18 @@ class Watch:
 
 @dataclasses.dataclass
 class Point:
-    """The position of a run; it changes at once, while signals are held back."""
+    """The position of a run.
+
+    It changes while signals are held back, so its parts always fit together.
+    """
 
     state: TrainState
     watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
-    # The number of the last dispatched step. The numbers of the last recorded step and
-    # of the last hooked one follow from it; that of the last saved one is on the disk.
+    # The number of the last dispatched step. The numbers of the last recorded step, and
+    # of the last step with hooks called, follow from it. The number of the last saved
+    # step is on the disk.
     number: int = dataclasses.field(init=False)
-    # What must be done before the next step.
+    # These are due before the next step.
     is_evaluation_due: bool = False
     is_saving_due: bool = False
 
@@ -190,7 +194,10 @@ class Point:
         self.number = step_number(self.state)
 
     def advance(self, eval_every: int | None, every: int | None) -> None:
-        """Count a dispatched step; ``every`` is that of the `Checkpointer`."""
+        """Count a dispatched step, and note whether evaluating and saving are due.
+
+        ``every`` is that of the `Checkpointer`.
+        """
         self.number += 1
         self.is_evaluation_due |= bool(eval_every) and self.number % eval_every == 0
         self.is_saving_due |= bool(every) and self.number % every == 0

@@ -9,7 +9,8 @@ from towerjax.jaxprs.flops import Flops
 from towerjax.types.options import is_one_real
 from towerjax.types.tables import in_flops
 
-# A rate beside a step is taken over this many steps, or fewer at the start.
+# The rate that is shown beside a step is taken over this many steps, or fewer at the
+# start.
 _STEPS = 20
 
 
@@ -20,8 +21,8 @@ class Done:
     seconds: float = 0.0
     steps: int = 0
     examples: int = 0
-    products: int = 0  # as of `Flops`
-    counts: tuple[float, ...] = ()  # of each counting metric
+    products: int = 0  # see `Flops`
+    counts: tuple[float, ...] = ()  # a count for each counting metric
 
     def since(self, other: "Done") -> "Done":
         """Return the work done after ``other``."""
@@ -36,7 +37,7 @@ class Done:
 
 
 class Throughput:
-    """A counter of the work of a run's steps.
+    """A counter of the work that a run's steps have done.
 
     Attributes:
       done: The work done so far, without the time of steps in flight.
@@ -44,7 +45,11 @@ class Throughput:
     """
 
     def __init__(self, counting: Sequence[str] = (), peak: float | None = None) -> None:
-        """``counting`` names metrics to count; ``peak`` is FLOP/s of all devices."""
+        """Start counting.
+
+        ``counting`` names metrics that count things. ``peak`` is the FLOP/s of all
+        devices.
+        """
         self._counting = tuple(counting)
         self._peak = peak
         self.done = Done(counts=(0.0,) * len(self._counting))
@@ -72,7 +77,7 @@ class Throughput:
         return self.rates(self.done.since(self._last[0]))
 
     def rates(self, done: Done) -> dict[str, float]:
-        """Work per second, by name; ``mfu`` is the share of the devices' peak."""
+        """Return the work per second, by name; ``mfu`` is the share of the peak."""
         per_second = 1 / max(done.seconds, 1e-9)
         rates = {
             "steps_per_second": done.steps * per_second,
@@ -88,7 +93,7 @@ class Throughput:
 
 
 def flops_in_words(rates: Mapping[str, float], is_least: bool) -> str:
-    """FLOP/s and their share of the peak, in words; "" if none were counted."""
+    """Return FLOP/s and their share of the peak, in words; "" if none were counted."""
     if "flops_per_second" not in rates:
         return ""
     text = "at least " * is_least + f"{in_flops(rates['flops_per_second'])}/s"

@@ -38,8 +38,8 @@ from towerjax.types.options import (
     require,
 )
 
-# The seconds that a killed process may lose: of a file that can only be replaced as a
-# whole, and of curves.
+# The seconds of output that a killed process may lose: of a file that can only be
+# replaced as a whole, and of curves.
 _STORED_EVERY_S = _FLUSHED_EVERY_S = 10.0
 
 
@@ -51,7 +51,7 @@ class Record:
     step: int  # the number of the step; for an evaluation, of the last step before it
     time_s: float  # seconds since 1970 when the metrics reached the host
     metrics: Mapping[str, Any]  # name -> number or array, on the host
-    # For a step, the rates over the last steps by name; see `RunSummary`.
+    # The rates over the last steps, by name, for a step's record; see `RunSummary`.
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class OpenWriter(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """An `OpenWriter` of two functions."""
+    """An `OpenWriter` that is made of two functions."""
 
     write: Callable[[Record], None]
     close: Callable[[], None]
@@ -89,7 +89,7 @@ class Writers:
         self._open: list[OpenWriter] = []
 
     def open(self, writers: Iterable[Writer], start: int, placement: Placement) -> None:
-        """Open the writers; of several processes only process 0 does."""
+        """Open the writers; of several processes only process 0 opens them."""
 
         def open_each() -> None:
             for writer in writers:
@@ -128,7 +128,7 @@ class Writers:
             self._failures.append(failure)
 
     def raise_failure(self) -> None:
-        """Raise the first failure, once."""
+        """Raise the first failure of a writer, once."""
         failures = self._failures
         self._failures = []
         if failures:
@@ -167,7 +167,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """The value, with non-finite floats replaced by names, which ``float`` reads."""
+    """Return the value with non-finite floats as names, which ``float`` reads."""
     if isinstance(value, Mapping):
         return {str(name): as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -218,7 +218,7 @@ class JsonLines:
         check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """The file, open for writing after the lines of the first ``start`` steps.
+        """Open the file for writing after the lines of the first ``start`` steps.
 
         It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
         """
@@ -240,9 +240,10 @@ def _json_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
 
 
 class _Lines(NamedTuple):
-    """How a file has records as lines: its head, a record's lines, and all lines read.
+    """How a file stores records as lines.
 
-    ``read`` yields the kind, the step number and the size of each line.
+    ``head`` is its first line, ``of_record`` makes the lines of a record, and ``read``
+    yields the kind, the step number and the size of each line.
     """
 
     head: bytes
@@ -263,7 +264,8 @@ def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWr
 
     def write(record: Record) -> None:
         nonlocal repeated
-        # An evaluation that comes before any step repeats the one at the start.
+        # An evaluation that comes before any step repeats the one that ended the
+        # earlier run.
         if record.kind == "eval" and repeated is not None:
             file.truncate(repeated)
         repeated = None
@@ -282,7 +284,7 @@ def _kept(
     start: int,
     lines: Callable[[epath.Path], Iterable[tuple[str, int, int]]],
 ) -> tuple[int | None, int | None]:
-    """Return how many bytes to keep, and where an evaluation of ``start`` begins.
+    """Return how many bytes to keep, and where an evaluation after ``start`` begins.
 
     It raises if a run that starts at step 0 would cut off the lines of another one.
     """
@@ -316,7 +318,7 @@ def json_value(name: str, value: Any) -> Any:
 
 
 def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
-    """A metric as an array, floats in float64; raise unless it has real numbers."""
+    """Return a metric as an array, floats in float64; raise unless it is real."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
         return array
@@ -372,7 +374,7 @@ class Csv:
         check_flag("Csv.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """The file, open for writing after the lines of the first ``start`` steps.
+        """Open the file for writing after the lines of the first ``start`` steps.
 
         It raises a ``ValueError`` if ``path`` holds something else, or an earlier run.
         """
@@ -445,7 +447,7 @@ class Curves:
         check_whole("max_elements", self.max_elements, 1)
 
     def open(self, start: int) -> OpenWriter:
-        """Return the function as a writer; ``start`` is not used."""
+        """Return a writer that calls the function; ``start`` is not used."""
 
         def write(record: Record) -> None:
             if record.kind == "eval" or record.step % self.every == 0:
@@ -484,13 +486,14 @@ class TensorBoard:
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
-        """Return a new event file for a run whose state has done ``start`` steps.
+        """Open a new event file for a run whose state has done ``start`` steps.
 
         It raises a ``ValueError`` without ``tensorboardX``, or if ``logdir`` holds
         other runs.
         """
         logdir = absolute_path(self.logdir)
-        # The SummaryWriter of tensorboardX waits for ever once its disk is full.
+        # The SummaryWriter of tensorboardX waits for ever once its disk is full, so a
+        # lower layer is used.
         files = _tensorboardx("event_file_writer")
         proto = _tensorboardx("proto.event_pb2")
         with opening("TensorBoard.logdir", logdir):
@@ -501,7 +504,8 @@ class TensorBoard:
             raise _earlier("TensorBoard", logdir, "event files of an earlier run")
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
-            # tensorboardX opens files by this name; its own stores need other packages.
+            # The package tensorboardX opens a file by the name of its store. Its own
+            # stores need other packages.
 
             def stored(at: str) -> StoredFile:
                 return StoredFile(epath.Path(at.partition(":")[2]))
@@ -510,7 +514,8 @@ class TensorBoard:
             stores = _tensorboardx("record_writer")
             stores.register_writer_factory("towerjax", store)
             path = "towerjax:" + path
-        # tensorboardX puts the second into the name, which two runs may share.
+        # The package tensorboardX puts the second into the name, which two runs may
+        # share.
         events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
         mark = proto.SessionLog(status=proto.SessionLog.START)
         is_redone = {"step": start + 1, "session_log": mark}
@@ -520,7 +525,7 @@ class TensorBoard:
         def write(record: Record) -> None:
             nonlocal flush_at_s
             event = proto.Event(wall_time=record.time_s, step=record.step)
-            with np.errstate(over="ignore"):  # beyond float32 they become infinite
+            with np.errstate(over="ignore"):  # too large for float32 becomes infinite
                 for tag, number in curves(
                     "TensorBoard", record, self.max_elements
                 ).items():
@@ -534,13 +539,13 @@ class TensorBoard:
 
 
 def _tensorboardx(module: str) -> Any:
-    """Import a module of tensorboardX; say what to install if it is not there."""
+    """Import a module of tensorboardX; say what to install if it is missing."""
     needs = "TensorBoard, other than tj.JsonLines(path),"
     return require(f"tensorboardX.{module}", needs, "'towerjax[tensorboard]'")
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:
-    """The value of each curve by its name; each element of a metric has a curve."""
+    """Return the value of each curve, by name; each element of a metric has one."""
     numbers: dict[str, float] = {}
     for name, value in record.metrics.items():
         tag = f"{record.kind}/{name}"

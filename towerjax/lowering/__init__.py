@@ -1,1 +1,1 @@
-"""Lowering a proved program to one program for these devices."""
+"""Lower a proved program of one tower to one program for these devices."""

@@ -1,4 +1,4 @@
-"""Gather a parameter where it is used; the derivative adds its gradient in shards."""
+"""Gather a sharded parameter where it is used; its gradient is added in shards."""
 
 import functools
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from towerjax.types import PyTree
 
 
 def gather(shard: jax.Array, dim: int) -> jax.Array:
-    """Return the whole value, gathered from the devices' shards along ``dim``."""
+    """Gather the devices' shards along ``dim``, and return the whole value."""
     return lax.all_gather(shard, DEVICE_AXIS, axis=dim, tiled=True)
 
 
 def scatter(x: jax.Array, dim: int) -> jax.Array:
-    """This device's shard of the sum over devices of a value."""
+    """Add a value over devices, and return this device's shard of the sum."""
     x = hide_complex(x)
     return lax.psum_scatter(x, DEVICE_AXIS, scatter_dimension=dim, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
-    """Return the whole value, cast before it is sent.
+    """Cast the shard, gather it, and return the whole value.
 
-    Its gradient is added over devices in the bits of ``shard``, and scattered. If there
-    is a ``sink``, an array of the whole shape, this device's own gradient becomes that
-    of ``sink`` instead.
+    The derivative adds the gradient over devices in the dtype of ``shard``, and
+    scatters it. If there is a ``sink``, an array of the whole shape, then ``sink`` gets
+    this device's gradient and ``shard`` gets none.
     """
     return gather(shard.astype(dtype), dim)
 
@@ -44,7 +44,7 @@ def gather_cast(shard: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
 def _gather_first(
     shard: jax.Array, sink: Any, dim: int, dtype: Any
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    # Arrays without elements, which keep the dtypes of the gradients.
+    # These arrays have no elements. They only store the dtypes of the gradients.
     empty = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (shard, sink))
     return gather(shard.astype(dtype), dim), empty
 
@@ -62,10 +62,11 @@ gather_cast.defvjp(_gather_first, _gather_last)
 
 
 def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) -> PyTree:
-    """``fn(shards, *args)``; its derivative recomputes what depends on shards alone.
+    """Return ``fn(shards, *args)``; its derivative gathers the shards once more.
 
-    So what a step of a loop has gathered is not kept for all steps. `jax.checkpoint`
-    with a policy would keep values that a `jax.checkpoint` in ``fn`` recomputes.
+    The derivative recomputes what depends on shards alone. Without this a loop would
+    store what each of its steps has gathered. `jax.checkpoint` with a policy is not
+    used, because it would store values that a `jax.checkpoint` in ``fn`` recomputes.
     """
     leaves, treedef = jax.tree.flatten((shards, *args))
     number = len(jax.tree.leaves(shards))
@@ -102,8 +103,8 @@ def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) ->
                 zip(recomputed.numbers, recomputed.values(shards), strict=True)
             )
             every = [again.get(i, x) for i, x in enumerate(residuals)]
-            (found,) = of_pull.unflatten(every)(grads)
-            new = dict(zip(moved, found, strict=True))
+            (grads_of_shards,) = of_pull.unflatten(every)(grads)
+            new = dict(zip(moved, grads_of_shards, strict=True))
             return [new.get(i) for i in range(len(leaves))]
 
         return out, jax.tree_util.Partial(back, of_leaves[:number], residuals)
@@ -134,7 +135,7 @@ class _Made:
         body = closed.jaxpr
         shards = {*body.invars[:number]}
         others = {*body.invars[number:]}
-        # A value of another trace may be gone when these results are recomputed.
+        # A tracer of another trace may be gone when these results are recomputed.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}
         eqns = list[Any]()
@@ -154,7 +155,7 @@ class _Made:
         self._eqns = needed_eqns(eqns, self._results)
 
     def values(self, shards: list[Any]) -> list[Any]:
-        """These results, recomputed from ``shards``."""
+        """Recompute these results from ``shards``."""
         body = self._closed.jaxpr
         others = [None] * (len(body.invars) - len(shards))
         walk = Interpreter(body, self._closed.consts, [*shards, *others])

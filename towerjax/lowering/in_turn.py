@@ -1,4 +1,4 @@
-"""Run the towers of a device one after another, with the same code on any devices."""
+"""Run a device's towers one after another, by one code for any number of devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,13 @@ from towerjax.types import PyTree
 def map_in_turn(
     tower_fn: Callable[[PyTree], PyTree], towers: PyTree, size: int, number: jax.Array
 ) -> PyTree:
-    """``lax.map`` over the ``size`` towers of a device, compiled the same for any size.
+    """Map a function over the ``size`` towers of a device, one after another.
 
-    XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
-    tower would be fused in another way than in a loop, on GPUs too, and its bits would
-    depend on ``D``. So ``number`` hides that there is one trip, and the row is a slice
-    of two.
+    The result is that of ``lax.map``, and a tower is compiled in one way for any
+    ``size``. XLA removes a loop of one trip, and XLA:CPU removes barriers before it
+    fuses. A tower alone would then be fused in another way than in a loop, on GPUs too,
+    and its bits would depend on the number of devices. So ``number``, any traced int >=
+    0, hides that the loop has one trip, and a tower's row is a slice of two rows.
     """
 
     def twice(x: Any) -> Any:
@@ -43,11 +44,11 @@ def map_in_turn(
 
 
 def _index_of_own_kernels(i: jax.Array) -> jax.Array:
-    """The index ``i >= 0`` of a loop, from a sort, so that XLA:CPU compiles op by op.
+    """Return the loop index ``i`` by a sort, so that XLA:CPU compiles op by op.
 
     XLA:CPU compiles a small loop as one function, which LLVM unrolls by the number of
-    trips; but not a loop with an operation that such a function cannot have. This is a
-    collective, which does not exist on one device, or a sort (openxla/xla,
+    trips. It does not do so if the loop has an operation that such a function cannot
+    have: a collective, which does not exist on one device, or a sort (openxla/xla,
     ``small_while_loop_hoisting_pass.cc``).
     """
 
@@ -60,7 +61,11 @@ def _index_of_own_kernels(i: jax.Array) -> jax.Array:
 def scan_and_add(
     tower_fn: Callable[[PyTree], tuple[PyTree, PyTree]], towers: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """``(sums, kept)`` of towers in turn, which holds one tower's sums at a time."""
+    """Run towers in turn by a ``scan``, and add their sums as they come.
+
+    ``tower_fn`` returns ``(sums, rest)``. Returns the added sums, and ``rest`` stacked
+    over towers. The sums of only one tower are in memory at a time.
+    """
     shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
     zeros = jax.tree.map(jnp.zeros_like, shapes[0])
 
@@ -72,6 +77,9 @@ def scan_and_add(
 
 
 def scan_in_turn(body: Callable[..., Any], init: PyTree, xs: PyTree) -> Any:
-    """A scan over towers or micro-batches, in each step of which `shards` gathers."""
+    """Scan over towers or micro-batches, under a name by which `shards` knows the loop.
+
+    A loop with this name gathers sharded parameters in each of its steps.
+    """
     with jax.named_scope(tags.IN_TURN):
         return lax.scan(body, init, xs)

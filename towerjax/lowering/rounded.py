@@ -1,9 +1,9 @@
-"""Which values that all towers share are rounded, so that their gradient is, too.
+"""Find whether values that all towers share are rounded to few bits.
 
 A value that all towers of a device share has one gradient for all of them. If the value
-was rounded to fewer bits than gradients have, this gradient is, too. Then a sum of many
-small numbers stops growing, and one of large numbers overflows; sooner on one device
-than on several.
+has fewer bits than gradients have, such as bfloat16, this gradient has few bits, too.
+Then a sum of many small numbers stops growing, and a sum of large numbers overflows. On
+one device this happens sooner than on several.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from towerjax.types.trees import widen_dtype
 def rounds_shared_values(
     program: ClosedJaxpr, per_tower: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
-    """Return whether values that all towers share are rounded to fewer bits.
+    """Return whether values that all towers share are rounded to few bits.
 
-    ``per_tower`` are the per-tower inputs, ``trained`` the inputs by which a gradient
-    is taken, and ``axis`` is the axis of all towers.
+    ``per_tower`` are the per-tower inputs, ``trained`` are the inputs by which a
+    gradient is taken, and ``axis`` is the axis of all towers.
     """
     avals: list[Any] = [var.aval for var in trained]
     if any(_has_few_bits(x.dtype) for x in avals):

@@ -15,9 +15,9 @@ from towerjax.mesh.placement import Placement
 
 
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
-    """Return the jaxpr, closed or not, changed so that XLA compiles it rightly.
+    """Return the jaxpr, closed or not, changed to avoid two bugs of XLA.
 
-    It is for a tower of several devices, where XLA has two bugs.
+    Both are met in a tower of several devices.
 
     A write to one index of a split array is a write on every device. Where the index
     lies outside of the device's shard, the device writes back what it read. If XLA has
@@ -41,7 +41,7 @@ def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
 def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     name = eqn.primitive.name
     is_scatter = name.startswith("scatter")
-    aborting = None  # the placement, if XLA would abort
+    aborting = None  # the placement if XLA would abort, else None
     if placement and placement.num_devices > 1 and len(placement.within) > 1:
         aborting = placement
     if not is_scatter and not (aborting and name == "gather"):
@@ -62,8 +62,8 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
 def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
     """Return a spec of the operand that splits none of the indexed dims.
 
-    If the first dim is indexed, the operand is a table, and not rows of a batch. Then
-    its columns are not split along the rows' axis, but may be along the other axes.
+    If the first dim is indexed, the operand is a table, and not rows of a batch. Its
+    columns are then not split along the rows' axis, but may be along the other axes.
     """
     numbers: Any = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape  # type: ignore

@@ -1,4 +1,4 @@
-"""Sharded values, and equations that need only a device's shard."""
+"""Values in shards, and the equations that need only a device's shard."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ class Shards:
     """Which arguments and results of a device function are shards, along which dims."""
 
     args: Any  # the treedef of the arguments
-    given: SplitDims  # of the arguments
+    dims_of_args: SplitDims  # of the arguments
     taken: SplitDims  # of whole arguments: the function uses only a shard of these
     out: Any  # the treedef of the results
     wanted: SplitDims  # of the results
     exact: bool = False  # whether the bits must be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """Return the specs of arguments and results.
+        """Return the partition specs of arguments and results.
 
         ``specs`` are two prefix trees, with the specs of leaves that are not shards.
         """
@@ -57,18 +57,20 @@ class Shards:
 
         of_args, of_results = specs
         return (
-            with_dims(of_args, self.args, self.given),
+            with_dims(of_args, self.args, self.dims_of_args),
             with_dims(of_results, self.out, self.wanted),
         )
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """``fn`` as a function of arrays, which gets a `Shard` for each sharded one.
+        """Return ``fn`` as a function of arrays; sharded ones reach it as a `Shard`.
 
         Results of ``fn`` may be a `Shard`, too. This is called in a device function.
         """
 
         def run(*args: PyTree) -> PyTree:
-            shards = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
+            shards = as_shards(
+                jax.tree.leaves(args), self.dims_of_args, exact=self.exact
+            )
             pairs = zip(shards, self.taken, strict=True)
             shards = [x if at is None else take_shard(x, at) for x, at in pairs]
             out = fn(*jax.tree.unflatten(self.args, shards))
@@ -93,11 +95,11 @@ def shards_of(
     taken: PyTree = None,
     exact: bool,
 ) -> Shards:
-    """Return the `Shards` of arguments and of results.
+    """Return the `Shards` that describe a function's arguments and results.
 
     ``args`` and ``out`` are pairs: the values, and a prefix tree of their layouts.
     ``taken`` is a prefix tree that is SHARDED for whole arguments of which a shard is
-    used. ``params`` are those of `Placement.shardings`.
+    used. ``params`` are the parameters that `Placement.shardings` needs.
     """
 
     def dim(layout: Where, x: Any, within: PartitionSpec) -> int | None:
@@ -122,8 +124,8 @@ class Shard:
 
     If ``exact``, the gathered value has the memory layout that it has on one device, so
     that products with it have the same bits. If ``is_trained``, a derivative is taken
-    by the value, see `gather_cast`: it is cast to ``dtype`` where it is gathered, so
-    that gradients are added in the bits of ``source``.
+    by the value. It is then cast to ``dtype`` only where it is gathered, by
+    `gather_cast`, so that gradients are added in the dtype of ``source``.
     """
 
     def __init__(
@@ -146,13 +148,13 @@ class Shard:
         self._make = make
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """``(arrays, meta)``: the shard's arrays, and its other attributes."""
+        """Return the shard's arrays, and a tuple of its other attributes."""
         meta = self.dim, self.dtype, self.is_trained, self.exact
         return (self.source, self.sink), meta
 
     @classmethod
     def tree_unflatten(cls, meta: tuple[Any, ...], arrays: tuple[Any, ...]) -> "Shard":
-        """Return the inverse of `tree_flatten`."""
+        """Make a `Shard` of the two results of `tree_flatten`."""
         (source, sink) = arrays
         (dim, dtype, is_trained, exact) = meta
         options = {"sink": sink, "is_trained": is_trained, "exact": exact}
@@ -175,9 +177,9 @@ class Shard:
     def of(
         self, shard: jax.Array, make: Callable[[], jax.Array] | None = None
     ) -> "Shard":
-        """The `Shard` of a value that is computed element by element from this one.
+        """Return the `Shard` of a value computed element by element from this one.
 
-        ``make()`` computes the whole value, if that is not to be gathered.
+        ``make()`` computes the whole value, if it should not be gathered.
         """
         return Shard(shard, self.dim, exact=self.exact, make=make)
 
@@ -187,9 +189,10 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """Return a `Shard` of the same elements in other places.
+        """Return a `Shard` whose elements are moved to other places.
 
-        ``move`` moves those of the shard, and ``move_whole`` those of the whole value.
+        ``move`` moves the elements of the shard, and ``move_whole`` those of the whole
+        value.
         """
         dim = self.dim if dim is None else dim
         sink = None if self.sink is None else move_whole(self.sink)
@@ -205,15 +208,16 @@ class Shard:
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def row(self) -> "Shard":
-        """The `Shard` of one row, for a ``source`` that is such a row of this shard.
+        """Return the `Shard` of one row; ``source`` must already be that row's shard.
 
-        The first dim, which a row lacks, is not the split one.
+        A scan slices its operands, and so makes such a ``source``. The first dim, which
+        a row lacks, is not the split one.
         """
         meta = self.dim - 1, self.dtype, self.is_trained, self.exact
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def fresh(self) -> "Shard":
-        """A copy of this `Shard`, which the program that uses it gathers anew."""
+        """Return a copy of this `Shard`, which has not been gathered yet."""
         same = Shard.tree_unflatten(*self.tree_flatten()[::-1])
         same._make = self._make
         return same
@@ -226,8 +230,8 @@ class Shard:
         if self.is_trained:
             return gather_cast(self.source, self.sink, self.dim, self.dtype)
         x = gather(self.data, self.dim)
-        # XLA would keep the layout in which it was gathered, and multiply in another
-        # order.
+        # XLA would keep the layout in which the value was gathered, and multiply in
+        # another order.
         order = Layout(tuple(range(x.ndim)))
         return with_layout_constraint(x, order) if self.exact else x
 
@@ -240,8 +244,9 @@ is_shard: Callable[[Any], bool] = Shard.__instancecheck__
 class Targets:
     """The arrays by which a function of a tree is differentiated.
 
-    The tree may have a `Shard`. If the op sends that leaf alone, its gradient is a
-    `Shard` of the sum over devices; otherwise it is whole, and this device's own.
+    The tree may hold a `Shard`. If the op sends that leaf alone, its gradient is a
+    `Shard` of the sum over devices. Otherwise the gradient is a whole array, of this
+    device's towers only.
     """
 
     treedef: Any
@@ -252,7 +257,8 @@ class Targets:
     def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
         """Return the targets of a tree.
 
-        ``is_sent_alone(number, shape)``: whether the op sends that leaf alone.
+        ``is_sent_alone(number, shape)`` tells whether the op sends that leaf alone,
+        outside the flat buffers.
         """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
         wide = [widen_dtype(x.dtype) for x in leaves]
@@ -277,7 +283,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, self.scattered))
 
     def put(self, values: PyTree) -> PyTree:
-        """The argument of the function, a tree like the given one, made of `values`."""
+        """Return the tree that the function gets, with ``values`` for its targets."""
 
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
@@ -291,7 +297,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, parts, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
-        """The gradients by `values`, with a `Shard` for each that is scattered."""
+        """Return the gradients by `values`, with a `Shard` for each scattered one."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
@@ -302,7 +308,7 @@ class Targets:
 
 
 class Uniform:
-    """One number in all elements of a shape, whole or in shards."""
+    """An array whose elements are one number, whole or in shards."""
 
     def __init__(self, number: jax.Array, shape: tuple[int, ...]) -> None:
         self.number = number
@@ -325,32 +331,32 @@ def whole(x: Any) -> Any:
 
 
 def cut_shard(x: jax.Array, dim: int) -> jax.Array:
-    """This device's shard of a replicated value."""
+    """Cut this device's shard out of a replicated value, along ``dim``."""
     size = x.shape[dim] // lax.axis_size(DEVICE_AXIS)
     start = lax.axis_index(DEVICE_AXIS) * size
     return lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
 def take_shard(x: jax.Array, dim: int) -> Shard:
-    """Return the `Shard` of a whole value, whose bits are those of one device."""
+    """Return the `Shard` of a whole value; its whole value is never gathered."""
     return Shard(cut_shard(x, dim), dim, exact=True, make=lambda: x)
 
 
 def as_shards(
     values: Sequence[Any], dims: SplitDims, *, exact: bool = False
 ) -> list[Any]:
-    """Return the values, each with a dim as a `Shard` along that dim."""
+    """Wrap each value that has a dim in a `Shard` along that dim."""
     pairs = zip(values, dims, strict=True)
     return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
 
 def scatter_shard(x: Any, dim: int) -> Shard:
-    """This device's `Shard` of the sum of a value over devices."""
+    """Add a value over devices, and return the `Shard` of the sum."""
     return Shard(scatter(whole(x), dim), dim)
 
 
 def shard_on_device(x: Any, dim: int) -> jax.Array:
-    """This device's shard of a value, which may be a `Shard`."""
+    """Return the array of this device's shard of ``x``, which may be a `Shard`."""
     if isinstance(x, Shard) and x.dim == dim:
         return x.data
     return cut_shard(jnp.asarray(whole(x)), dim)
@@ -369,15 +375,16 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Return whether an equation computes each element by itself, from any operands."""
+    """Return whether an equation computes each element of its result by itself."""
     return eqn.primitive.name in ELEMENTWISE
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The result of an elementwise equation on shards; None if these do not match.
+    """Return the result of an elementwise equation on shards; None if they differ.
 
-    If its whole value is needed, that is computed from whole operands. So a norm is
-    added up as on one device, from squares that were never split.
+    Shards differ if they are split along different dims. If the whole result is needed,
+    it is computed from whole operands. So a norm is added up as on one device, from
+    squares that were never split.
     """
     first = next(x for x in operands if isinstance(x, Shard))
 
@@ -386,7 +393,7 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
             return jnp.broadcast_to(x.number, first.data.shape)
         return x.data if isinstance(x, Shard) else x
 
-    # To cut a shard out of an array here would keep XLA from fusing a step.
+    # Cutting a shard out of an array here would keep XLA from fusing a step.
     numbers = [x for x in operands if not isinstance(x, Shard | Uniform)]
     dims = {x.dim for x in operands if isinstance(x, Shard)}
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
@@ -404,8 +411,8 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """Return the results of an equation that needs no more than each shard; else None.
 
-    All operands must be shards: a result of shards and of per-tower values is no shard,
-    since it differs between devices.
+    All operands must be shards. A result of shards and of per-tower values differs
+    between devices, so it is no shard.
     """
     name = eqn.primitive.name
     if name in IDENTITIES and len(operands) == len(eqn.outvars):
@@ -427,7 +434,7 @@ def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the results of an equation that changes no value."""
+    """Return the results of an equation that changes no value, such as a barrier."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     if len(operands) == 1:
         return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
@@ -442,7 +449,10 @@ def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
 
 
 def _moved(eqn: JaxprEqn, shard: Shard) -> list[Any] | None:
-    """The result of an equation that moves elements along other dims; else None."""
+    """Return the result of an equation that only moves elements, as a `Shard`.
+
+    Returns None for other equations, and if elements move along the split dim.
+    """
     name = eqn.primitive.name
     params = eqn.params
     dim = shard.dim

@@ -1,17 +1,18 @@
-"""Run a program on sharded parameters, gathered where it uses them.
+"""Run a program on sharded parameters, which are gathered where it uses them.
 
 The program is traced with whole parameters and proved. When it is evaluated here, a
 parameter stays a `Shard` until an equation really needs all of it. A cast to fewer bits
-is done before it is sent; a scan gathers one layer at a time; what `jax.checkpoint`
-computes again is gathered again. A loss is evaluated in this way before it is
-differentiated. Where it gathers a parameter, its derivative adds the gradient over
-devices and scatters it. So no device holds all parameters at once, nor a whole
-gradient, and models need no change.
+is done before the parameter is sent. A scan gathers one layer at a time. What
+`jax.checkpoint` computes again is gathered again.
+
+A loss is evaluated in this way before it is differentiated. Where the loss gathers a
+parameter, its derivative adds the gradient over devices and scatters it. So no device
+holds all parameters at once, nor a whole gradient, and models need no change.
 
 The idea is ZeRO-3 of Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models", https://arxiv.org/abs/1910.02054, and FSDP of Zhao
-et al. (2023), https://arxiv.org/abs/2304.11277. Ours is to rewrite a traced program,
-where these wrap a model.
+et al. (2023), https://arxiv.org/abs/2304.11277. These wrap a model; we rewrite a traced
+program.
 """
 
 from collections import Counter
@@ -46,7 +47,7 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
-    """Return the shapes of a tree's leaves; for a `Shard` that of its whole value."""
+    """Return the shapes of a tree's leaves; a `Shard` has that of its whole value."""
 
     def of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -60,13 +61,15 @@ def on_shards(
     replicated: bool = False,
     sums: Callable[[PyTree], list[int | None]] | None = None,
 ) -> PyTree:
-    """``fn(*args)``, where some arguments are a `Shard`, as may be some results.
+    """Run ``fn(*args)``, where some arguments are a `Shard`, as may be some results.
 
-    ``replicated``: whether all values are replicated over devices, as in an update.
-    Then what is computed from shards is a shard, too. Otherwise values are those of a
-    device's own towers. ``sums(shapes of results)`` returns a dim for each result that
-    is added over devices and becomes a shard of this sum; the others, with None, are
-    then whole.
+    ``replicated`` tells that all values are replicated over devices, as in an update.
+    Then a result that is computed from shards is a shard, too. Otherwise values are
+    those of a device's own towers.
+
+    ``sums(shapes)``, called with the shapes of the results, returns a list. It has a
+    dim for each result that is added over devices and becomes a shard of this sum. It
+    has None for the other results, which are then whole.
     """
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     if not any(map(is_shard, leaves)):
@@ -87,7 +90,7 @@ def on_shards(
 class _Body:
     """A program, closed or not, that is run on shards.
 
-    ``sums`` has, by the number of a result that is added over devices, the dim along
+    ``sums`` maps the number of a result that is added over devices to the dim along
     which the sum is scattered.
     """
 
@@ -103,17 +106,18 @@ class _Body:
         self._consts: Sequence[Any] = getattr(program, "consts", ())
         self._replicated = replicated
         # One device stores a result of an update, and reads it again for other values.
-        # If it were computed anew from whole values here, XLA would fuse it in another
-        # way.
+        # If the result were computed anew from whole values here, XLA would fuse it in
+        # another way.
         outs = self._body.outvars if is_update else ()
         self._stored = {x for x in outs if isinstance(x, Var)}
         self._sums = sums or {}
         self._inside = self._scattered_inside() if sums else {}
 
     def _scattered_inside(self) -> dict[int, dict[int, int]]:
-        """By equation, the results that its inner program scatters, with their dims.
+        """Return, for each equation, the results that its inner program scatters.
 
-        So a gradient that a tower takes itself, and that is only added, is never whole.
+        Each result has the dim along which it is scattered. So a gradient that a tower
+        takes itself, and that is only added, is never whole.
         """
         body = self._body
         inside = dict[int, dict[int, int]]()
@@ -129,7 +133,7 @@ class _Body:
         return inside
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """Return the results, of which some may be a `Shard`."""
+        """Run the program; return its results, of which some may be a `Shard`."""
         walk = Interpreter(self._body, self._consts, args)
         for eqn in self._body.eqns:
             operands = [walk.read(x) for x in eqn.invars]
@@ -148,7 +152,7 @@ class _Body:
         return results
 
     def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """The results of an equation; what it needs whole is gathered just before."""
+        """Evaluate an equation, and gather right before it what it needs whole."""
         if self._replicated and is_uniform(eqn):
             return [Uniform(whole(operands[0]), eqn.params["shape"])]
         if self._replicated and is_elementwise(eqn):
@@ -173,13 +177,13 @@ class _Body:
     def _enter(
         self, eqn: JaxprEqn, inner: Any, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
-        """Return the results of a call of another program."""
+        """Run the program that an equation calls, and return the call's results."""
         body = _Body(inner, replicated=self._replicated, sums=inside)
         params = eqn.params
         if eqn.primitive.name not in _CHECKPOINT:
             return body.run(operands)
         if params.get("differentiated"):
-            # Without a barrier XLA would keep what the forward pass has gathered.
+            # Without a barrier XLA would store what the forward pass has gathered.
             barred = with_barrier(operands) if params["prevent_cse"] else operands
             return body.run(barred)
 
@@ -193,7 +197,10 @@ class _Body:
     def _scan(
         self, eqn: JaxprEqn, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
-        """Return a scan that gathers the rows of its ``xs`` in each step."""
+        """Return the results of a scan that gathers a row of its ``xs`` in each step.
+
+        Only rows that are in shards are gathered.
+        """
         params = eqn.params
         num_consts, num_carried = loop_sizes(eqn)
         first_xs = num_consts + num_carried
@@ -201,7 +208,8 @@ class _Body:
         if not is_of_towers(eqn):
             consts = [whole(x) for x in consts]  # otherwise each step gathers them
         start = [whole(x) for x in operands[num_consts:first_xs]]
-        # An operand that is split along its rows is gathered here, others row by row.
+        # An operand that is split along its rows is gathered here, others are row by
+        # row.
         xs = [
             whole(x) if is_shard(x) and x.dim == 0 else x for x in operands[first_xs:]
         ]
@@ -234,7 +242,7 @@ class _Body:
         return [Shard(x, inside[i]) if i in inside else x for i, x in results]
 
     def _loop_of_towers(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Return a loop that gathers its constants in each round."""
+        """Return the results of a loop that gathers its constants in each round."""
         params = eqn.params
         at = eqn.params["cond_nconsts"]
         until = at + params["body_nconsts"]
@@ -255,7 +263,7 @@ class _Body:
 
 
 def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the results of an equation that needs its operands whole."""
+    """Evaluate an equation that needs its operands whole."""
     return evaluate_eqn(eqn, [whole(x) for x in operands])
 
 
@@ -272,7 +280,10 @@ def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
 
 
 def _refusing(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The policy of `jax.checkpoint`, changed so that it saves nothing gathered."""
+    """Return a policy of `jax.checkpoint` that never saves a gathered value.
+
+    Other values are saved as ``policy`` says.
+    """
     if policy is None:
         return None
 
@@ -284,7 +295,7 @@ def _refusing(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def is_of_towers(eqn: JaxprEqn) -> bool:
-    """Whether a loop runs a device's towers, or a tower's micro-batches, in turn."""
+    """Return whether a loop runs a device's towers, or micro-batches, in turn."""
     return tags.IN_TURN in scopes_of((eqn, None))
 
 

@@ -1,8 +1,8 @@
 """Lower the axis of all towers to the device axis and a device's local towers.
 
 A tower function is traced with one axis of ``T`` towers, whatever the devices are, so
-that the program that runs is the program that is proved. Then each collective over that
-axis is replaced by one over the device axis and the local towers.
+that the program that runs is the program that is proved. Each collective over that axis
+is then replaced by one over the device axis and the local towers.
 """
 
 import functools
@@ -34,7 +34,7 @@ _CUSTOM = frozenset("custom_jvp_call custom_vjp_call".split())
 
 
 def first_tower_of_device(axes: TowerAxes) -> jax.Array:
-    """The id of the first local tower, ``()`` int32, inside a device function."""
+    """Return the id of the device's first tower, ``()`` int32; in a device function."""
     if not axes.device_axis:
         return jnp.int32(0)
     device = lax.convert_element_type(lax.axis_index(DEVICE_AXIS), jnp.int32)
@@ -42,7 +42,7 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
 
 
 def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
-    """The axes, with their sizes, that are bound while a tower function is traced."""
+    """Return the axes that are bound while a tower function is traced, with sizes."""
     sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
     bound = [(name, sizes[name]) for name in axes.names]
     if axes.in_turn and axes.num_towers > 1:
@@ -62,9 +62,10 @@ def tower_program(
     args: tuple[PyTree, ...],
     name: str,
 ) -> tuple[ClosedJaxpr, Any]:
-    """One tower's program, over the axis of all towers, and the treedef of its results.
+    """Trace one tower's program over the axis of all towers.
 
-    It is traced once for each ``name`` and shapes of arguments; ``programs`` keeps it.
+    Returns the program, and the treedef of its results. It is traced once for each
+    ``name`` and each set of shapes of ``args``, and stored in ``programs``.
     """
     leaves, treedef = jax.tree.flatten(args)
     kinds = [
@@ -88,7 +89,7 @@ def tower_program(
 
 
 def evaluate_program(program: ClosedJaxpr, tree: Any, args: PyTree) -> PyTree:
-    """Return the results of one tower's program, as a tree."""
+    """Evaluate one tower's program, and return its results as a tree."""
     leaves = jax.tree.leaves(args)
     walk = Interpreter(program.jaxpr, program.consts, leaves)
     for eqn in program.jaxpr.eqns:
@@ -104,7 +105,7 @@ def lowered_program(
     name: str,
     args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the result of `tower_program`, lowered to these devices."""
+    """Return the result of `tower_program`, with the program lowered to the devices."""
     program, tree = tower_program(tower_fn, axes, programs, args, name)
     return _Lowering(axes).lower(program), tree
 
@@ -116,7 +117,7 @@ def run_lowered(
     name: str,
     *args: PyTree,
 ) -> PyTree:
-    """The results of a function of one tower, by its program for these devices."""
+    """Run a function of one tower by its program, lowered to these devices."""
     program, tree = lowered_program(tower_fn, axes, programs, name, args)
     return evaluate_program(program, tree, args)
 
@@ -126,12 +127,12 @@ class _Lowering:
 
     def __init__(self, axes: TowerAxes) -> None:
         self.axes = axes
-        # Derivative rules are traced later, where an axis may not be bound.
+        # Derivative rules are traced later, where an axis may not be bound any more.
         self._env = axes_in_tower(axes)
         self._rules = {
             "jvp_jaxpr_fun": self._lower_rule,
             "fwd_jaxpr_thunk": self._lower_rule,
-            # Symbolic zeros go in and out unchanged.
+            # Symbolic zeros pass through this rule unchanged.
             "bwd": lambda rule, *args: self._run(rule.call_wrapped, *args),
         }
         self._done: dict[int, Any] = {}
@@ -148,18 +149,19 @@ class _Lowering:
             if any([a is not b for a, b in zip(eqns, body.eqns, strict=True)]):
                 new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
-            self._done[id(jaxpr)] = new, jaxpr  # kept, so that no other has this id
+            self._done[id(jaxpr)] = new, jaxpr  # stored: its id stays taken
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Return an equation that does for these devices what it does for one tower."""
+        """Return the equation with its collectives replaced, for these devices."""
         axes = named_axes(eqn)
         if self.axes.tower_axis in axes:
             return self._lower_collective(eqn)
         if not {DEVICE_AXIS, LOCAL_AXIS}.isdisjoint(axes):
             self._refuse_device_axis(eqn)
         if eqn.primitive.name == "custom_vmap_call":
-            # Its vmap rule may compute something else than its call does for one tower.
+            # The rule for ``vmap`` may compute something else than the call does for
+            # one tower.
             return as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])), self._env)
         params = dict(with_programs(eqn, self.lower).params)
         if eqn.primitive.name in _CUSTOM:
@@ -170,9 +172,10 @@ class _Lowering:
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
     def _lower_collective(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Return a collective over the axes of these devices, or one that emulates it.
+        """Return the collective over these devices' axes, or code that emulates it.
 
-        JAX itself reduces over several axes; other collectives know one axis.
+        JAX itself reduces over several axes. Its other collectives accept one axis
+        only.
         """
         has_groups = eqn.params.get("axis_index_groups") is not None
         takes_several_axes = eqn.primitive.name in _MULTI_AXIS and not has_groups
@@ -181,7 +184,10 @@ class _Lowering:
         return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
 
     def _refuse_device_axis(self, eqn: JaxprEqn) -> None:
-        """Refuse a collective that names an axis of ours, which leaves out towers."""
+        """Refuse a collective that names a device axis, because it leaves out towers.
+
+        It would leave out towers where several of them share a device.
+        """
         [axis, *_] = [x for x in named_axes(eqn) if x in (DEVICE_AXIS, LOCAL_AXIS)]
         instead = _ALONE if self.axes.in_turn else _TOGETHER
         raise ValueError(
@@ -192,9 +198,9 @@ class _Lowering:
     def _with_lowered_rules(
         self, eqn: JaxprEqn, params: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the params of a custom derivative, with rules that are lowered, too.
+        """Return the params of a custom derivative, with its rules lowered, too.
 
-        ``params`` are those of the equation with its programs lowered.
+        ``params`` are the params of the equation, with its programs lowered.
         """
         rules = self._rules
         if eqn.primitive.name == "custom_vjp_call" and self._meets_inside(eqn):
@@ -212,7 +218,7 @@ class _Lowering:
         return params | lowered
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """Return the results of a custom derivative rule, with its program lowered."""
+        """Run a custom derivative rule, and lower the program that it returns."""
         traced = []
 
         def trace() -> None:
@@ -222,20 +228,20 @@ class _Lowering:
         return self.lower(traced[0]), *traced[1:]
 
     def _meets_inside(self, eqn: JaxprEqn) -> bool:
-        """Whether towers run together, and communicate in an equation's function."""
+        """Return whether towers run together, and communicate in the equation."""
         is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
         axis = self.axes.tower_axis
         return is_together and any(axis in named_axes(x) for x in eqns_inside(eqn))
 
     def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """The result of `_lower_rule` for a forward in which towers communicate."""
+        """Lower a rule's forward function, in which towers communicate."""
         program, consts = self._lower_rule(rule, *zeros)
         fn = functools.partial(jax.core.eval_jaxpr, program, consts)
         closed = self._with_own_results(fn, [var.aval for var in program.invars])
         return closed.jaxpr, closed.consts
 
     def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
-        """Return the program of a function, changed so that its results are per tower.
+        """Return the program of ``fn``, changed so that its results are per tower.
 
         A user's derivative rule is written for one tower's cotangent. If a device's
         towers share a result, its cotangent is already the sum of theirs, and a sum
@@ -249,7 +255,7 @@ class _Lowering:
         return jax.make_jaxpr(run, axis_env=self._env)(*shapes)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """The results of a function's lowered program; only arrays are traced."""
+        """Trace ``fn``, lower its program, and run it; only arrays are traced."""
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -264,7 +270,7 @@ class _Lowering:
         return put_parts(jax.Array, out, arrays)[0]
 
     def _lower_hidden(self, eqn: JaxprEqn) -> JaxprEqn:
-        """The equation of hidden code, replaced by that code if it has collectives."""
+        """Replace an equation of hidden code by that code, if it has collectives."""
         sizes = {self.axes.tower_axis: self.axes.num_towers}
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
@@ -298,7 +304,7 @@ class _Lowering:
         return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
 
     def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """The results of a collective, which each tower computes from all operands."""
+        """Compute a collective's results for one tower from all towers' operands."""
         axes = self.axes
         name = eqn.primitive.name
         groups = eqn.params.get("axis_index_groups")
@@ -336,7 +342,7 @@ class _Lowering:
 def _of_group(
     rows: Sequence[jax.Array], tower: jax.Array, groups: Sequence[Any], name: str
 ) -> tuple[list[jax.Array], jax.Array, int]:
-    """The rows of a tower's group, the tower's number in it, and the group's size."""
+    """Return the rows of a tower's group, the tower's number in it, and its size."""
     if len({len(group) for group in groups}) > 1:
         raise ValueError(_UNEVEN.format(name=name, groups=groups))
     size = len(groups[0])
@@ -348,7 +354,7 @@ def _of_group(
 def _permute(
     rows: Sequence[jax.Array], tower: jax.Array, perm: Sequence[tuple[int, int]]
 ) -> list[jax.Array]:
-    """Return the rows that a tower gets from all towers; zeros if none sends to it."""
+    """Return the rows that other towers send to this one; zeros if none does."""
     size = len(rows[0])
     sources = np.full(size, -1)
     for source, target in perm:
@@ -379,7 +385,10 @@ _UNEVEN = (
 
 
 def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """Return the first argument, per tower if any argument is, and its mapped dim."""
+    """Return the first argument and its mapped dim, per tower if any argument is.
+
+    This is the batching rule of `_OF_EACH`.
+    """
     (x, *_) = args
     (dim, *_) = dims
     if dim is not None:
@@ -389,7 +398,8 @@ def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
     return jnp.broadcast_to(x, (size, *x.shape)), 0
 
 
-# Its result is the first argument. Under vmap it is per tower, if any argument is.
+# The result of this primitive is its first argument. Under ``vmap`` the result is per
+# tower if any argument is.
 _OF_EACH = Primitive("towerjax_of_each")
 _OF_EACH.def_impl(lambda x, *_: x)
 _OF_EACH.def_abstract_eval(lambda x, *_: x)
@@ -414,13 +424,16 @@ def over_local_towers(
     name: str = "tower",
     is_lowered: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """``tower_fn(tower_id, own, *replicated) -> (sums, kept)`` of a device's towers.
+    """Run all ``k`` towers of a device, and add their sums.
 
-    Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
-    and ``of_each`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
-    ``programs`` keeps the program by this ``name``, for the next call with arguments of
-    these shapes and as many towers, on any devices. ``is_lowered``: whether
-    ``tower_fn`` is lowered already and runs as it is; not if towers run together.
+    ``tower_fn(tower_id, per_tower, *replicated)`` returns ``(sums, rest)``. Returns
+    ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``, and
+    ``rest`` as rows.
+
+    ``number`` is any traced int >= 0; see `map_in_turn`. ``programs`` stores the
+    program under ``name``, for the next call with arguments of these shapes and as many
+    towers, on any devices. ``is_lowered`` tells that ``tower_fn`` is lowered already
+    and runs as it is; it is ignored if towers run together.
     """
     programs = {} if programs is None else programs
     lower = functools.partial(lowered_program, tower_fn, axes, programs, name)
@@ -429,7 +442,7 @@ def over_local_towers(
         run = functools.partial(run_lowered, tower_fn, axes, programs, name)
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
-        # A vmap over one tower would still turn convolutions into grouped ones.
+        # A ``vmap`` over one tower would turn convolutions into grouped ones.
         of_one = jax.tree.map(lambda x: x[0], per_tower)
         sums, of_each = run(first, of_one, *replicated)
         rows = jax.tree.map(lambda x: jnp.asarray(x)[None], of_each)
@@ -452,13 +465,13 @@ def _together(
     towers: tuple[PyTree, ...],
     replicated: tuple[PyTree, ...],
 ) -> tuple[PyTree, PyTree]:
-    """The results of a device's towers, ``[k, ...]``, which run under one vmap."""
+    """Run a device's towers under one ``vmap``; return their results, ``[k, ...]``."""
     program, tree = lower((*jax.tree.map(lambda x: x[0], towers), *replicated))
 
     def of_tower(leaves: list[jax.Array]) -> PyTree:
         return evaluate_program(program, tree, (leaves, replicated))
 
-    try:  # it takes leaves, because vmap takes sparse arrays apart in another way
+    try:  # vmap takes sparse arrays apart in another way, so it gets leaves
         return jax.vmap(of_tower, axis_name=LOCAL_AXIS)(jax.tree.leaves(towers))
     except NotImplementedError as error:
         where = getattr(error, "__notes__", ())
@@ -473,12 +486,13 @@ def _isolate(
     lower: _Lower,
     replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
-    """Return the function of one tower, lowered, between barriers.
+    """Return the function of one tower, lowered, between two barriers.
 
-    So XLA fuses nothing else with a tower's program. Otherwise it would also move what
-    is replicated over towers out of the loop over them, on one device other parts than
-    on several. Values that no tower uses, such as an optimizer's state, stay outside:
-    the loop would hold a copy of them.
+    The barriers keep XLA from fusing anything else with a tower's program. Otherwise it
+    would also move values that are replicated over towers out of the loop over them,
+    and on one device it would move other values than on several. Values that no tower
+    uses, such as an optimizer's state, stay outside the barriers, because the loop
+    would hold a copy of them.
     """
 
     def run(tower: tuple[PyTree, ...]) -> PyTree:

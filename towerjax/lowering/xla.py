@@ -17,14 +17,15 @@ from towerjax.types.boundary import warn
 
 
 def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
-    """Lower a traced program; with `tower_loop="scan"` to the same form on any devices.
+    """Lower a traced program; for ``tower_loop="scan"`` in a form that fixes its bits.
 
-    For several devices XLA first inlines calls and merges equal operations. For one it
-    first rewrites operations by how often their operands are used: a division by a
-    value that is used once becomes a product with its inverse. So bits would depend on
-    ``D``. To avoid that, all this is done here.
+    For several devices XLA first inlines calls and merges equal operations. For one
+    device it first rewrites operations by how often their operands are used: a division
+    by a value that is used once becomes a product with its inverse. So bits would
+    depend on the number of devices. To avoid that, calls are inlined and operations are
+    merged here.
     """
-    # JAX would lower for the default platform, which absent devices never have.
+    # JAX would lower for the platform of this machine, but absent devices have another.
     absent = {"gpu": "cuda"}.get(placement.platform, "tpu")
     platforms = None if placement.absent is None else (absent,)
     try:
@@ -37,7 +38,8 @@ def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
             )
         raise
     if placement.tower_loop == "scan":
-        # Within towers XLA splits arrays itself, and fuses products in another way.
+        # In a tower of several devices XLA splits arrays itself, and fuses products in
+        # another way, so divisions are left as they are.
         inline_and_merge(lowered, inverses=not placement.within)
     return lowered
 
@@ -70,10 +72,12 @@ def inline_and_merge(lowered: Lowered, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
     With ``inverses`` a division by a broadcast value becomes a product: see
-    `_multiply_by_inverse`. Without, as within towers, open constraints are removed.
+    `_multiply_by_inverse`. Without it, as in a tower of several devices, constraints
+    that leave all dims open are removed.
     """
-    # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
-    # body with earlier ones; XLA merges within a block alone.
+    # MLIR in JAX's build has no inliner. Its CSE is not used, because it would merge
+    # operations of a loop's body with earlier ones, while XLA merges only within a
+    # block.
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
         functions = {
@@ -112,12 +116,12 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
-# A constraint that leaves all dims open. JAX writes one behind each operation where
-# some axes of a mesh are manual. XLA does not look through it: it merges two factors
-# of a product into one only on one group of devices.
+# This matches a constraint that leaves all dims open. JAX writes one behind each
+# operation where some axes of a mesh are manual. XLA does not look through it, and so
+# merges two factors of a product into one only on one group of devices.
 _OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
-# Operations with effects, and those whose regions are computations of their own.
+# These operations have effects, or have regions that are computations of their own.
 _NEVER_MERGED = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -163,10 +167,11 @@ def _divides_by_broadcast(op: Any) -> bool:
 
 
 def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
-    """Replace a division by a broadcast value: multiply by its inverse instead.
+    """Replace a division by a broadcast value: multiply by the inverse instead.
 
-    XLA:CPU does so where the divisor is used once. That depends on ``D``: for one
-    ``D`` it divides the whole array, and for another each piece of it.
+    XLA:CPU does this itself where the divisor is used once. Whether it is used once
+    depends on the number of devices: on one it divides a whole array, on others each
+    piece.
     """
     x, divisor = op.operands
     kind: Any = ir.RankedTensorType(x.type).element_type
@@ -204,7 +209,7 @@ def _made_by(x: Any) -> str:
 
 
 def _may_merge(op: Any) -> bool:
-    """Whether an operation has no effect, so that two equal ones can be merged."""
+    """Return whether an operation has no effect, so that equal ones can be merged."""
     if op.name == "stablehlo.custom_call" and "has_side_effect" in op.attributes:
         return not op.attributes["has_side_effect"].value
     is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
@@ -212,9 +217,9 @@ def _may_merge(op: Any) -> bool:
 
 
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """Return a key that is the same for equal operations.
+    """Return a key by which two equal operations are found.
 
-    ``inside`` has the numbers of values that are defined in its regions.
+    ``inside`` has the numbers of values that are defined in the operation's regions.
     """
     operands = tuple(inside.get(x, x) for x in op.operands)
     regions = []

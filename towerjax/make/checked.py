@@ -8,9 +8,9 @@ from towerjax.step.step import Step
 
 
 class _LoadedWhenAsked:
-    """`towerjax.check.questions`, which is imported when a step is first asked.
+    """A stand-in for `towerjax.check.questions`, which imports it at the first use.
 
-    A step with ``audit=False`` that nobody asks anything never imports it.
+    A step with ``audit=False`` on which no check is called never imports it.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -87,9 +87,13 @@ def _call_of_one_mean(
     named: dict[str, Any],
     loss_reduction: Reduction | None,
 ) -> tuple[PyTree, PyTree]:
-    """Call the loss, for what `value_and_grad` returns; refuse several means."""
+    """Call the loss for `value_and_grad`; refuse a sum of several means.
+
+    Returns the loss, and the function's result.
+    """
     towers = [x for x in (*args, *named.values()) if isinstance(x, Tower)]
-    # Flax lets variables be written only in the trace that made them.
+    # Flax lets variables be written only in the trace that made them, so they are made
+    # again here.
     fresh_args, fresh_named = jax.tree.map(lambda x: x, (args, named))
     returned = loss_fn(params, *fresh_args, **fresh_named)
     out = as_loss(returned, loss_reduction, towers[0] if towers else None)
@@ -114,12 +118,12 @@ def as_loss(
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
-    # Added up, and divided by nothing.
+    # With SUM, losses are added and divided by nothing.
     return dataclasses.replace(out, loss=Sum(LossSums.of(out.loss).sums[0]))
 
 
 def _refuse_without_gradient(params: PyTree) -> None:
-    """Raise for leaves without a gradient, such as counters and keys, by name."""
+    """Raise for leaves without a gradient, such as counters and keys; name them."""
     dtypes = [
         (name, jnp.result_type(leaf)) for name, leaf in named_leaves("params", params)
     ]
@@ -134,7 +138,10 @@ def _refuse_without_gradient(params: PyTree) -> None:
 
 
 def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Let the function raise if it returns a mean's tangent, whose weight is 0."""
+    """Return the function; it raises if it returns the tangent of a mean.
+
+    Such a tangent has the weight 0.
+    """
 
     def is_mean(x: Any) -> bool:
         return isinstance(x, Weighted)
@@ -162,8 +169,7 @@ def call_refusing_writes(
     """Call a loss function; raise if it writes into a module that it does not return.
 
     No later step would see such a write. ``nnx.jit`` and ``nnx.remat`` write a module
-    back unchanged, which loses nothing, so a second trace tells these writes from
-    others.
+    back unchanged, which loses nothing. A second trace tells these writes from others.
     """
     leaves, treedef = jax.tree.flatten((params, tower))
 
@@ -198,8 +204,8 @@ def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
 
 
 def _refuse_written(written: dict[str, Any]) -> None:
-    """Raise if a loss function wrote into a module what no later step would see."""
-    if any(map(is_key, written.values())):  # a reseeded module: counters may change
+    """Raise if a loss function wrote into a module: no later step would see it."""
+    if any(map(is_key, written.values())):  # in a reseeded module counters may change
         floats = [x for x in written if jnp.issubdtype(written[x].dtype, jnp.inexact)]
         written = {name: written[name] for name in floats}
     if written:

@@ -36,10 +36,10 @@ BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
 class Members:
     """A step that is built inside its own program, from numbers that its state holds.
 
-    One program serves all members that differ in these numbers alone. Either it trains
-    one of them (numbers ``()``), or all together by ``vmap`` (numbers ``[M]``); then
-    dim 0 of parameters, optimizer state, tower-local variables, keys and metrics runs
-    over members. ``state.extra`` is ``(numbers, the member's own extra)``.
+    One program serves all members that differ in these numbers alone. It trains one of
+    them (numbers ``()``), or all together by ``vmap`` (numbers ``[M]``). In the second
+    case dim 0 of parameters, optimizer state, tower-local variables, keys and metrics
+    runs over members. ``state.extra`` is ``(numbers, the member's own extra)``.
 
     A refused step leaves its member unchanged, trains the others, and does not raise.
 
@@ -84,16 +84,16 @@ class Members:
         return place(state, strategy.placement, layout, state.params)
 
     def of_member(self, values: np.ndarray, index: int) -> np.ndarray:
-        """One member's part of results that are stacked over steps, ``[n, ...]``."""
+        """Return one member's part of results that are stacked over steps."""
         return values[:, index] if self.together else values
 
     def member(self, state: TrainState, index: int) -> TrainState:
-        """One member's state, as a step built for it alone would have it."""
+        """Return one member's state, as a step built for it alone would have it."""
         return _member(self.step.strategy, self.together, state, index)
 
 
 def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
-    """Return a function of one member, or by ``vmap`` of all that train together."""
+    """Return ``fn`` for one member, or mapped by ``vmap`` over members together."""
     return vmap_members(fn) if together else fn
 
 
@@ -112,7 +112,10 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
 
 
 def _layout(strategy: Strategy, together: bool) -> TrainState:
-    """Return the state's layout; members that train together come before towers."""
+    """Return the state's layout.
+
+    If members train together, their dim comes before that of towers.
+    """
     layout = state_layout(strategy)
     if not together:
         return layout
@@ -123,9 +126,9 @@ def _layout(strategy: Strategy, together: bool) -> TrainState:
 def _member(
     strategy: Strategy, together: bool, state: TrainState, index: int
 ) -> TrainState:
-    """One member's state, without its numbers."""
+    """Return one member's state, without its numbers."""
     if together:
-        parts = dataclasses.replace(state, step=None)  # the same for all members
+        parts = dataclasses.replace(state, step=None)  # one number for all members
         parts = jax.tree.map(lambda x: x[index], parts)
         state = dataclasses.replace(parts, step=state.step)
     _, extra = state.extra
@@ -163,7 +166,7 @@ def _plan_of_members(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _WholeSteps:
-    """The `Passes` of a sweep: the step of each member, in place of passes."""
+    """The `Passes` of a sweep, which runs the step of each member and no passes."""
 
     build: BuildMember
     placement: Placement
@@ -175,32 +178,32 @@ class _WholeSteps:
     is_of_one_loss = False
 
     def changed(self, **fields: Any) -> "_WholeSteps":
-        """Return the same, since there are no passes."""
+        """Return the object itself, because there are no passes to change."""
         return self
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Return the batch where passes return what they merged."""
+        """Return the batch in the place of what passes merge."""
         donated, kept, *batch = args
         return donated, kept, batch, []
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield no pass."""
+        """Yield nothing, because there are no passes."""
         return iter(())
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return what was merged."""
+        """Return ``merged``, which holds the results of whole steps."""
         return merged
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return what was merged."""
+        """Return ``merged``, which holds the results of whole steps."""
         return merged
 
     def run_whole_steps(
         self, donated: PyTree, kept: PyTree, merged: PyTree
     ) -> tuple[Outcome, Proof]:
-        """Run one step of all members; its proof is the same for all.
+        """Run one step of all members; return its outcome and its proof.
 
-        ``merged`` is the batch.
+        ``merged`` is the batch. One proof holds for all members.
         """
 
         def train(donated: PyTree, rng: jax.Array) -> tuple[Outcome, Static]:
@@ -226,8 +229,8 @@ def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> O
 
 @dataclasses.dataclass(frozen=True)
 class _StatesOfMembers(StatePolicy):
-    """The state of several trainings; `Members.begin` or a step made it."""
+    """The states of several trainings, which `Members.begin` or a step made."""
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the state itself: nothing needs checking."""
+        """Return the state unchanged, because it needs no check."""
         return state_or_params

@@ -30,7 +30,7 @@ from towerjax.types.options import check_choice, check_function
 
 @dataclasses.dataclass(frozen=True)
 class LossPass:
-    """A loss function as a pass of `build_step`, as `of_loss` returns it."""
+    """A loss function as a pass of `build_step`, which `of_loss` makes."""
 
     loss_fn: Callable[..., PyTree]
     params: Callable[..., PyTree] | None = None
@@ -42,7 +42,10 @@ class LossPass:
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """Return the parameters that the loss is differentiated by; None for others."""
+        """Return the parameters by which the loss is differentiated.
+
+        The others are None.
+        """
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -53,7 +56,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """Return the output of one tower, without the gradient of its loss."""
+        """Return the results of one tower, without the gradient of its loss."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)
@@ -62,7 +65,7 @@ class LossPass:
     def with_own_gradient(
         self, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
     ) -> dict[str, Any]:
-        """Return the output of one tower, with the gradient of its own loss."""
+        """Return the results of one tower, with the gradient of its own loss."""
         params = self.params_of(state, *merged)
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
@@ -101,7 +104,7 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """Make a training step's pass: of a loss to differentiate, or a tower function.
+    """Make a training step's pass, of a loss to differentiate or a tower function.
 
     ``fields`` are further fields of the pass.
     """

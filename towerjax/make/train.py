@@ -46,13 +46,15 @@ class StepFunctions(NamedTuple):
 
     tower: TowerFn  # returns "loss", "grads" and more
     update: Update
-    # params -> {"opt_state": ..., "local": a dict of one tower's TowerLocal}
+    # ``init(params)`` makes the fields ``opt_state`` and ``local``, a dict of one
+    # tower's TowerLocal.
     init: Callable[[PyTree], dict[str, PyTree]]
-    trained: Callable[[PyTree], PyTree]  # params -> those that train, None for others
+    trained: Callable[[PyTree], PyTree]  # params -> trained ones, None for others
     strategy: Strategy
     options: StepOptions
-    # (fn, carry) -> (carry, rest), with fn(carry) -> (accepted, carry, rest). If the
-    # new carry is not accepted, it gives the old one, without a copy of it.
+    # ``accept_or_keep(fn, carry)`` returns ``(carry, rest)``, where ``fn(carry)``
+    # returns ``(accepted, carry, rest)``. If the new carry is not accepted, it returns
+    # the old one, without a copy of it.
     accept_or_keep: Callable[..., tuple[PyTree, PyTree]] = accept_or_keep
     # Whether each tower refuses a step for itself. Then ``update`` also returns the
     # number of the first step that a tower has refused, int32, or -1.
@@ -65,14 +67,14 @@ Extend: TypeAlias = Callable[[StepFunctions], StepFunctions]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerUpdate:
-    """The update of `build_train_step`: an optimizer changes parameters that train."""
+    """The update of `build_train_step`: an optimizer changes the trained parameters."""
 
     optimizer: optax.GradientTransformation
     trainable: Trainable | None = None
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """Make the first state's field beside its parameters: the optimizer state."""
+        """Make the first optimizer state, by the name of its field."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
@@ -172,7 +174,8 @@ def apply_gradients(
         grads = jax.tree.map(keep, grads, part, is_leaf=is_leaf)
     check_like_params(grads, part)
     grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
-    # Rows of tables become a dense gradient, but for a TowerOptimizer, which is lazy.
+    # Rows of tables become a dense gradient, except for a TowerOptimizer, which is
+    # lazy.
     grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
     loss = getattr(loss, "value", loss)
     opt_state = state.opt_state
@@ -206,7 +209,10 @@ _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 def pass_loss(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer, without ``value=loss`` if it does not take that."""
+    """Return the optimizer as one that accepts ``value=loss``.
+
+    It drops this argument if the optimizer does not take it.
+    """
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
@@ -225,7 +231,8 @@ def pass_loss(
             try:
                 return inner.update(updates, state, params, **extra_args)
             except TypeError as error:
-                # Only a call shows what an update wrapped in others takes.
+                # Only a call shows which arguments an update takes that is wrapped in
+                # others.
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
             extra_args.pop("value")
@@ -240,8 +247,7 @@ def pass_loss(
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
     """Return the next ``state.extra``: merged values, cast to the dtypes that it has.
 
-    A value keeps its dtype, and is then refused, if the cast would lose digits or
-    range.
+    If the cast would lose digits or range, the value keeps its dtype, and is refused.
     """
 
     def cast(x: Any, old: Any) -> Any:
@@ -258,13 +264,16 @@ def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
 
 
 def _kind_of_number(dtype: Any) -> int:
-    """Booleans and integers are 0, floats 1, complex numbers 2."""
+    """Return 0 for booleans and integers, 1 for floats, 2 for complex numbers."""
     kinds = (jnp.inexact, jnp.complexfloating)
     return sum(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _mean_gradient(grads: Weighted | Sum) -> PyTree:
-    """Divide the gradient; a lone array is divided as a tree is, for the same bits."""
+    """Divide the gradient by its weight.
+
+    A lone array is divided like a tree, so that both have the same bits.
+    """
     if isinstance(grads, Sum):
         return grads.value
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
@@ -277,7 +286,7 @@ def _planned(
     strategy: Strategy,
     options: StepOptions,
 ) -> Plan:
-    """Return the plan of a loss and an update on these towers."""
+    """Return the plan of a loss and an update, for this strategy."""
     of_own_gradient = loss.with_own_gradient
     trained = functools.partial(trained_part, trainable=update.trainable)
     fns = StepFunctions(
@@ -287,7 +296,7 @@ def _planned(
     if extend is not None:
         fns = extend(fns)
         makes["local"] = lambda params: fns.init(params).get("local", {})
-    # Else towers return gradients of their own.
+    # If ``extend`` has changed the function, towers return gradients of their own.
     tower = loss if fns.tower == of_own_gradient else fns.tower
     fields: dict[str, Any] = {"loss_reduction": loss.loss_reduction}
     fields["rows_used_later"] = update.update_extra is not None

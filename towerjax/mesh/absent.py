@@ -16,12 +16,13 @@ from jax.experimental import topologies
 
 from towerjax.types.options import check_text, check_whole, short_repr
 
-# Fields of a GpuTargetConfigProto that differ between GPUs; below are SXM modules.
+# These are the fields of a GpuTargetConfigProto that differ between GPUs. The numbers
+# below are those of SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core
     shared_memory_per_block_optin l2_cache_size clock_rate_ghz memory_bandwidth
     device_memory_size""".split()
 _HOPPER = (132, 128, 233472, 232448, 52428800, 1.98)
-_GPUS = {  # the major compute capability, and the figures
+_GPUS = {  # the major compute capability, then _FIGURES
     "a100": (8, 108, 64, 167936, 166912, 41943040, 1.41, 2039040000000, 85100068864),
     "h100": (9, *_HOPPER, 3352320000000, 84942979072),
     "h200": (9, *_HOPPER, 4800000000000, 151397597184),
@@ -49,7 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
 device_description_str: "NVIDIA {name}"
 """
-_MOST = 1 << 20  # GPUs; the compiler takes a minute and 8 GB of memory for these
+_MOST = 1 << 20  # so many GPUs take the compiler a minute and 8 GB
 _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 
@@ -104,19 +105,19 @@ class Absent:
             )
 
     def __len__(self) -> int:
-        """The number of devices."""
+        """Return the number of devices."""
         if match := _TPU.fullmatch(self.target):
             return math.prod(int(size) for size in match[1].split("x"))
         return self.number or 0
 
     @property
     def platform(self) -> str:
-        """``"gpu"`` or ``"tpu"``."""
+        """The platform of the devices, ``"gpu"`` or ``"tpu"``."""
         return "tpu" if self.is_topology(self.target) else "gpu"
 
     @staticmethod
     def is_topology(target: str) -> bool:
-        """Return whether the target names TPUs."""
+        """Return whether ``target`` is a topology of TPUs, such as ``"v5e:2x4"``."""
         return _TPU.fullmatch(target) is not None
 
     @property
@@ -126,7 +127,7 @@ class Absent:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """``"gpu:0"`` and so on, the names that present devices would have."""
+        """The names that present devices would have: ``"gpu:0"`` and so on."""
         return tuple(f"{self.platform}:{i}" for i in range(len(self)))
 
     @property
@@ -144,7 +145,10 @@ class Absent:
 
     @property
     def text(self) -> str:
-        """The ``GpuTargetConfigProto`` as text; the topology for TPUs."""
+        """The target, as the compiler reads it.
+
+        It is a ``GpuTargetConfigProto`` as text, or a topology of TPUs.
+        """
         if self.target not in _GPUS:
             return self.target
         major, *numbers = _GPUS[self.target]
@@ -184,7 +188,8 @@ def _gpu_devices(absent: Absent) -> list[Any]:
 
 def _tpu_devices(absent: Absent) -> list[Any]:
     try:
-        # libtpu's lock, of one process at a time, is not needed: nothing runs.
+        # The lock of libtpu, for one process at a time, is not needed, because nothing
+        # runs.
         with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
             topology = topologies.get_topology_desc(absent.target, platform="tpu")
     except RuntimeError as error:
@@ -214,10 +219,10 @@ def _set_by_default(variable: str) -> Iterator[None]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """False for JAX's error that the CUDA plugin failed, on a machine without GPUs."""
+    """Return False for JAX's error that the CUDA plugin failed, without a GPU."""
     is_of_cuda = record.exc_info and "xla_cuda" in record.getMessage()
     return not is_of_cuda or bool(glob.glob("/dev/nvidia*"))
 
 
-# With the compiler's wheel installed JAX logs that error in every program.
+# If the compiler's wheel is installed, JAX logs that error in every program.
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)

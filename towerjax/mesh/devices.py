@@ -17,7 +17,7 @@ from towerjax.types.refusals import few
 Device: TypeAlias = Any
 """A ``jax.Device``; type checkers take that name for a variable."""
 
-# "gpu:0", and TensorFlow's names for this device in a job of one process.
+# Matches "gpu:0", and TensorFlow's names for this device in a job of one process.
 _NAME = re.compile(
     r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
 )
@@ -28,7 +28,10 @@ _WITHOUT_CPU = (
 
 
 def canonical_device_name(device: Any) -> str:
-    """``"platform:index"``, the index within the platform; cuda and rocm are gpu."""
+    """Return a device's name ``"platform:index"``, such as ``"gpu:0"``.
+
+    The index counts within the platform. The platforms cuda and rocm are called gpu.
+    """
     if isinstance(device, jax.Device):
         platform = device.platform
         index = jax.devices(device.platform).index(device)
@@ -75,7 +78,7 @@ def platform_devices(platform: str) -> list[Device]:
 
 
 def host_device() -> Device:
-    """This process's first CPU device."""
+    """Return this process's first CPU device."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -83,7 +86,10 @@ def host_device() -> Device:
 
 
 def first_of_each_process(gpus: int) -> tuple[str, ...]:
-    """The names of the first ``gpus`` GPUs, or of the first CPU, of each process."""
+    """Return the names of the first ``gpus`` GPUs of each process.
+
+    If ``gpus`` is 0, they are the first CPU of each process.
+    """
     platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
     devices = platform_devices(platform)
     if not (gpus or devices):
@@ -101,7 +107,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def owners_of(names: Sequence[str]) -> set[int]:
-    """The processes that own the devices; the empty set if a device is missing."""
+    """Return the processes that own the devices; an empty set if one is missing."""
     try:
         return {device.process_index for device in find_devices(names)}
     except ValueError:
@@ -109,7 +115,7 @@ def owners_of(names: Sequence[str]) -> set[int]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Let JAX have this many CPU devices, unless JAX is in use already."""
+    """Let JAX have this many CPU devices; do nothing if JAX is in use already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
 
@@ -160,11 +166,11 @@ def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def one_thread_at_a_time(devices: tuple[str, ...]) -> Iterator[None]:
-    """A context in which no other thread's program runs on these CPU devices.
+    """Let no other thread's program run on these CPU devices within the block.
 
-    XLA keeps the order of one thread's programs alone. Programs of two threads may hold
-    all of its workers, where each waits in a collective for a device that gets none;
-    after 40 s XLA ends the process.
+    XLA keeps the order of programs only within one thread. Programs of two threads may
+    hold all of its workers, where each waits in a collective for a device that gets
+    none. After 40 s XLA then ends the process.
     """
     with _CALLING:
         me = threading.get_ident()
@@ -179,15 +185,15 @@ def one_thread_at_a_time(devices: tuple[str, ...]) -> Iterator[None]:
 
 
 def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
-    """Note a call's results, and wait for the oldest if more than 16 are in flight.
+    """Record a call's results; wait for the oldest if more than 16 calls are running.
 
-    A call is noted by the first array of its results.
+    A call is recorded by the first array of its results.
     """
-    # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    # devices deadlock. A limit of 16 costs no time, and leaves room for programs of
-    # other libraries.
+    # Before JAX 0.12, several CPU devices deadlock if more than 32 programs with
+    # collectives are running. A limit of 16 costs no time, and leaves room for programs
+    # of other libraries.
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
-    # A key cannot be asked whether it is ready.
+    # A key is left out, because it cannot be asked whether it is ready.
     first = [x for x in leaves if type(x) is DeviceArray][:1]
     with _LOCK:
         running = _RUNNING.setdefault(devices, [])
@@ -195,7 +201,8 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         before = tuple(running)
     if len(before) > 16:
         any(_waits_for(x) for x in before)
-    # Drop results that are computed: calls run in turn, and predictions may be large.
+    # Results that are computed are dropped: calls run in turn, and predictions may be
+    # large.
     with _LOCK:
         ran = 0
         for count, x in enumerate(running, 1):
@@ -205,17 +212,18 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         del running[:ran]
 
 
-# By devices, the results of all steps' calls: the limit is one of the devices, for all
-# steps and threads. The lock is reentrant, since a signal's handler may call a step.
+# For each set of devices, these are the results of all steps' calls: the limit holds
+# for the devices, over all steps and threads. The lock is reentrant, because a signal's
+# handler may call a step.
 _RUNNING: dict[tuple[str, ...], list[Any]] = {}
 _LOCK = threading.RLock()
-# By devices, the thread whose calls are the last ones.
+# For each set of devices, this is the thread that called last.
 _CALLER: dict[tuple[str, ...], int] = {}
 _CALLING = threading.RLock()
 
 
 def _waits_for(x: Any) -> bool:
-    """Wait for a result; False if it was donated."""
+    """Wait for a result; return False if it was donated."""
     try:
         x.block_until_ready()
     except (RuntimeError, ValueError):  # the caller sees the error in the results

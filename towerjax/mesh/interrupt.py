@@ -1,4 +1,4 @@
-"""Hold signals back while a state is donated and its successor is not assigned."""
+"""Hold signals back while a state is donated and the next one is not assigned."""
 
 import contextlib
 import signal
@@ -17,10 +17,9 @@ class Terminated(SystemExit):
 class InterruptGuard:
     """A guard that delays Ctrl-C and SIGTERM to the end of a ``with guard:`` block.
 
-    It does so inside of `call`. A step donates the buffers of the state it is given: an
-    interrupt between the call and the assignment of its result would lose both states.
-    SIGTERM is handled only if there is an ``exit_code``, with which it ends the
-    process.
+    It works inside of `call`. A step donates the buffers of its state, so an interrupt
+    between the call and the assignment of its result would lose both states. SIGTERM is
+    handled only if there is an ``exit_code``, with which it ends the process.
 
     Attributes:
       ended: Whether Ctrl-C is dropped, because the called function has ended.
@@ -39,13 +38,13 @@ class InterruptGuard:
         body: Callable[[], Result],
         attach: Callable[[BaseException], None] = lambda _: None,
     ) -> Result:
-        """The result of ``body``; ``attach`` gets the error or signal that ends it.
+        """Call ``body``; ``attach`` gets the error or signal that ends it.
 
-        After such an error Ctrl-C is dropped: it would end ``attach``. Signals are
+        After an error Ctrl-C is dropped, because it would end ``attach``. Signals are
         handled in the main thread only.
         """
         seen = 0
-        # Python looks for signals at calls and jumps back, not at assignments.
+        # Python checks for signals at calls and jumps back, and not at assignments.
         try:
             try:
                 self._install()
@@ -69,7 +68,7 @@ class InterruptGuard:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._exit_code is not None:
-            # None stands for a handler set from C, such as JAX's own.
+            # None stands for a handler that was set from C, such as JAX's own.
             previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
             self._previous[signal.SIGTERM] = previous
             signal.signal(signal.SIGTERM, self._handle)
@@ -84,26 +83,30 @@ class InterruptGuard:
             sys.unraisablehook = self._reporter
         try:
             for number, previous in self._previous.items():
-                signal.signal(number, previous)  # SIGINT, which then may come, last
+                signal.signal(number, previous)  # SIGINT last: it may come now
             if signal.SIGINT in self._waiting and not self.ended:
                 signal.raise_signal(signal.SIGINT)
         finally:
-            if signal.SIGTERM in self._waiting:  # held since `finish` or an error
+            if signal.SIGTERM in self._waiting:  # since `finish` or an error
                 signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:
-        """Note a Ctrl-C that Python cannot raise, and report it."""
-        # Often in JAX's own callback: https://github.com/jax-ml/jax/issues/18246.
+        """Note that Python dropped a Ctrl-C, and report it as Python does.
+
+        Python cannot raise an exception in some callbacks of C code.
+        """
+        # This is often JAX's own callback: https://github.com/jax-ml/jax/issues/18246.
         self._dropped |= unraisable.exc_type is KeyboardInterrupt
         reporter(unraisable)
 
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
-            return  # a second one would interrupt the saving after the first
+            return  # a second SIGTERM would interrupt saving
         if number == signal.SIGINT and self.ended:
             return
-        # A second Ctrl-C waits, too: a call that it ends inside of JAX may raise
-        # another error, and not work again: https://github.com/jax-ml/jax/issues/9082.
+        # A second Ctrl-C waits, too. If it ended a call inside of JAX, the call might
+        # raise another error, and fail from then on:
+        # https://github.com/jax-ml/jax/issues/9082.
         if self._must_wait(number):
             self._waiting.add(number)
         else:
@@ -113,7 +116,7 @@ class InterruptGuard:
         return bool(self._inside or (number == signal.SIGTERM and self._holding))
 
     def finish(self) -> None:
-        """Hold SIGTERM back until `call` ends: the run saves and cleans up."""
+        """Hold SIGTERM back until `call` ends, while the run saves and cleans up."""
         self._holding += 1
 
     def _deliver(self, number: int, frame: Any = None) -> None:
@@ -155,7 +158,7 @@ class InterruptGuard:
 
 
 def uninterrupted(body: Callable[[], Result]) -> Result:
-    """Return the result of ``body``, which Ctrl-C does not interrupt."""
+    """Call ``body`` so that Ctrl-C waits for its end, and return its result."""
     guard = InterruptGuard()
 
     def held() -> Result:

@@ -2,10 +2,10 @@
 
 from towerjax.mesh.placement import Placement
 
-# FLOP/s of one device: dense products of bfloat16, added up in float32. Above each
-# stands the title of its source, and where the number was read. NVIDIA's sheets have
-# twice the number, for matrices of which half is 0 ("with sparsity"). The first name
-# with which a kind begins counts.
+# The numbers are FLOP/s of one device, for dense products of bfloat16 that are added in
+# float32. Above each stands the title of its source, and where the number was read.
+# NVIDIA's sheets give twice the number, for matrices of which half is 0 ("with
+# sparsity"). If a kind begins with several of these names, the first one counts.
 _PEAKS = {
     # "NVIDIA H100 Tensor Core GPU Datasheet": with sparsity 1,979 TFLOPS (SXM), 1,513
     # (PCIe). Read in a vendor's copy; NVIDIA's TensorRT-LLM names it for 989 and 756.
@@ -35,12 +35,15 @@ _PEAKS = {
     "TPU v6e": 918e12,
 }
 _TOPOLOGIES = {"v4:": "TPU v4", "v5e:": "TPU v5e", "v5p:": "TPU v5p", "v6e:": "TPU v6e"}
-# Kinds that begin like another one but have a lower peak: a part of a GPU, and a TPU.
+# These kinds begin like another one but have a lower peak: a part of a GPU, and a TPU.
 _LESS = (" MIG ", "TPU v4 lite")
 
 
 def peak_flops_of(kind: str) -> float | None:
-    """The FLOP/s of a device of this kind, such as "NVIDIA H200"; None if unknown."""
+    """Return the FLOP/s of a device of this kind; None if they are not known.
+
+    A kind is a name such as "NVIDIA H200", or a topology of TPUs.
+    """
     for topology, name in _TOPOLOGIES.items():
         if kind.startswith(topology):
             return _PEAKS[name]

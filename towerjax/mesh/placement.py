@@ -36,16 +36,19 @@ SPECS = {
 }
 
 
-# A leaf with fewer elements for each device stays replicated: a step would take longer
-# to gather it. On 8 CPU devices steps of small models take 0.8 to 1.0 of the time, for
-# 0 to 7 % more memory for a state of a megabyte or more.
+# A leaf with fewer elements for each device stays replicated, because a step would take
+# longer to gather it. On 8 CPU devices, steps of small models then take 0.8 to 1.0 of
+# the time. The price is 0 to 7 % more memory, for a state of a megabyte or more.
 LEAST_SHARD = 128
 NO_MESH = AbstractMesh((), ())
 WHOLE = PartitionSpec()
 
 
 def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
-    """The spec of an array, split ``within`` a tower and along ``dim`` over ``D``."""
+    """Return the spec of an array that is split along ``dim`` over ``D`` devices.
+
+    ``within`` is its split inside a tower.
+    """
     if dim is None:
         return within
     entries = [*within, *[None] * (dim + 1 - len(within))]
@@ -63,14 +66,15 @@ class TowerAxes:
 
     num_devices: int  # D
     num_local: int  # k, towers on a device
-    # Whether the device axis is bound: not on one device, where nothing has to travel.
+    # Whether the device axis is bound. It is not bound on one device, where nothing is
+    # sent.
     device_axis: bool
     in_turn: bool  # whether local towers run one after another (tower_loop="scan")
     platform: str  # "cpu", "gpu" ...: the choice of a method depends on it
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
     num_processes: int = 1  # P; process p has devices p D / P and following
     tower_axis: str = TOWER_AXIS  # the axis over all towers in a tower function
-    # Whether the tower axis is the only bound axis, as it is in a tower function.
+    # Whether the towers' axis is the only bound axis, as it is in a tower function.
     as_one: bool = False
     mesh: AbstractMesh = NO_MESH  # `Placement.tower_mesh`
 
@@ -81,7 +85,7 @@ class TowerAxes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All bound tower axes, outermost first."""
+        """All bound axes of towers, outermost first."""
         if self.as_one:
             return (self.tower_axis,)
         devices = (DEVICE_AXIS,) if self.device_axis else ()
@@ -99,11 +103,12 @@ class Placement:
     executor: str = "shard_map"  # or "pmap"
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
-    # The elements of each run of a shard are a multiple of this; see `split_dim`.
+    # The elements of each contiguous run of a shard are a multiple of this; see
+    # `split_dim`.
     shard_run: int = dataclasses.field(default=1, compare=False)
     within: tuple[tuple[str, int], ...] = ()  # the axes within a tower, and their sizes
-    rows: str | None = None  # the axis of these along which a tower's rows are split
-    specs: Specs | None = None  # how its parameters are split over these axes
+    rows: str | None = None  # the axis within that splits a tower's rows
+    specs: Specs | None = None  # the split of parameters over these axes
 
     @functools.cached_property
     def devices_each(self) -> int:
@@ -122,12 +127,12 @@ class Placement:
 
     @property
     def tower_mesh(self) -> AbstractMesh:
-        """The mesh in which a tower function is traced; axes in a tower are Auto."""
+        """The mesh in which a tower function is traced; its inner axes are Auto."""
         if not self.within:
             return NO_MESH
         mesh: Any = self.mesh_in_trace
         mesh = getattr(mesh, "abstract_mesh", mesh)
-        # XLA refuses a manual axis of size 1 beside others.
+        # XLA refuses a manual axis of size 1 beside other axes.
         first = AxisType.Manual if self.num_devices > 1 else AxisType.Auto
         return mesh.update_axis_types({DEVICE_AXIS: first})
 
@@ -138,11 +143,11 @@ class Placement:
 
     @property
     def host(self) -> Device:
-        """The device of this process that its host reads: the first CPU."""
+        """The device of this process whose memory the host reads: its first CPU."""
         return host_device()
 
     def tower_on(self, device: str | Device) -> int:
-        """Return the tower that runs on a device."""
+        """Return the tower that runs on a device; raise unless it is exactly one."""
         device = canonical_device_name(device)
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
@@ -170,7 +175,7 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The axes if each tower had a device of its own, which need not exist."""
+        """The axes of towers if each had a device for itself, which need not exist."""
         if self.num_towers == self.num_devices > 1:
             return self.axes
         spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
@@ -205,13 +210,16 @@ class Placement:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """A mesh of Auto axes over the devices: that of ``D``, and those in a tower."""
+        """The mesh over all devices: an axis of ``D``, and the axes in a tower.
+
+        All axes are Auto.
+        """
         sizes, names, kinds = self._mesh_axes
         return Mesh(np.array(self.jax_devices).reshape(sizes), names, axis_types=kinds)
 
     @property
     def mesh_in_trace(self) -> Mesh | AbstractMesh:
-        """The mesh; if a device is missing, only its shape, enough to prove a step."""
+        """The mesh; if a device is missing, only its shape, which a proof needs."""
         if self.absent is None and not owners_of(self.devices):
             return AbstractMesh(*self._mesh_axes)
         return self.mesh
@@ -239,7 +247,7 @@ class Placement:
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
-        """Return the sharding of a value of that layout."""
+        """Return the sharding of a value that has this layout."""
         return NamedSharding(self.mesh, SPECS[layout])
 
     def shardings(
@@ -265,13 +273,13 @@ class Placement:
         return treedef.unflatten(shardings)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
-        """The spec of each leaf over a tower's devices: that of its parameter."""
+        """Return each leaf's spec over a tower's devices: that of its parameter."""
         if self.specs is None or params is None:
             return [WHOLE] * len(jax.tree.leaves(values))
         return specs_like(values, self.specs.table(params, dict(self.within)))
 
     def split_rows(self, rows: PyTree) -> PyTree:
-        """Return a tower's rows, split over its devices if ``rows`` says so.
+        """Split a tower's rows over its devices, if ``self.rows`` names an axis.
 
         It is called in a tower function.
         """
@@ -292,10 +300,11 @@ class Placement:
         return rows if size == 1 else jax.tree.map(split, rows)
 
     def split_dim(self, x: Any, within: PartitionSpec = WHOLE) -> int | None:
-        """The longest dim that can be split over ``D`` devices; None if there is none.
+        """Return the longest dim that can be split over ``D`` devices, or None.
 
         Its size is a multiple of ``D``, and ``within`` does not split it. A shard has
-        at least `LEAST_SHARD` elements, and runs of a multiple of ``shard_run``.
+        at least `LEAST_SHARD` elements, and its contiguous runs have a multiple of
+        ``shard_run`` elements.
         """
         shape = np.shape(x)
         count = self.num_devices
@@ -313,7 +322,10 @@ class Placement:
 
 
 def _check_owners(devices: tuple[Device, ...], devices_each: int) -> None:
-    """Raise unless this process owns all devices, or each equally many, in order."""
+    """Raise unless this process owns all devices, or all processes equally many.
+
+    In a job of several processes, devices are listed process after process.
+    """
     owners = [device.process_index for device in devices]
     groups = [owners[i : i + devices_each] for i in range(0, len(owners), devices_each)]
     if torn := [group for group in groups if len({*group}) > 1]:

@@ -1,4 +1,4 @@
-"""All uses of JAX's private modules, each with the versions that have it."""
+"""All uses of JAX's private modules, each with the versions of JAX that have it."""
 
 import functools
 import os
@@ -22,26 +22,27 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
 
-# The class of arrays on devices; keys and tracers are of other classes. To ask for it
-# takes a fifth of the time of ``isinstance(x, jax.Array)``.
+# This is the class of arrays on devices; keys and tracers are of other classes. A test
+# for it takes a fifth of the time of ``isinstance(x, jax.Array)``.
 DeviceArray = ArrayImpl
 
 _COPIED = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
 _SHARED = xla_client.HostBufferSemantics.ZERO_COPY
 
-# Raised by a compiled program under ``jax_debug_nans`` and ``jax_debug_infs``.
+# A compiled program raises this under ``jax_debug_nans`` and ``jax_debug_infs``.
 FoundNonFinite = api_util.InternalFloatingPointError
 
 
 def put(
     array: np.ndarray, sharding: NamedSharding, *, shared: bool = False
 ) -> jax.Array:
-    """Return the array on the devices, in a quarter of the time of ``jax.device_put``.
+    """Place the array on the devices, in a quarter of the time of `jax.device_put`.
 
-    It is a copy; or, if ``shared``, it shares the memory of ``array`` where XLA can.
+    The result is a copy. If ``shared``, it shares the memory of ``array`` where XLA
+    can.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
-    with explicit_device_put_scope():  # ``jax.transfer_guard`` may allow these alone
+    with explicit_device_put_scope():  # `jax.transfer_guard` may allow only these
         return xla_client.batched_device_put(
             aval,
             sharding,
@@ -53,7 +54,10 @@ def put(
 
 @functools.lru_cache(1024)
 def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """The aval of an array of that sharding, and each shard's index and device."""
+    """Return the type of an array with that sharding, and its shards' places.
+
+    The places are an index for each shard, and the device that holds it.
+    """
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     parts = sharding.addressable_devices_indices_map(shape)
     aval = jax.device_put(zeros, sharding).aval
@@ -67,7 +71,7 @@ def is_literal_zero(x: Any) -> bool:
 
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Return which inputs of a program are read by the outputs that are marked True."""
+    """Return which inputs of a program the outputs that are marked True depend on."""
     return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # 0.10 to 0.12
 
 
@@ -77,13 +81,13 @@ def is_tracing() -> bool:
 
 
 def bind_axis(name: Hashable) -> AbstractContextManager[None]:
-    """A context in which a named axis of size 1 is bound; any hashable is a name."""
+    """Return a context in which an axis of size 1 is bound; a name is any hashable."""
     return extend_axis_env_nd([(name, 1)])
 
 
 def without_axis(name: str) -> AbstractContextManager[None]:
-    """A context in which ``jax.shard_map`` takes all axes of a mesh but this one."""
-    names: Any = [name]  # its annotation says one
+    """Return a context in which `jax.shard_map` takes all axes of a mesh but one."""
+    names: Any = [name]  # JAX's annotation asks for one name
     return add_explicit_mesh_axis_names(names)
 
 
@@ -93,12 +97,15 @@ def bound_axes() -> list[Any]:
 
 
 def coordinator_client() -> Any:
-    """JAX's client of the job's key-value store."""
+    """Return JAX's client of the job's key-value store."""
     return distributed.global_state.client
 
 
 def detects_cluster(method: str | None) -> bool:
-    """Return whether JAX detects that it was started as one of several processes."""
+    """Return whether JAX finds that it was started as one of several processes.
+
+    ``method`` is the launcher to look for; None is any.
+    """
     if os.environ.get("JAX_COORDINATOR_ADDRESS") and method != "deactivate":
         return True
     return any(  # 0.10 to 0.12
@@ -109,16 +116,16 @@ def detects_cluster(method: str | None) -> bool:
 
 
 def read_arguments(compiled: Any) -> list[int]:
-    """Return the numbers of the leaves among its arguments that a program reads."""
+    """Return the numbers of those leaves of its arguments that a program reads."""
     return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:
-    """Compiler options for a program that runs too seldom to be worth optimizing.
+    """Return compiler options for a program that runs too seldom to be optimized.
 
-    ``level`` is the optimization level: at 1 convolutions run ten times as fast as at
-    0, and a loss with its gradient takes 1.5 times as long to compile. None where there
-    are no such options.
+    ``level`` is the optimization level. At 1, convolutions run ten times as fast as at
+    0, and a loss with its gradient takes 1.5 times as long to compile. Returns None for
+    a platform without such options.
     """
     if platform != "cpu":
         return None
@@ -127,6 +134,6 @@ def least_effort(platform: str, level: int) -> dict[str, Any] | None:
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_parallel_codegen_split_count": 1,
     }
-    if jax.__version_info__ < (0, 11):  # it still has the older emitters
+    if jax.__version_info__ < (0, 11):  # JAX 0.10 still has the older emitters
         options["xla_cpu_use_fusion_emitters"] = False
     return options

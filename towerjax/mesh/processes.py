@@ -24,7 +24,7 @@ _PATIENCE_S = 10
 
 def print_line(text: str) -> None:
     """Print a line to stderr that begins with "towerjax:"."""
-    # In one write, which a line of another thread cannot tear.
+    # The line is one write, which a line of another thread cannot tear.
     print(f"towerjax: {text}\n", end="", file=sys.stderr, flush=True)
 
 
@@ -41,7 +41,10 @@ def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
 
 
 def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
-    """A context that prints to stderr if the other processes do not join it in 10 s."""
+    """Return a context that prints a line if other processes do not join in 10 s.
+
+    ``why`` says what this process waits for.
+    """
     if jax.process_count() == 1:
         return contextlib.nullcontext()
     text = (
@@ -52,7 +55,7 @@ def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
 
 
 def require_same(name: str, text: str, advice: str) -> None:
-    """Raise, on every process, unless ``text`` is the same on all of them."""
+    """Raise on every process unless ``text`` is the same on all of them."""
     if jax.process_count() == 1:
         return
     _check_devices()
@@ -86,7 +89,7 @@ def _check_devices() -> None:
 
 
 def from_first_process(tree: PyTree) -> PyTree:
-    """Process 0's values, on every process."""
+    """Return process 0's values, on every process."""
     if jax.process_count() == 1:
         return tree
     _check_devices()
@@ -95,7 +98,7 @@ def from_first_process(tree: PyTree) -> PyTree:
 
 
 def is_preempted(number: int) -> bool:
-    """Return whether a process was sent SIGTERM, and JAX chose this step to stop at."""
+    """Return whether a process got SIGTERM, and JAX chose this step to stop at."""
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
         return False
@@ -107,9 +110,9 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values through the coordinator, and not the devices.
+    """An all-gather of small values through the coordinator.
 
-    So it need not wait for a step that runs.
+    It does not use the devices, so it need not wait for a step that runs.
     """
 
     def __init__(self, name: str, content: str, stopped: threading.Event) -> None:
@@ -119,11 +122,11 @@ class Exchange:
         self._client = coordinator_client()
         self._round = 0
 
-    def all_gather(self, own: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the value of each process in this round, in the order of processes."""
         prefix = f"towerjax/{self._name}/{self._round}"
         mine = jax.process_index()
-        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
         if self._round > 1:  # all processes have read the round before the last
@@ -133,7 +136,10 @@ class Exchange:
         return [json.loads(value) for value in values]
 
     def _wait_for(self, key: str, peer: int) -> str:
-        """The peer's value, which is waited for; JAX ends the job if the peer dies."""
+        """Wait for the value of another process, and return it.
+
+        JAX ends the job if that process dies.
+        """
         for seconds in itertools.count():
             if self._stopped.is_set():
                 break
@@ -157,7 +163,7 @@ def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says")
     if jax.process_index() == 0:
         try:
             message = json.dumps({"value": make()}).encode()
-        except Exception as error:  # raised below: the others wait for the message
+        except Exception as error:  # raised below, after the others got it
             failure = error
             message = json.dumps({"error": str(error)}).encode()
     size = int(from_first_process(np.array(len(message))))

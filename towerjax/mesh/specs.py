@@ -1,4 +1,4 @@
-"""The split of a model's leaves over the devices of one tower."""
+"""How parameters are split over the devices of one tower."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ Keys: TypeAlias = tuple[str, ...]
 class Specs:
     """`PartitionSpec`s of parameters, by their path in the tree or by a function."""
 
-    # The spec of the leaf at each path, or of all leaves below it.
+    # The spec of the leaf at each path, or of all leaves below that path.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
     # A function of a leaf's name and the leaf; None if ``by_keys`` has the specs.
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:
-        """The specs by name, or the function."""
+        """Return the specs by name, or the name of the function, as text."""
         if self.by_name is not None:
             return getattr(self.by_name, "__name__", repr(self.by_name))
         named = [f"{'/'.join(keys)!r}: {spec}" for keys, spec in self.by_keys]
@@ -35,7 +35,10 @@ class Specs:
 
     @classmethod
     def of(cls, specs: Any) -> "Specs | None":
-        """The specs of a tree of specs, a prefix of it, or a function; or None."""
+        """Make `Specs` of a tree of specs, of a prefix of it, or of a function.
+
+        None stays None.
+        """
         if specs is None or isinstance(specs, Specs):
             return specs
         if callable(specs):
@@ -75,7 +78,7 @@ class Specs:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
             else:
-                # The longest path that leads to the leaf counts.
+                # If several paths lead to the leaf, the longest one counts.
                 fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
                 if not fits:
                     raise ValueError(
@@ -102,9 +105,10 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """For each leaf the spec of a parameter: it has the leaf's shape and ends its path.
+    """Return a spec for each leaf: that of the parameter it belongs to.
 
-    A leaf without such a parameter is not split.
+    A leaf of the optimizer's state belongs to the parameter that has its shape, and
+    whose path ends its own path. A leaf without such a parameter is not split.
     """
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
@@ -125,7 +129,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def check_split(
     name: str, shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]
 ) -> None:
-    """Raise unless an array of that shape can be split as a spec says."""
+    """Raise unless an array of this shape can be split as ``spec`` says."""
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
             f"specs= gives {spec!r:.200} for {name}. Return a"

@@ -26,9 +26,9 @@ from towerjax.types.trees import (
     sorted_keys,
 )
 
-# XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
-# Below _SMALL bytes a program's own copy of an argument takes the least time; from
-# _LARGE bytes on NumPy's copy does, whose memory pages are large.
+# XLA:CPU shares a host array whose address is a multiple of _ALIGNED, without a copy.
+# Below _SMALL bytes a program copies its argument fastest by itself. From _LARGE bytes
+# on NumPy copies fastest, because its memory pages are large.
 _ALIGNED = 64
 _SMALL = 2**17
 _LARGE = 2**20
@@ -50,7 +50,7 @@ def refuse_leaked(root: str, tree: PyTree) -> None:
 
 
 def refuse_traced(root: str, tree: PyTree) -> None:
-    """Raise if a step, which places and donates, is given a tracer."""
+    """Raise if a step, which places and donates, gets a tracer."""
     refuse_leaked(root, tree)
     if has_tracers(tree):
         raise ValueError(
@@ -85,7 +85,7 @@ def place(
 def place_own(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Each process's own values, copied to its devices; a thread may call this."""
+    """Copy each process's own values to its devices; a thread may call this."""
     placement.require_present()
     shardings = placement.shardings(layouts, tree, params)
     if placement.num_processes == 1:
@@ -95,9 +95,9 @@ def place_own(
 
 def copy_to_host(leaf: Any) -> Any:
     """Return a new NumPy array, of a dtype that devices hold; a key stays a key."""
-    if is_key(leaf):  # a key's own copy() would compile a program
+    if is_key(leaf):  # the copy() of a key would compile a program
         data = key_data(leaf)
-        if _is_global(data):  # one process cannot copy it on its devices
+        if _is_global(data):  # one process alone cannot copy it there
             on_host: Any = np.array(readable(data))
             return like_key(on_host, leaf)
         return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
@@ -112,7 +112,7 @@ def _is_global(leaf: Any) -> bool:
 
 
 def is_split(leaf: Any) -> bool:
-    """Return whether the processes hold different shards, so that none can read all."""
+    """Return whether processes hold different shards, so that none can read all."""
     return _is_global(leaf) and not leaf.is_fully_replicated
 
 
@@ -129,7 +129,7 @@ _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
 
 
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array, of which this process places the shards of its own devices."""
+    """Make a global array; this process places the shards of its own devices."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -147,9 +147,9 @@ def has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Return the rows on the devices of their towers.
+    """Place the rows of a batch on the devices of their towers.
 
-    Rows of the host are copied, because a loader may reuse its buffer.
+    Rows on the host are copied, because a loader may write into its buffer again.
     """
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
@@ -167,7 +167,8 @@ def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
     has_copies = len(sharding.mesh.axis_names) > 1
     if not 0 < x.nbytes < _LARGE or has_copies:
         return put(_copy_aligned(x, dtype), sharding, shared=True)
-    # In C order: XLA cannot copy an array whose elements share memory (broadcast_to).
+    # The order is C, because XLA cannot copy an array whose elements share memory, such
+    # as a result of ``broadcast_to``.
     return put(x.astype(dtype, order="C", copy=False), sharding)
 
 
@@ -181,8 +182,11 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """Return a function from arrays like ``x`` to arguments of a program; or None."""
-    # A program of one device places a copy of few rows in less time than `put`.
+    """Return a function that makes a program's argument of an array like ``x``.
+
+    Returns None if such an array is an argument already.
+    """
+    # A program of one device places a copy of few rows in less time than `put` does.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
     if has_sharding(x, sharding):
@@ -191,7 +195,7 @@ def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] 
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
-    """Global arrays, in which the rows of this process are those of its own towers."""
+    """Make global arrays from the rows of each process's own towers."""
     placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
@@ -201,7 +205,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """``out``, after waiting for it if it is on several CPUs: see `bound_in_flight`."""
+    """Return ``out``; if it is on several CPUs, wait for it. See `bound_in_flight`."""
     for x in jax.tree.leaves(out):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             devices = x.sharding.device_set

@@ -18,12 +18,14 @@ Weight: TypeAlias = ArrayLike | None
 
 
 def library_of(*arrays: Any) -> Any:
-    """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps 64 bits."""
+    """Return ``jax.numpy`` if an array is JAX's; else ``numpy``, which has 64 bits."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """``total / weight``, and 0 where the weight is 0; for a state's ``compute``.
+    """Return ``total / weight``, and 0 where the weight is 0.
+
+    It is meant for a state's ``compute``.
 
     Args:
       total: Any shape, a NumPy or JAX array.
@@ -43,7 +45,7 @@ def ratio(total: Any, weight: Any) -> Any:
 
 
 def quotient(total: Any, weight: Any) -> Any:
-    """`ratio` of arrays that are already checked."""
+    """Return ``total / weight`` as `ratio` does, for arrays that were checked."""
     library = library_of(total, weight)
     empty = weight == 0
     with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
@@ -51,17 +53,17 @@ def quotient(total: Any, weight: Any) -> Any:
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values are on the host, so that they are known before tracing."""
+    """Return whether the values are on the host, so that they can be checked now."""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
 def as_array(x: Any) -> Any:
-    """Return a list as a NumPy array; anything else as it is, in native byte order."""
+    """Return a list as a NumPy array; anything else in native byte order."""
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
 def as_floats(x: Any) -> jax.Array:
-    """The array as floats to be averaged; raise unless it is an array of numbers."""
+    """Return the array as floats to be averaged; raise unless it has numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"A mean needs one array, but got {a_type(x)}. For the mean of each leaf's"
@@ -72,13 +74,13 @@ def as_floats(x: Any) -> jax.Array:
 
 
 def floats_of(x: Any) -> jax.Array:
-    """The array as float32 or wider, to be summed; wide integers do not overflow."""
+    """Return the array as float32 or wider, so that sums of wide integers fit."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Where two integers have the same sign, and both integers as unsigned numbers."""
+    """Return two integers as unsigned numbers, and where their signs are equal."""
     library = np if is_known(first) and is_known(second) else jnp
     a, b = (library.asarray(native(x)) for x in (first, second))
     unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
@@ -91,11 +93,15 @@ def element_weights(
     name: str,
     shape: tuple[int, ...],
     weight: Any,
-    what: str = "labels",
+    values_name: str = "labels",
     *,
     repeats: bool = False,
 ) -> jax.Array:
-    """Return the weight of each element; with ``repeats`` any of its dims may be 1."""
+    """Return the weight of each element of values of shape ``shape``.
+
+    With ``repeats`` any dim of ``weight`` may be 1. ``name`` and ``values_name`` name
+    the metric and its values in errors.
+    """
     if weight is None:
         return jnp.ones(shape, jnp.float32)
     refuse_no_numbers(f"{name}: weight", weight)
@@ -121,29 +127,29 @@ def element_weights(
         )
         if len(shape_given) == 1 and shape_given[0] in shape[1:]:
             at = shape.index(shape_given[0])
-            advice = f"Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
+            advice = f"Examples are dim 0: give jnp.moveaxis({values_name}, {at}, 0)."
         raise ValueError(
-            f"{name} got {what} of shape {shape} and weights of shape {shape_given}."
-            f" {advice}"
+            f"{name} got {values_name} of shape {shape} and weights of"
+            f" shape {shape_given}. {advice}"
         )
     return jnp.broadcast_to(weight, shape)
 
 
 def weights_where(which: Any, weight: jax.Array) -> jax.Array:
-    """The weights of the elements in ``which``, and 0 elsewhere; NaN stays NaN."""
+    """Return the weights where ``which`` is True, and 0 elsewhere; NaN stays NaN."""
     return jnp.where(which | jnp.isnan(weight), weight, 0)
 
 
 def added_at(
     shape: tuple[int, ...], places: tuple[jax.Array, ...], weights: jax.Array
 ) -> jax.Array:
-    """The weights added up at their places; NaN everywhere if one of them is NaN."""
+    """Add the weights at their places; the result is NaN if one of them is NaN."""
     added = jnp.zeros(shape, weights.dtype).at[places].add(weights)
     return added + 0 * weights.sum()
 
 
 def check_threshold(name: str, threshold: Any) -> None:
-    """Raise unless the threshold is one number."""
+    """Raise unless ``threshold`` is one number; ``name`` is the metric's name."""
     if isinstance(threshold, str | list | tuple) or np.shape(threshold):
         raise ValueError(
             f"{name} got threshold={threshold!r}, but a threshold must be one number,"
@@ -163,7 +169,7 @@ class Pairs:
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
         for part, x in (("labels", labels), ("predictions", predictions)):
-            # Whole numbers compare however few bits they have.
+            # Whole numbers can be compared, whatever number of bits they have.
             is_array = isinstance(x, np.ndarray)
             if not (is_array and jnp.issubdtype(x.dtype, jnp.integer)):
                 refuse_no_numbers(f"{name}: {part}", x)
@@ -181,7 +187,7 @@ class Pairs:
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, part: str, x: Any, valid: Any, remedy: str) -> None:
-        """Raise for a known invalid value; make the weight of a traced one NaN."""
+        """Raise for a known invalid value; give a traced one the weight NaN."""
         if is_known(x) and is_known(self._given):
             x = np.asarray(x)
             counts = np.asarray(self._given) != 0
@@ -209,7 +215,10 @@ class Pairs:
         return jnp.asarray(~is_no)
 
     def ids(self) -> tuple[tuple[str, Any], ...]:
-        """``(what, ids)`` of labels and predictions; raise unless they are ids."""
+        """Return labels and predictions, each with its name; raise unless they are ids.
+
+        Ids are integers or booleans.
+        """
         both = ("labels", self.labels), ("predictions", self.predictions)
         for name, x in both:
             dtype = jnp.result_type(x)
@@ -223,7 +232,7 @@ class Pairs:
         return both
 
     def are_equal(self) -> jax.Array:
-        """Where ids are equal as numbers, in any dtypes; raise if one overflows."""
+        """Return where ids are equal, in any dtypes; raise if one overflows."""
         ids = self.ids()
         for name, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:
@@ -235,7 +244,7 @@ class Pairs:
         return jnp.asarray(have_one_sign & (a == b))
 
     def distances(self) -> jax.Array:
-        """``|label - prediction|``, in float32 or wider; exact for integers."""
+        """Return ``|label - prediction|``, in float32 or wider; exact for integers."""
         pair = self.labels, self.predictions
         x, y = map(as_floats, pair)
         dtype = promote_dtypes(x.dtype, y.dtype)

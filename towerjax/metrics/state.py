@@ -1,4 +1,4 @@
-"""Metric states, ours and other libraries': check them, merge them, compute values."""
+"""Metric states, ours and other libraries': check, merge, and compute values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +31,14 @@ def looks_like_state(x: Any) -> bool:
 
 
 def is_collection(x: Any) -> bool:
-    """Whether ``x`` is a ``clu.metrics.Collection``, several metrics in one object."""
+    """Return whether ``x`` is a ``clu.metrics.Collection``, an object of metrics."""
     return looks_like_state(x) and hasattr(x, _OF_COLLECTION)
 
 
 def merge_parts(first: Any, second: Any) -> Any:
-    """Return the merged metrics of two parts of one batch."""
-    # clu's LastValue averages the parts of a batch, and keeps the last of several
-    # batches.
+    """Merge the metrics of two parts of one batch."""
+    # The LastValue of clu averages the parts of a batch, and keeps the last of several
+    # batches. This method of clu merges parts of a batch.
     of_parts = getattr(first, "_reduce_merge", None)
     return first.merge(second) if of_parts is None else of_parts(second)
 
@@ -49,13 +49,16 @@ class Adapted:
     """A metric of another library; the numbers that decide shapes are static."""
 
     arrays: list[Any]  # the metric's leaves, in tree order; None for each number
-    # Those that are numbers, in tree order; None for each array.
+    # The leaves that are numbers, in tree order; None for each array.
     numbers: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, metric: Any, numbers: Sequence[Any]) -> "Adapted":
-        """The metric with its arrays and its numbers apart; None marks an array."""
+        """Take a metric apart into arrays and numbers.
+
+        ``numbers`` has None for each leaf that is an array.
+        """
         leaves, treedef = jax.tree.flatten(metric)
         pairs = zip(leaves, numbers, strict=True)
         arrays = [leaf if number is None else None for leaf, number in pairs]
@@ -69,19 +72,19 @@ class Adapted:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def merge(self, other: "Adapted") -> "Adapted":
-        """Return the merged metrics of two batches, by the class's ``merge``."""
+        """Merge the metrics of two batches, by the ``merge`` of their class."""
         return Adapted.of(self.metric.merge(other.metric), self.numbers)
 
     def _reduce_merge(self, other: "Adapted") -> "Adapted":
         return Adapted.of(merge_parts(self.metric, other.metric), self.numbers)
 
     def compute(self) -> Any:
-        """Return the value, by the class's ``compute`` on ``jax.Array``."""
+        """Return the value, by the class's ``compute``, with ``jax.Array`` leaves."""
         return jax.tree.map(jnp.asarray, self).metric.compute()
 
 
 def from_clu(metric: Any) -> Any:
-    """Return the metric state of a metric of ``clu.metrics`` or ``metrax``.
+    """Convert a metric of ``clu.metrics`` or ``metrax`` to a metric state.
 
     A step converts a ``Metric`` by itself. A ``Collection`` becomes a dict of its
     metrics: write ``{**from_clu(collection)}``. The library computes the value, so
@@ -126,7 +129,7 @@ def from_clu(metric: Any) -> Any:
 
 
 def adapt(metric: Any) -> Adapted:
-    """Another library's state, in which numbers that no merge changes stay static."""
+    """Adapt another library's state; numbers that no merge changes stay static."""
     leaves = jax.tree.leaves(metric)
     numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
@@ -135,7 +138,7 @@ def adapt(metric: Any) -> Adapted:
         merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
 
     _trace_merge(type(metric).__name__, merge, Adapted.of(metric, numbers))
-    if len(merged) == len(leaves):  # else check_merge raises
+    if len(merged) == len(leaves):  # otherwise check_merge raises
         pairs = zip(numbers, merged, strict=True)
         numbers = [x if isinstance(y, type(x)) and y == x else None for x, y in pairs]
     state = jax.tree.map(drop_weak_type, Adapted.of(metric, numbers))
@@ -187,7 +190,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check_metric(name: str, x: Any) -> Any:
-    """Return a tower's state, checked, with dtypes that are wide enough to add."""
+    """Check a tower's state, and widen its dtypes so that it can be added."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
         return Means(tuple(terms), drop_weak_type(x.penalty))
@@ -231,7 +234,10 @@ def has_value(x: Any) -> bool:
 
 
 def explain_misuse(x: Any) -> str:
-    """What ``x`` is instead of a metric state, and what to write; for an error."""
+    """Return what ``x`` is instead of a metric state, and what to write.
+
+    The text is a part of an error.
+    """
     if isinstance(x, type):
         return f"the class {x.__name__}, not an object made from the tower's rows"
     if is_collection(x):
@@ -262,7 +268,10 @@ def _is_known_additive(x: Any) -> bool:
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Whether a merge adds every leaf and does nothing else, as its jaxpr shows."""
+    """Return whether a merge adds every leaf and does nothing else.
+
+    The jaxpr of the merge shows this.
+    """
     if isinstance(state, Weighted) or _is_known_additive(state):
         return True
     leaves, treedef = jax.tree.flatten(state)
@@ -274,7 +283,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
     try:
         jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False  # then merged one after another, which raises the error again
+        return False  # the merge in turn raises the error again
     adds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
     added = {id(eqn.outvars[0]): set(map(id, eqn.invars)) for eqn in adds}
     pairs = zip(jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :], strict=True)
@@ -339,7 +348,7 @@ def compute(state: Any) -> Any:
 
 
 def merge_stacked(rows: Any) -> Any:
-    """The merged state of stacked states that are not additive, one after another."""
+    """Merge stacked states that are not additive, one after another."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
@@ -348,7 +357,7 @@ def merge_stacked(rows: Any) -> Any:
 
 
 def on_host(state: Any) -> Any:
-    """Return a batch's state on the host, in 64 bits if merging adds the leaves."""
+    """Copy a batch's state to the host, in 64 bits if merging adds the leaves."""
     state = jax.device_get(state)
     # Other states stay JAX arrays: their merge may divide by 0, where NumPy would warn.
     adds = is_additive(state, lambda first, second: first.merge(second))
@@ -364,7 +373,10 @@ def _in_64_bits(x: Any) -> np.ndarray:
 
 
 def add_batch(total: Any, metric: Any) -> Any:
-    """The total with a batch's metric merged in; a bare array replaces the total."""
+    """Return the total with a batch's metric merged in.
+
+    A bare array replaces the total.
+    """
     if isinstance(metric, Means):
         before = [None] * len(metric.terms) if total is None else total.terms
         return Means(tuple(map(add_batch, before, metric.terms)), metric.penalty)
@@ -375,7 +387,7 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 
 def has_invalid_rows(total: Any) -> bool:
-    """Return whether a state on the host has a row whose weight `Pairs` made NaN."""
+    """Return whether a state on the host has a weight that `Pairs` made NaN."""
     if not isinstance(total, Weighted | Tally):
         return False
     weights = jax.tree.leaves(total)[-1]

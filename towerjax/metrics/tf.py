@@ -78,7 +78,7 @@ def percentage_below(
 
 
 def _is_below(values: Any, threshold: Any) -> Any:
-    """Whether each value is below the threshold, which keeps its own precision."""
+    """Return where values are below a threshold, which keeps its own precision."""
     values = widen(values)
     if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
         return values < threshold
@@ -124,7 +124,9 @@ def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weig
 def mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """The mean of ``(prediction - label)**2``; ``tf.metrics.mean_squared_error``.
+    """Return the mean of ``(prediction - label)**2``.
+
+    It is ``tf.metrics.mean_squared_error``.
 
     Arguments, result and errors are those of `mean_absolute_error`.
     """
@@ -150,12 +152,13 @@ def _root_of(mean: Weighted) -> Any:
 
 
 # Outcomes are four weights: of true positives, false positives, false negatives and
-# true negatives. A rate is one of them divided by its sum with another one.
+# true negatives. A rate is one of them, divided by the sum of it and another one. The
+# pairs are the numbers of these two outcomes.
 _RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
 
 
 def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
-    """Return the numerator and the denominator of a rate."""
+    """Return the numerator and the denominator of a rate, such as "precision"."""
     part, other = (outcomes[i] for i in _RATES[rate])
     return part, part + other
 
@@ -163,7 +166,7 @@ def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
 def _outcomes(
     name: str, labels: Any, predictions: Any, weight: Any, threshold: Cut
 ) -> list[jax.Array]:
-    """Return the four outcomes, each the weight ``()`` of its elements."""
+    """Return the four outcomes, each the sum ``()`` of the weights of its elements."""
     pairs = Pairs(name, labels, predictions, weight)
     yes = pairs.as_booleans("labels")
     said = pairs.predictions
@@ -246,7 +249,9 @@ def true_negatives(
 def precision(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """The share of predicted positives that are positive; ``tf.metrics.precision``.
+    """Return the share of predicted positives that are positive.
+
+    It is ``tf.metrics.precision``.
 
     The result is a ``Weighted``, 0 if nothing is predicted positive.
     Arguments and errors are those of `true_positives`.
@@ -268,7 +273,10 @@ def recall(
 
 
 def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
-    """Return the mean of ``part / whole`` over the classes whose ``whole`` is not 0."""
+    """Return the mean of ``part / whole`` over the classes.
+
+    A class whose ``whole`` is 0 is left out, or counts 0, as ``absent`` says.
+    """
     shares = quotient(part, whole)
     if absent == "zero":
         return shares.mean()
@@ -276,19 +284,19 @@ def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
 
 
 def _mean_iou(matrix: Any) -> Any:
-    """Return the mean IoU of a matrix of weights indexed by ``[label, prediction]``."""
+    """Return the mean IoU of weights that are indexed by ``[label, prediction]``."""
     both = rows.library_of(matrix).diagonal(matrix)
     either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
     return _mean_over_classes(both, either, "left out")
 
 
 def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
-    """Labels, predictions and weights, flat; an invalid id gets the weight NaN."""
+    """Return labels, predictions and weights, flat; an invalid id weighs NaN."""
     check_whole(f"{pairs.name}: num_classes", num_classes)
     ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
     for name, x in pairs.ids():
-        x = widen(x)  # compared before the cast, in which 64 bits would wrap round
+        x = widen(x)  # the cast below would wrap 64 bits
         valid = (x >= 0) & (x < num_classes)
         pairs.require(name, x, valid, remedy)
         ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))
@@ -298,7 +306,9 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
 def mean_iou(
     labels: Values, predictions: Values, num_classes: int, weight: Weight = None
 ) -> Tally:
-    """Intersection over union, averaged over classes; ``tf.metrics.mean_iou``.
+    """Return the intersection over union, averaged over classes.
+
+    It is ``tf.metrics.mean_iou``.
 
     The IoU of a class divides two weights. The numerator is the weight of the elements
     whose label and prediction are both the class. The denominator is the weight of
@@ -339,7 +349,9 @@ def mean_per_class_accuracy(
     *,
     absent: AbsentClasses = "left out",
 ) -> Tally:
-    """The accuracy of each class, averaged over the classes that occur as labels.
+    """Return the accuracy of each class, averaged over classes that are labels.
+
+    It is ``tf.metrics.mean_per_class_accuracy``.
 
     By default a class without examples does not count, as in `mean_iou`. TensorFlow
     counts it as 0; ``absent="zero"`` does the same. Errors are those of `mean_iou`. An

@@ -15,13 +15,13 @@ from towerjax.types.refusals import refuse_no_numbers
 Curve: TypeAlias = Literal["ROC", "PR"]
 
 
-# ``yes`` and ``no`` are histograms, [n + 1] weights each, of the scores of positives
-# and negatives over n thresholds. Bucket j holds scores above exactly the j lowest
-# thresholds.
+# ``yes`` and ``no`` are histograms of the scores of positives and of negatives over
+# ``n`` thresholds, ``[n + 1]`` weights each. Bucket ``j`` holds the scores above
+# exactly the ``j`` lowest thresholds.
 
 
 def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
-    """Return the outcomes at each threshold, ``[n]`` each."""
+    """Return the four outcomes at each threshold, ``[n]`` each."""
     above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
     return *above, *[x.cumsum()[:-1] for x in (yes, no)]
 
@@ -52,11 +52,15 @@ def _area_under_roc(yes: Any, no: Any) -> Any:
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """Return the area under the curve, with counts interpolated between thresholds."""
-    # The integral of true / above over true, along the line between two thresholds.
+    """Return the area under the precision-recall curve.
+
+    Counts are interpolated between thresholds, and not the precision.
+    """
+    # This is the integral of true / above over true, along the line between two
+    # thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
-    # Not as differences of the sums, which rounding could make negative.
+    # Differences of the sums are not used, because rounding could make them negative.
     gained = yes[1:-1]
     more = yes[1:-1] + no[1:-1]
     slope = quotient(gained, more)
@@ -82,12 +86,15 @@ def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
 def _curves(
     pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
 ) -> Tally:
-    """The histograms over the given thresholds, or over a number of even ones."""
+    """Return the histograms over given thresholds, or over a number of even ones.
+
+    ``value`` computes the metric from the merged histograms.
+    """
     edges: Any = thresholds
     if not isinstance(thresholds, tuple):
         check_whole(f"{pairs.name}: num_thresholds", thresholds, 2)
         edges = np.arange(1, thresholds - 1) / (thresholds - 1)
-    if value is not _rates:  # one just below 0, which all scores pass, one above 1
+    if value is not _rates:  # all scores pass the first, none the last
         edges = np.concatenate([[-1e-7], edges, [1 + 1e-7]])
     scores = pairs.predictions
     dtype = jnp.result_type(pairs.predictions)
@@ -168,7 +175,7 @@ def auc(
 def _at_nearest(
     pairs: Pairs, rate: str, fixed_rate: str, wanted: float, num_thresholds: int
 ) -> Tally:
-    """Histograms whose value is one rate at a given value of another rate."""
+    """Return histograms whose value is one rate where another one is ``wanted``."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
             f"{pairs.name} got {fixed_rate}={wanted!r}, which must be between 0 and 1."
@@ -186,7 +193,7 @@ def sensitivity_at_specificity(
     *,
     num_thresholds: int = 200,
 ) -> Tally:
-    """The sensitivity at the threshold whose specificity is nearest to a given one.
+    """Return the sensitivity where the specificity is nearest to a given one.
 
     It is ``tf.metrics.sensitivity_at_specificity``. The specificity is the share of
     negatives that are not above the threshold. The sensitivity is the share of
@@ -217,7 +224,7 @@ def specificity_at_sensitivity(
     *,
     num_thresholds: int = 200,
 ) -> Tally:
-    """The specificity at the threshold whose sensitivity is nearest to a given one.
+    """Return the specificity where the sensitivity is nearest to a given one.
 
     It is ``tf.metrics.specificity_at_sensitivity``. It works like
     `sensitivity_at_specificity`, with the two rates exchanged. Errors are those of
@@ -237,7 +244,9 @@ def specificity_at_sensitivity(
 def precision_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """The precision at several thresholds; ``tf.metrics.precision_at_thresholds``.
+    """Return the precision at several thresholds.
+
+    It is ``tf.metrics.precision_at_thresholds``.
 
     The value is ``[n]``, and 0 where no score is above the threshold. Errors are those
     of `auc`. Thresholds that do not ascend are an error, too.

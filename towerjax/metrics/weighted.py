@@ -39,7 +39,7 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
 class _LossTerm:
     """The operators of a loss term that follow from its ``+`` and ``*``."""
 
-    __array_ufunc__ = None  # so that NumPy numbers call __radd__ and __rmul__
+    __array_ufunc__ = None  # NumPy numbers then call __radd__, __rmul__
 
     def __neg__(self: Any) -> Any:
         return self * -1
@@ -67,7 +67,7 @@ class _LossTerm:
 
 
 class _NamesOfWeighted(type):
-    """The class of `Weighted`, whose error for a missing name says what to write."""
+    """The class of `Weighted`; its error for a missing name says what to write."""
 
     if not TYPE_CHECKING:
 
@@ -180,18 +180,18 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         return mean_of(values, weights, axis, dtype)
 
     def merge(self, other: "Weighted") -> "Weighted":
-        """The mean of both sets of rows: both sums and both weights are added."""
+        """Merge two means of different rows: add both sums and both weights."""
         check_methods("other", other, "sum weight", "a Weighted, as merge adds two")
         return Weighted(add_trees(self.sum, other.sum), self.weight + other.weight)
 
     def __add__(self, other: Any) -> "Means":
-        """The sum of two means, each with its own denominator; see `Means`."""
+        """Return the sum of two means, each with its own denominator; see `Means`."""
         return Means((self,)) + other
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Weighted":
-        """The mean multiplied by a number that is the same on all towers."""
+        """Return the mean times a number that is the same on all towers."""
         if isinstance(factor, Weighted | Means):
             raise ValueError(
                 "A mean times a mean is not a mean. Multiply the rows; or take one mean"
@@ -223,8 +223,9 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         _refuse_unclear(jax.tree.leaves(total), weight.shape)
         if jax.tree_util.all_leaves([total]):
             return quotient(jnp.asarray(total), weight)
-        # One reciprocal behind a barrier: XLA turns only some divisions by a scalar
-        # into products with its reciprocal, and then the bits depend on D.
+        # One reciprocal is taken, behind a barrier. XLA turns only some divisions by a
+        # scalar into products with its reciprocal, and then bits depend on the number
+        # of devices.
         scale = lax.optimization_barrier(quotient(1.0, weight))
         return map_values(lambda x: x * scale.astype(x.dtype), total)
 
@@ -232,10 +233,11 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
 def mean_of(
     values: PyTree, weights: jax.Array, axis: int | None, dtype: Any
 ) -> Weighted:
-    """`Weighted.mean` of floats and weights that are already checked."""
+    """Return `Weighted.mean` of floats and weights that are already checked."""
 
     def weighted_sum(x: jax.Array) -> jax.Array:
-        # By lax: each function of jnp is traced by itself, in a step's first call.
+        # Functions of lax are used, because each function of jnp is traced by itself,
+        # which makes a step's first call slower.
         weights_of_dtype = weights.astype(x.dtype)
         zero = lax.full_like(x, 0)
         weights_of_dtype = lax.broadcast_in_dim(
@@ -276,7 +278,7 @@ class Means(_LossTerm):
         return sum((term.value for term in self.terms), self.penalty)
 
     def compute(self) -> Any:
-        """The sum; NumPy computes the terms of NumPy arrays, in their own dtype."""
+        """Return the sum; NumPy computes terms of NumPy arrays, in their own dtype."""
         return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
@@ -302,7 +304,7 @@ class Means(_LossTerm):
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Means":
-        """Each term multiplied by a number that is the same on all towers."""
+        """Return the sum, each term times a number that is the same on all towers."""
         return Means(tuple(x * factor for x in self.terms), self.penalty * factor)
 
     __rmul__ = __mul__
@@ -336,7 +338,10 @@ def penalty(value: ArrayLike) -> Means:
 
 
 def one_mean(loss: Weighted | Means) -> Weighted | None:
-    """The loss as one mean that includes the penalty; None if it has several means."""
+    """Return the loss as one mean with the penalty in it, or None.
+
+    It is None if the loss has several means.
+    """
     if isinstance(loss, Weighted):
         return loss
     term, *others = loss.terms

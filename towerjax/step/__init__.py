@@ -1,1 +1,1 @@
-"""Steps: state, run, look, build; each room imports those before it."""
+"""The training step: its state, its passes of towers, how it is run, and `Step`."""

@@ -1,4 +1,4 @@
-"""A step before it is traced: passes of towers, then one function of the results."""
+"""A step before it is traced: its passes of towers, and then one function."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -74,47 +74,53 @@ class Passes(Protocol):
 
     @property
     def each(self) -> tuple[Pass, ...]:
-        """The passes that are known before a trace; none if there are whole steps."""
+        """The passes that are known before a trace; empty if whole steps are run."""
         ...
 
     @property
     def why_not_proved(self) -> str:
-        """Why no proof of equality can read how towers are merged; "" if one can."""
+        """The reason why no proof of equality can read how towers are merged, or ""."""
         ...
 
     @property
     def why_not_audited(self) -> str:
-        """Why one tower differs from several on purpose; "" if it does not."""
+        """The reason why one tower differs from several on purpose, or ""."""
         ...
 
     @property
     def hold_update(self) -> bool:
-        """Whether the update of the state is a part of what towers trace."""
+        """Whether the update of the state is in the program that towers trace."""
         ...
 
     @property
     def is_of_one_loss(self) -> bool:
-        """Whether the one gradient is that of a pass's loss, which it follows from."""
+        """Whether the only gradient is that of one pass's loss.
+
+        An audit then compares the loss, from which the gradient follows.
+        """
         ...
 
     def changed(self, **fields: Any) -> "Passes":
-        """Return the same passes, with these fields of each."""
+        """Return the passes with these fields changed in each of them."""
         ...
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Run the passes, and return ``(donated, kept, all merged, all looked at)``."""
+        """Run the passes, and return ``(donated, kept, merged, reports)``.
+
+        The last two are lists with an entry for each pass.
+        """
         ...
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield the passes; ``merged`` has what those so far have merged."""
+        """Yield the passes in order; ``merged`` grows as they run."""
         ...
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return the merged results that the next pass, or the update, is given."""
+        """Return the part of ``merged`` that the next pass, or the update, gets."""
         ...
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return the values that an audit compares, from what all passes merged."""
+        """Return the part of ``merged`` that an audit compares."""
         ...
 
     def run_whole_steps(
@@ -122,8 +128,8 @@ class Passes(Protocol):
     ) -> tuple[PyTree, Any]:
         """Run whole steps, and return their results in place of ``merged``.
 
-        The second result is the proof of these steps. Passes return what they merged,
-        and None.
+        The second result is the proof of these steps. A plan of passes has no whole
+        steps: it returns ``merged`` and None.
         """
         ...
 
@@ -131,9 +137,10 @@ class Passes(Protocol):
 def run_in_turn(
     passes: "Passes", call: RunPass, args: Sequence[PyTree]
 ) -> tuple[PyTree, ...]:
-    """Run passes, and return ``(donated, kept, all merged, all looked at)``.
+    """Run the passes one after another, each on the merged results before it.
 
-    ``args`` are ``(donated, kept, *batch)``.
+    ``args`` are ``(donated, kept, *batch)``: a state's two parts, and a batch. Returns
+    ``(donated, kept, merged, reports)`` with lists of what each pass returned.
     """
     donated, kept, *batch = args
     state = TrainState(**donated, **kept)
@@ -149,7 +156,7 @@ def run_in_turn(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassesInOrder:
-    """The `Passes` of a builder that knows all of them; see the protocol."""
+    """The `Passes` of a builder that knows all of its passes before a trace."""
 
     each: tuple[Pass, ...]
     why_not_proved = ""
@@ -158,11 +165,11 @@ class PassesInOrder:
 
     @property
     def is_of_one_loss(self) -> bool:
-        """Whether the one gradient is that of a pass's loss, which it follows from."""
+        """Whether the only gradient is that of one pass's loss."""
         return len(self.each) == 1 and self.each[0].trained is not None
 
     def changed(self, **fields: Any) -> "PassesInOrder":
-        """Return the same passes, with these fields of each."""
+        """Return the passes with these fields changed in each of them."""
         return PassesInOrder(
             tuple(dataclasses.replace(pass_, **fields) for pass_ in self.each)
         )
@@ -170,27 +177,27 @@ class PassesInOrder:
     run = run_in_turn
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield the passes; they are known, whatever was merged."""
+        """Yield the passes in order. They do not depend on ``merged``."""
         return iter(self.each)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return the last merged result."""
+        """Return what the last pass has merged."""
         return merged[-1]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return all that was merged, which an audit compares."""
+        """Return all merged results: an audit compares each of them."""
         return merged
 
     def run_whole_steps(
         self, donated: PyTree, kept: PyTree, merged: PyTree
     ) -> tuple[PyTree, None]:
-        """Return what was merged: there are no whole steps to run."""
+        """Return ``merged`` unchanged, because there are no whole steps to run."""
         return merged, None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a builder returns: a step before it is traced, as data.
+    """The description of a step before it is traced, which a builder makes.
 
     Attributes:
       strategy: The towers, and where they are.
@@ -230,12 +237,12 @@ class Plan:
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
 
     def towers_on(self, strategy: Strategy) -> "Plan":
-        """Return the passes on other towers, without checks and micro-batches."""
+        """Return the plan on another strategy, without guards and micro-batches."""
         passes = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
     def flagging(self) -> "Plan":
-        """Return the towers alone, without an update, to flag what is not finite."""
+        """Return a plan that runs only towers, and flags values that are not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
 
         def seen(*args: PyTree) -> tuple[PyTree]:
@@ -244,7 +251,7 @@ class Plan:
         return self._reading(passes, seen)
 
     def merging(self) -> "Plan":
-        """Return what the towers of each pass return, merged, without an update."""
+        """Return a plan that runs only towers, and returns what each pass merges."""
 
         def merged(*args: PyTree) -> list[PyTree]:
             return self.passes.compared(args[2])
@@ -275,9 +282,10 @@ def training_plan(
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
-    """Plan a training; ``update_fn`` gets what a further pass would be given.
+    """Return the plan of a training step.
 
-    ``fields`` are further fields of its `NextState`.
+    ``update_fn`` gets the merged results that a further pass would get. ``fields`` are
+    further fields of the plan's `NextState`.
     """
     return Plan(
         strategy,
@@ -307,9 +315,9 @@ def unguarded_plan(
 ) -> Plan:
     """Return the plan of a step that is never refused, such as an evaluation.
 
-    ``results_fn(state, merged) -> (next state, results)``, with what all passes merged.
-    The program returns ``(results,)``. With ``changes_state`` it returns the two parts
-    of the next state, and then the results.
+    ``results_fn(state, merged)`` returns the next state and the results, from the
+    merged results of all passes. The program returns ``(results,)``. With
+    ``changes_state`` it returns the two parts of the next state before the results.
     """
 
     def finish(
@@ -338,7 +346,7 @@ def training_pass(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """Return a pass of a training; ``fields`` are further fields of the pass."""
+    """Return a pass of a training step; ``fields`` are further fields of `Pass`."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}

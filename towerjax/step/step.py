@@ -28,9 +28,10 @@ _Result = TypeVar("_Result")
 
 
 class Checks(Protocol):
-    """The questions that a step is asked beside its calls; a builder hands them in.
+    """The checks of a step beside its calls: proof, audit, reports.
 
-    `towerjax.check.questions` answers them. Each takes the step first.
+    A builder gives them to the step; `towerjax.check.questions` has the functions. Each
+    takes the step as its first argument.
     """
 
     before_first: Callable[..., None]
@@ -56,7 +57,7 @@ class Step(Generic[_Result]):
     def __init__(
         self, plan: Plan, checks: Checks, *, placer: Placer | None = None
     ) -> None:
-        """Make the step of a plan, with the checks that it is asked for.
+        """Make the step of a plan, with the checks that its methods call.
 
         ``placer`` replaces the one that the plan's options make.
         """
@@ -69,9 +70,10 @@ class Step(Generic[_Result]):
         self.placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_calls = self.placer.calls  # T A: how many tower calls share a batch
+        self.num_calls = self.placer.calls  # T * A tower calls share a batch
         self.checked = Checked()
-        # A program without weights rounds otherwise, so with exact sums none is.
+        # A program without weights rounds in another way, so with exact sums weights
+        # stay.
         leaves_out = not strategy.exact
         self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
@@ -85,7 +87,7 @@ class Step(Generic[_Result]):
 
     @property
     def is_audited(self) -> bool:
-        """Whether an audit of the step, or of the same program, has passed it."""
+        """Whether an audit of this step, or of the same program, has passed."""
         return self.audit_report is not None
 
     @property
@@ -193,7 +195,7 @@ class Step(Generic[_Result]):
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """``(state, metrics, step_flag)`` of a step, whose step flag is not read yet.
+        """Run a step without reading its step flag: ``(state, metrics, step_flag)``.
 
         The step flag is ``()`` int32: -1, or the number of the step if it was refused.
         """
@@ -203,7 +205,7 @@ class Step(Generic[_Result]):
     def outputs(
         self, state: PyTree, batch: PlacedBatch, *step_flag: jax.Array
     ) -> tuple[TrainState, PyTree]:
-        """Run the program; return the state it was given, and its results."""
+        """Run the program on a batch; return the state it took, and its results."""
         policy = self.plan.states
         programs = self.programs
         taken = policy.take(state)
@@ -224,7 +226,7 @@ class Step(Generic[_Result]):
         except (RuntimeError, TypeError, ValueError):
             if not is_usable(state):  # the devices failed after they had taken it
                 raise
-            # JAX refuses a wrong state before it runs: name the leaf and the remedy.
+            # JAX refuses a wrong state before it runs, so name the leaf and the remedy.
             placed = self.start(state)
             check_like("state", placed, program.state, OTHER_STATE, OF_THIS_STEP)
             if placed is state:
@@ -252,7 +254,7 @@ class Step(Generic[_Result]):
             end of a loop, waits for all steps. The refused step changed nothing, and
             ``state`` is still usable.
         """
-        at = getattr(state, "step", None)  # by which its step flag is known
+        at = getattr(state, "step", None)  # the step flag of a state is found by it
         self.step_flags.check(at, state)
         placed = self.placer.place(batch, by_call=True)
         if not self.plan.gives_step_flag:
@@ -267,12 +269,12 @@ class Step(Generic[_Result]):
         return self.plan.states.result(before, out, placed)
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
-        """Return the plan that is proved and audited for the step, and its state."""
+        """Return the plan and the state that are proved and audited for this step."""
         other = self.plan.audited
         return (self.plan, state) if other is None else other(state)
 
     def start(self, state: PyTree) -> TrainState:
-        """Check the state that a loop starts with, and place its numbers."""
+        """Check the state that a loop starts with, and place its scalars."""
         last = self.programs.last
         return self.plan.states.start(state, None if last is None else last.state)
 
@@ -295,7 +297,7 @@ class Step(Generic[_Result]):
         return first_shapes(self.strategy, self.plan.states.made, params, **parts)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """Return the batch, checked, padded or cut, and placed with its towers.
+        """Check a batch, pad or cut it, and place it with its towers.
 
         Args:
           batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
@@ -450,7 +452,7 @@ class Step(Generic[_Result]):
         """Compile and check the step for such a batch, as its first call does.
 
         ``asked`` are fields of `Asked`. Returns the program, the messages of proof and
-        audit that were not told yet, and the seconds that these took.
+        audit that the user has not seen, and the seconds that proof and audit took.
         """
         return self.checks.prepare(self, state, batch, **asked)
 
@@ -459,7 +461,7 @@ class Step(Generic[_Result]):
     ) -> None:
         """Prove or audit the step before its first call with such a batch.
 
-        It is called for each program, and for each number of examples in a padded one.
+        Each new program is checked, and each new number of examples in a padded batch.
         """
         if self.options.audit is False:  # nothing of check/ is imported
             return
@@ -468,7 +470,7 @@ class Step(Generic[_Result]):
     def _before_call(
         self, traced: Traced, state: TrainState, batch: PlacedBatch
     ) -> None:
-        """Prove or audit the step before a call, and say so once."""
+        """Prove or audit the step before a call, and print the result once."""
         self.before_first(traced, state, batch)
         if self.checked.note:
             self.checks.tell_once(self)
@@ -484,7 +486,7 @@ class Step(Generic[_Result]):
     def refused(
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
-        """Make the error for a refused step, with the locations that are known."""
+        """Return the error for a refused step, with the locations that are known."""
         options = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, locations, **options)
 

@@ -31,7 +31,7 @@ from towerjax.types.refusals import types_of
 
 Builder: TypeAlias = Callable[..., Any] | str
 _WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
-_KEPT_BYTES = 2000  # of a failed worker's output in its record
+_KEPT_BYTES = 2000  # output of a failed worker in its record
 _NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -146,12 +146,12 @@ def resolve(name: str, example: str) -> Any:
         raise NoSuchName(f"{name}: {error}.") from error
     except ModuleNotFoundError as error:
         if not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
+            raise  # the module exists, but imports one that does not
         raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
 
 
 def describe_machine() -> Line:
-    """The processor, the number of cores that this process may use, the system."""
+    """Return the processor, the number of usable cores, and the system."""
     info = pathlib.Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     names = re.findall(r"model name\s*: (.*)", text)
@@ -161,7 +161,7 @@ def describe_machine() -> Line:
 
 
 def _measured(work: Line, config: Config, timeout_s: float) -> Line:
-    """Time a configuration in its own process; return its record."""
+    """Time a configuration in its own process, and return its record."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         record = pathlib.Path(folder, "record")
         try:
@@ -191,8 +191,9 @@ def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
     devices = config.get("devices", config.get("towers"))
     return {
         "JAX_COMPILATION_CACHE_DIR": os.path.join(caches, "towerjax", "bench"),
-        # glibc returns large blocks to the system at once or not, by chance; fresh
-        # pages can then cost more than the step, and are not the contender's time.
+        # By chance, glibc returns large blocks to the system at once or not. Fresh
+        # pages can then cost more time than the step, which is not the contender's
+        # time.
         "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
         "MALLOC_TOP_PAD_": str(64 << 20),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
@@ -204,13 +205,13 @@ def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the job on the standard input; write its record to a file."""
+    """Run the job on the standard input, and write its record to a file."""
     sys.path.insert(0, "")
     pathlib.Path(sys.argv[1]).write_text(json.dumps(recorded(json.load(sys.stdin))))
 
 
 def recorded(job: Line) -> Line:
-    """Do a job; return its record, also if it failed."""
+    """Do a job, and return its record, also if the job failed."""
     start = time.perf_counter()
     load = round(os.getloadavg()[0], 2)
     try:
@@ -218,7 +219,7 @@ def recorded(job: Line) -> Line:
     except NoSuchName as error:
         record = {"status": "mistyped", "error": str(error)}
     except Exception as error:  # any error is recorded, and the sweep continues
-        cause = error.__cause__ or error  # of a module that cannot be imported
+        cause = error.__cause__ or error  # if a module cannot be imported
         is_there = not isinstance(cause, ModuleNotFoundError | NotImplementedError)
         status = "failed" if is_there else "not available"
         record = {"status": status, "error": f"{type(error).__name__}: {error}"}
@@ -229,13 +230,13 @@ def recorded(job: Line) -> Line:
 class Contender:
     """A step, its state and its batch."""
 
-    call: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # as a step
+    call: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # like a step
     state: PyTree
     batch: PyTree
-    out: PyTree = None  # of the last call: a loss or metrics
+    out: PyTree = None  # the last call's loss or metrics
 
     def run(self) -> PyTree:
-        """Dispatch one call."""
+        """Dispatch one call, and return its results."""
         self.state, self.out = self.call(self.state, self.batch)
         return self.state, self.out
 
@@ -292,7 +293,7 @@ def _timed(job: Line) -> Line:
 def check_losses(
     name: str, losses: Sequence[float], losses_here: Sequence[float], rtol: float | None
 ) -> None:
-    """Raise unless both have the same losses, and so the same computation."""
+    """Raise unless both contenders have the same losses, and so compute the same."""
     if rtol is not None and not np.allclose(
         losses, losses_here, rtol, 0, equal_nan=True
     ):
@@ -304,7 +305,10 @@ def check_losses(
 
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
-    """Return the figures, from each contender's seconds ``[rounds, 1 or 2]``."""
+    """Return the medians and ratios, from each contender's seconds.
+
+    The seconds are ``[rounds, 1 or 2]``: to the end of a call, and to its return.
+    """
     own_seconds = seconds[""]
     values = {"step_s": own_seconds[:, 0], "return_s": own_seconds[:, -1]}
     peers = {f"over {name}": x for name, x in seconds.items() if name}
@@ -326,7 +330,10 @@ class Timings(RowTable):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Timings":
-        """Return the times in a file of `bench`, of each configuration the last."""
+        """Read the times in a file of `bench`.
+
+        If the file has a configuration several times, the last record counts.
+        """
         file = checked_path("path", path, "a file")
         lines = read_lines(file, "config", "a sweep")
         records = {of_grid.key_text(record["config"]): record for record, _ in lines}

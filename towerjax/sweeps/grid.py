@@ -27,7 +27,7 @@ Grid: TypeAlias = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]
 
 
 def configs_of(grid: Any) -> list[Config]:
-    """Return the configurations of a grid, checked, each once."""
+    """Return the checked configurations of a grid, each once."""
     if isinstance(grid, Mapping):
         lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
         product = itertools.product(*lists)
@@ -56,20 +56,24 @@ def _as_plain(name: str, value: Any) -> Any:
 
 
 def describe(config: Config) -> str:
-    """``"towers=2, batch=64"``."""
+    """Return a configuration as text, such as ``"towers=2, batch=64"``."""
     return ", ".join(f"{name}={value}" for name, value in config.items())
 
 
 def key_text(key: Any) -> str:
-    """Return a key as text in the file: 0, 0.0 and False differ, two NaN do not."""
+    """Return a configuration as text, by which its record is found.
+
+    The numbers 0 and 0.0 and False differ, while two NaN are equal.
+    """
     return json.dumps(as_json(key), sort_keys=True)
 
 
 class RecordFile:
-    """A file of results, which a sweep continues; None keeps them in memory alone.
+    """A file of results, which a later sweep continues.
 
-    A record's ``config`` identifies it. If several records have one ``config``, the
-    last counts. ``about`` has the fields that all records of one sweep share.
+    If the path is None, results stay in memory. A record's ``config`` identifies it. If
+    several records have one ``config``, the last counts. ``about`` has the fields that
+    all records of one sweep share.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
@@ -99,7 +103,7 @@ class RecordFile:
         return self._records.get(key_text(config))
 
     def add(self, record: Line) -> Line:
-        """Append a record to the file; return it as the file has it."""
+        """Append a record to the file, and return it as the file has it."""
         record = as_json({**record, **self.about})
         self._records[key_text(record["config"])] = record
         if self.path is not None:
@@ -112,7 +116,10 @@ class RecordFile:
 def counted(
     progress: bool | None, noun: str, done: int, total: int
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
-    """Two functions: ``show(done, text)`` shows the progress, ``note(text)`` a line."""
+    """Yield two functions that show the progress.
+
+    ``show(done, text)`` shows how much is done, and ``note(text)`` adds a line.
+    """
     check_choice("progress", progress, (None, True, False))
     before = done
     start_s = time.monotonic()
@@ -133,10 +140,10 @@ def counted(
 
 
 class RowTable(Shown):
-    """A base class of a sweep's results: a table with a row for each result."""
+    """A base class of a sweep's results, shown as a table with a row for each."""
 
     title = "results"
-    _rows: Callable[[], list[Line]]  # a method
+    _rows: Callable[[], list[Line]]  # each subclass has this method
 
     def rows(self) -> list[Line]:
         """Return a mapping for each result: its configuration, and its numbers.
@@ -153,7 +160,7 @@ class RowTable(Shown):
         return rows
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the table as it is shown; how long each took is the last column."""
+        """Return the table as it is shown; its last column has each result's time."""
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)

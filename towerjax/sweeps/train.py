@@ -42,13 +42,16 @@ class Member:
 
     config: Config  # the arguments of build
     metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # [n, ...] each
-    evaluation: dict[str, Any]  # of its last state; empty if there is none
+    evaluation: dict[str, Any]  # of the last state; may be empty
     order: str  # "together", "in_turn", or "alone" if no other shared its program
-    seconds: float  # of training, compiling too, no audit; together an equal share
+    seconds: float  # training and compiling; an equal share
 
     @classmethod
     def of(cls, record: dict[str, Any], config: Config) -> "Member":
-        """Make a member from the record of a configuration, in which inf is a text."""
+        """Make a member from the record of a configuration.
+
+        In a record infinity is a text.
+        """
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
         values = record["evaluation"] or {}
         evaluation = {name: _to_numbers(x)[()] for name, x in values.items()}
@@ -56,7 +59,7 @@ class Member:
 
     @property
     def final(self) -> dict[str, Any]:
-        """The evaluation, and the last step's metrics of other names."""
+        """The evaluation, and the last step's metrics with other names."""
         last = {name: x[-1] for name, x in self.metrics.items()}
         return {**last, **self.evaluation}
 
@@ -113,7 +116,7 @@ class Sweep(RowTable):
     def curves(
         self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
     ) -> dict[str, np.ndarray]:
-        """The learning curves, stacked if their members differ in ``over`` alone.
+        """Return the learning curves, stacked if members differ in ``over`` only.
 
         Returns:
           A dict of arrays ``[members, n]``. A key is the text of the members' other
@@ -246,7 +249,7 @@ def sweep(
     traced = traced_names(configs, static)
     check_function("build", build, "build(**config)", takes=False)
     check_takes("build(**config)", build, **configs[0])
-    if evaluate is not None:  # else training would end with the error
+    if evaluate is not None:  # otherwise training would end with the error
         form = "evaluate(state, **config)"
         check_function("evaluate", evaluate, form, takes=False)
         check_takes(form, evaluate, None, **configs[0])
@@ -264,14 +267,14 @@ def sweep(
 
 
 def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:
-    """Return the members that the file has."""
+    """Return the members whose records the file has."""
     records = [(file.get(config), config) for config in configs]
     return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Work:
-    """What a sweep does for each of its programs; see `sweep`."""
+    """The options of a sweep, and how its members are trained; see `sweep`."""
 
     build: Build
     batches: Iterable[PyTree] | Callable[..., Iterable[PyTree]]
@@ -281,13 +284,13 @@ class _Work:
     traced: Mapping[str, Any]
 
     def is_done(self, record: Line | None) -> bool:
-        """Return whether a record of the file has all that is asked."""
+        """Return whether a record of the file has everything that is asked for."""
         if not record:
             return False
         return not self.evaluate or record["evaluation"] is not None
 
     def records(self, fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
-        """Train members that differ in traced numbers alone; the record of each."""
+        """Train members that differ in traced numbers only; yield each one's record."""
         order = self.order if len(todo) > 1 else "alone"
         columns = {
             name: np.array([config[name] for config in todo], dtype)
@@ -308,7 +311,7 @@ class _Work:
     def _train(
         self, fixed: Config, step: Step, state: TrainState
     ) -> tuple[TrainState, History]:
-        """Return the last state and the history of one training."""
+        """Train one group of members; return the last state and the history."""
         source: Any = as_reusable("batches", self.batches, "every training needs all")
         if callable(source):
             names = fixed if source is self.batches else {}
@@ -323,7 +326,7 @@ def _train_all(
     file: of_grid.RecordFile,
     progress: bool | None,
 ) -> None:
-    """Train the members that the file does not have, and record each in it."""
+    """Train the members that the file lacks, and add each one's record to it."""
     done = sum(work.is_done(file.get(config)) for config in configs)
     with of_grid.counted(progress, "member", done, len(configs)) as (show, _):
         for fixed, members in _programs(configs, work.traced):
@@ -352,7 +355,11 @@ def _groups_of(
 def _programs(
     configs: Sequence[Config], traced: Mapping[str, Any]
 ) -> Iterable[tuple[Config, list[Config]]]:
-    """What members share that differ in traced numbers alone, and these members."""
+    """Return the groups of members that share a program.
+
+    Members of a group differ in traced numbers only. With each group stand the
+    configuration values that its members share.
+    """
     programs: dict[str, tuple[Config, list[Config]]] = {}
     for config in configs:
         fixed = {k: x for k, x in config.items() if k not in traced}
@@ -361,7 +368,10 @@ def _programs(
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
-    """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
+    """Return the dtype of each name that is traced.
+
+    A name is traced if all its values are numbers, and it is not in ``static``.
+    """
     for name in (static := check_list("static", static)):
         check_choice("static", name, list(configs[0]))
     traced = {}
@@ -375,11 +385,14 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
 
 @contextlib.contextmanager
 def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
-    """Explain an error of tracing ``build``: numbers of the grid are arrays there."""
+    """Explain an error of tracing ``build`` in this block.
+
+    ``build`` gets arrays in place of the grid's numbers.
+    """
     try:
         yield
     except Exception as error:
-        # Errors of NumPy and Python name the tracer, too.
+        # Errors of NumPy and Python name the tracer, too, so their text is searched.
         if "Tracer" not in str(error) and not isinstance(
             error, jax.errors.JAXTypeError
         ):
@@ -399,10 +412,10 @@ def _trained(
     train: Callable[[Step, TrainState], tuple[TrainState, History]],
     evaluate: Evaluate | None,
 ) -> Iterator[Line]:
-    """Train members of these numbers; yield the record of each."""
+    """Train members with these numbers, and yield the record of each."""
     start_s = time.perf_counter()
     step = members.step
-    start_s -= step.checked.seconds  # of the members before
+    start_s -= step.checked.seconds  # the members before took these
     try:
         state, history = train(step, members.begin(numbers))
     except BaseException as error:
@@ -415,7 +428,7 @@ def _trained(
         metrics = {k: members.of_member(x, i) for k, x in history.metrics.items()}
         member = members.member(state, i)
         evaluation = None
-        if failed is None or isinstance(failed, Exception):  # not after Ctrl-C
+        if failed is None or isinstance(failed, Exception):  # Ctrl-C ends it
             evaluation, error = _evaluation_or_error(evaluate, member, config)
             is_graver = failed is None or not isinstance(error, Exception)
             if error is not None and is_graver:
@@ -442,7 +455,7 @@ def _trained(
 def _evaluation_or_error(
     evaluate: Evaluate | None, state: TrainState, config: Config
 ) -> tuple[Line | None, BaseException | None]:
-    """Return the evaluation of a member, or what it raised."""
+    """Return a member's evaluation, or the exception that it raised."""
     try:
         return _evaluated(evaluate, state, config), None
     except BaseException as error:

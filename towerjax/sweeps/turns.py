@@ -1,4 +1,4 @@
-"""Time contenders in turns; medians of rounds, and their intervals."""
+"""Time contenders in turns; return medians of rounds, and their intervals."""
 
 import dataclasses
 import math
@@ -54,7 +54,11 @@ _Timed = TypeVar("_Timed")
 def in_turns(
     contenders: Sequence[Runs], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``."""
+    """Time calls in turns; return seconds to their end and return.
+
+    The result is ``[rounds, contenders, 2]``. ``trim`` is the share of the fastest, and
+    of the slowest, calls of a turn that is left out.
+    """
 
     def turn(contender: Runs) -> np.ndarray:
         times = np.sort([_time_call(contender) for _ in range(calls)], axis=0)
@@ -67,7 +71,10 @@ def in_turns(
 def take_turns(
     contenders: Sequence[_Timed], rounds: int, turn: Callable[[_Timed], ArrayLike]
 ) -> np.ndarray:
-    """Take turns, odd rounds reversed; the results ``[rounds, contenders, ...]``."""
+    """Take turns in rounds, of which every second one is in reversed order.
+
+    Returns the results of ``turn``, ``[rounds, contenders, ...]``.
+    """
     table = []
     for number in range(rounds):
         order = -1 if number % 2 else 1
@@ -84,6 +91,9 @@ def _time_call(contender: Runs) -> tuple[float, float]:
 
 
 def calls_in(seconds: float, contenders: Sequence[Runs]) -> int:
-    """Call each three times; return how many calls of the slowest one fit."""
+    """Return how many calls of the slowest contender fit into ``seconds``.
+
+    Each contender is called three times to find out.
+    """
     slowest = max(min(_time_call(x)[0] for _ in range(3)) for x in contenders)
     return int(np.clip(seconds / slowest, 1, 1000))

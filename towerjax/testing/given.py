@@ -1,4 +1,4 @@
-"""Arguments for a number of devices: copies, rows, and arrays that lie on them."""
+"""Make arguments for a number of devices: copies, rows, and placed arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from towerjax.types.boundary import api_boundary
 
 @api_boundary
 def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """Return a copy for each device, as a program of `jax.pmap` is given its state.
+    """Return a copy for each device, as a program of `jax.pmap` takes its state.
 
     Args:
       tree: Arrays of any shapes. Other leaves, as of an Equinox module, stay.
@@ -37,7 +37,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
 
 @api_boundary
 def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """Return the rows of each device, as a program of `jax.pmap` is given its batch.
+    """Return the rows of each device, as a program of `jax.pmap` takes its batch.
 
     Args:
       tree: Arrays ``[B, ...]``, where ``D`` divides ``B``.
@@ -69,7 +69,7 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
 
 @api_boundary
 def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
-    """Arrays placed on devices, replicated or split over an axis of the devices.
+    """Place arrays on devices, replicated or split over an axis of the devices.
 
     Args:
       tree: Arrays of any shapes.
@@ -91,5 +91,5 @@ def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
 
 
 def _of_arrays(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """A tree of what a function makes of its arrays and numbers; other leaves stay."""
+    """Apply ``fn`` to the arrays and numbers of a tree; other leaves stay."""
     return jax.tree.map(lambda x: fn(x) if isinstance(x, NUMBER_TYPES) else x, tree)

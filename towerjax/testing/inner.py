@@ -1,4 +1,4 @@
-"""The step of a trainer that its ``train`` function defines."""
+"""Take out the step of a trainer, which its ``train`` function defines inside."""
 
 import inspect
 import types
@@ -11,7 +11,7 @@ from towerjax.types.refusals import listed
 
 @api_boundary
 def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..., Any]:
-    """A function that is defined inside another one, with the values that you give.
+    """Return a function that is defined in another one, with values that you give.
 
     ``outer`` is not called. The values are those of the variables of ``outer`` that the
     inner function reads. Decorators of the inner function, such as `jax.pmap`, and

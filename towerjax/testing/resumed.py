@@ -77,9 +77,9 @@ class ResumedReport:
 
 
 class _Stages(NamedTuple):
-    """Arrays by name, from the stages of a process; empty for unseen stages."""
+    """Arrays by name, from the stages of one process; empty for a stage not seen."""
 
-    made: _Leaves  # the state as ``make`` returns it
+    initial: _Leaves  # the state that ``make`` returned
     between: _Leaves  # the state where training is stopped, or resumed
     batches: _Leaves  # the batches of the steps after it
     results: _Leaves  # what these steps returned
@@ -193,7 +193,7 @@ def _differences(
     steps: tuple[int, ...],
     rtol: float,
 ) -> tuple[list[Refuted], list[str]]:
-    """Return the leaves that differ, each at its first difference, and advice."""
+    """Return the leaves that differ, each where it first differs, and advice."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
     saved = stopped.between
@@ -202,7 +202,7 @@ def _differences(
     advice = list[str]()
     for name, reason in _unlike(restored, saved, "restored", "saved", rtol):
         findings[name] = Refuted(name, reason)
-        if _same_bits(restored.get(name), resumed.made.get(name)):
+        if _same_bits(restored.get(name), resumed.initial.get(name)):
             advice.append(f"{name}: {_AS_MADE}")
     other_batches = _unlike(
         resumed.batches, at_once.batches, "after the restart", "without it", rtol
@@ -229,7 +229,7 @@ def _differences(
 def _unlike(
     got: _Leaves, want: _Leaves, got_is: str, want_is: str, rtol: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield the leaves that differ, and how."""
+    """Yield the name of each leaf that differs, and a text on how."""
     for name in {**want, **got}:
         if name not in got or name not in want:
             missing = got_is if name not in got else want_is
@@ -325,12 +325,12 @@ class _Loop:
         self._digests = set[bytes]()
 
     def run(self, numbers: range) -> None:
-        """Do these steps."""
+        """Do the steps with these numbers."""
         for _ in numbers:
             self.next()
 
     def next(self) -> tuple[Any, Any]:
-        """Do a step; return its batch and its result."""
+        """Do one step, and return its batch and its result."""
         batch = next(self.batches)
         digest = hashlib.sha256()
         for name, x in _arrays("batch", batch).items():
@@ -341,8 +341,8 @@ class _Loop:
         self.state = self._state_in(gave)
         return batch, gave
 
-    def seen(self, numbers: range, made: _Leaves, between: _Leaves) -> _Stages:
-        """Do these steps, and return their stages."""
+    def seen(self, numbers: range, initial: _Leaves, between: _Leaves) -> _Stages:
+        """Do these steps, and return the stages of the process."""
         batches = _Leaves()
         results = _Leaves()
         for number in numbers:
@@ -350,7 +350,7 @@ class _Loop:
             batches |= _arrays(f"batches[{number}]", batch)
             if gave is not self.state:
                 results |= _arrays(f"metrics of step {number + 1}", gave[1:])
-        return _Stages(made, between, batches, results, _arrays("state", self.state))
+        return _Stages(initial, between, batches, results, _arrays("state", self.state))
 
     def _state_in(self, gave: Any) -> PyTree:
         structure = jax.tree.structure(self.state)
@@ -368,7 +368,7 @@ class _Loop:
 
 
 def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
-    """The result of ``make``: the parts of a loop, or ``train(folder, steps)``."""
+    """Call ``make``; return the parts of a loop, or ``train(folder, steps)``."""
     training = find_function(named, jax.device_count())()
     match training:
         case (step, state, batches, save, restore) if callable(save):

@@ -33,7 +33,7 @@ class RunsOnOneTower(Protocol):
     strategy: Strategy
 
     def on_one_tower(self, strategy: Strategy) -> Any:
-        """Return the same object on a strategy of one tower."""
+        """Return the object, made anew on a strategy of one tower."""
 
 
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
@@ -131,14 +131,15 @@ def assert_replicates(
             remainder="pad" if padding else "error",
             donate=False,
         )
-        step.place_batch(batch)  # which refuses what these towers cannot share
+        step.place_batch(batch)  # raises if these towers cannot share it
         state = step.init(params, local=local, extra=extra)
         towers = Towers(step.plan, strategy, number, state, rows=rows)
         towers.prove(in_order)
         return towers
 
     def rows_of(number: int) -> int:
-        # A mean of means is right for equal row counts.
+        # Unequal row counts are chosen, because a mean of means is right for equal
+        # ones.
         more = padding and number > 1
         return number * (examples // number + 1) if more else examples
 
@@ -213,7 +214,7 @@ def _read_tree(tree: PyTree) -> PyTree:
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
-    """Return a list of one message if the leaf differs; else an empty list."""
+    """Return a list of one text if the leaf differs; otherwise an empty list."""
     a = np.asarray(key_data(a))
     b = np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -241,7 +242,8 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
         if jnp.issubdtype(b.dtype, jnp.floating):
             info = jnp.finfo(b.dtype)
             size = max(abs(float(a[at])), abs(float(b[at])), float(info.tiny))
-            # Of neighbouring floats of this size; np.spacing lacks bfloat16.
+            # This is the distance of neighbouring floats of this size. ``np.spacing``
+            # lacks bfloat16.
             spacing = 2.0 ** np.floor(np.log2(size)) * float(info.eps)
             text += f" = {gap[at] / spacing:.2g} ulps"
     if a.ndim:
@@ -250,7 +252,7 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
 
 
 def one_tower(step: StepOrModel) -> StepOrModel:
-    """Return the same step, or the same model, on one tower of the first device.
+    """Return the step, or the model, made anew on one tower of the first device.
 
     It has the step's functions, optimizer and options, but there are no micro-batches,
     states are not donated, and ``extend=`` is left out. Batches are padded and cut as
@@ -290,7 +292,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         )
     strategy = on_one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
-    # It accepts the batches of a step of several towers.
+    # This placer accepts the batches of a step of several towers.
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )

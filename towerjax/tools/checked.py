@@ -43,13 +43,13 @@ class Looked:
     """The findings of a check so far.
 
     Attributes:
-      told: Texts for a person about things that are not faults.
+      texts: Texts for a person about things that are not faults.
       faults: The faults.
       notes: Notes on things that were not seen.
       fields: More fields of the JSON output.
     """
 
-    told: list[str] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
@@ -65,7 +65,7 @@ def check_program(
     always_run: bool,
     timeout_s: float | None = None,
 ) -> Looked:
-    """Return the findings on a program, which is proved for these numbers, or run.
+    """Check a program: prove it for these numbers, or run it; return the findings.
 
     Args:
       maker: A function ``devices -> (fn, args)``, or ``() -> (fn, args)``; of
@@ -106,7 +106,10 @@ def check_program(
 def _prove(
     prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
-    """Whether the proof answers for everything, so that nothing is left to run."""
+    """Prove what can be proved; return whether nothing is left to run.
+
+    The findings are added to ``looked``.
+    """
     try:
         proof, why = prove()
     except ReplicationError as error:
@@ -114,7 +117,7 @@ def _prove(
         return False
     if proof is None:
         looked.notes.append(f"nothing is proved: {why}")
-        looked.told.append(f"note: {looked.notes[-1]}")
+        looked.texts.append(f"note: {looked.notes[-1]}")
         return False
     _tell_of_proof(proof, looked)
     results = {x.leaf: {"says": x.says, "why": x.why} for x in proof.equal}
@@ -129,17 +132,17 @@ def _prove(
 
 def _tell_of_no_run(looked: Looked) -> None:
     answer = Says.REFUTED if looked.faults else Says.PROVED
-    looked.told.append(_NOT_RUN.format(answer))
+    looked.texts.append(_NOT_RUN.format(answer))
 
 
 def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
-    looked.told.append("\n".join(str(proof).splitlines()[:SCREEN]))
+    looked.texts.append("\n".join(str(proof).splitlines()[:SCREEN]))
     looked.fields["proved"] = proof.maps
     looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
 
 
 def _faults_of_proof(report: str) -> list[Fault]:
-    """Return the faults in an error, one per line that it lists."""
+    """Return the faults that the text of an error lists, one per line."""
     _, *lines = report.split("\n  - ")
     return [Fault("proof", "", line.strip()) for line in lines or [report]]
 
@@ -151,7 +154,7 @@ def _check_in_processes(
     looked: Looked,
     timeout_s: float | None,
 ) -> None:
-    """Run the program in a process for each number of devices, prove and compare."""
+    """Run the program in a process per number of devices; prove and compare."""
     named = name_function(FORM, maker)
     numbers = check_numbers(devices)
     check_rtol(rtol)
@@ -173,7 +176,7 @@ def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
             for x in error.findings
         ]
         return
-    looked.told.append(str(outcome))
+    looked.texts.append(str(outcome))
     looked.notes += outcome.notes
     looked.fields |= {
         "compared": outcome.compared,

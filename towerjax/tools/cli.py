@@ -40,19 +40,19 @@ FAULT = 1  # the command ran, and found a fault or a failed run
 USAGE = 2  # wrong arguments, or an invalid value; nothing was done
 NOT_STARTED = 126  # the system refused a file or a program
 INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
-CLOSED = 128 + 13  # the reader of the output has gone, as if SIGPIPE ended this
+CLOSED = 128 + 13  # nobody reads the output: as if SIGPIPE ended this
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with code 2."""
+        """Print the error as one sentence, and end the process with code 2."""
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 class Instead(argparse.Action):
-    """An option that other launchers have: the error says which is ours."""
+    """An option that other launchers have; its error names ours."""
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class Instead(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """End the process with code 2."""
+        """Print which option to use, and end the process with code 2."""
         parser.error(f"there is no {option_string}: write {self.const} {values}")
 
 
@@ -94,11 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parsed(options: argparse.Namespace) -> int:
-    """Run a parsed command; return its exit code.
+    """Run a parsed command, and return its exit code.
 
-    It can import modules of the current folder, as with ``python -m``. A ``ValueError``
-    is a mistake of the user, an ``OSError`` a refusal of the system: both are printed
-    without a traceback, unless ``options.traceback``.
+    The command can import modules of the current folder, as with ``python -m``. A
+    ``ValueError`` is a mistake of the user, and an ``OSError`` a refusal of the system.
+    Both are printed without a traceback, unless ``options.traceback`` asks for it.
     """
     arguments = vars(options)
     name, run, traceback = (arguments.pop(x) for x in ("name", "run", "traceback"))
@@ -106,7 +106,8 @@ def run_parsed(options: argparse.Namespace) -> int:
     try:
         return run(**arguments)
     except BrokenPipeError:
-        # The reader has gone: Python must not flush into the closed pipe at exit.
+        # Nobody reads the output any more, so Python must not flush into the closed
+        # pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except KeyboardInterrupt:
@@ -129,7 +130,10 @@ def show(result: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) 
 
 
 def read_toml(*sources: str) -> dict[str, Any]:
-    """The keys of TOML files and of lines such as ``"towers=[1, 2]"``, in order."""
+    """Return the keys of TOML files, and of lines such as ``"towers=[1, 2]"``.
+
+    Later sources replace keys of earlier ones.
+    """
     settings: dict[str, Any] = {}
     for source in sources:
         text = source if "=" in source else pathlib.Path(source).read_text()
@@ -246,7 +250,7 @@ def check(
         write_baseline(new_baseline, make, looked.faults)
         entries = read_baseline(new_baseline, make)
     faults, meant, left = split_meant(looked.faults, entries)
-    texts = [*looked.told, *told_of_faults(faults, words)]
+    texts = [*looked.texts, *told_of_faults(faults, words)]
     texts += [f"meant: {x.text}" for x in meant]
     texts += [f"note: in the baseline, but no longer found: {x['text']}" for x in left]
     texts = ["\n".join(x.splitlines()[:SCREEN]) for x in texts]
@@ -284,7 +288,7 @@ def report(
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
-    """Return what a named function returns, checked."""
+    """Call a named function; return its step and the step's arguments, checked."""
     function = resolve(make_step, "train:make_step")
     if isinstance(function, Step):
         raise ValueError(
@@ -295,21 +299,24 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
         raise ValueError(f"{make_step} is not a function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
-    for x in strategy:  # before the step is made, since the compiler may not be here
+    for x in strategy:  # the compiler may be missing
         if isinstance(x.devices, Absent):
             x.devices.jax_devices()
-    match made := function(*strategy):
+    match returned := function(*strategy):
         case (step, state, batch) if hasattr(step, "audit"):
             return step, state, batch
     second = "params" if strategy else "state"
     raise ValueError(
         f"{form} must return (step, {second}, batch), a step of towerjax and its"
-        f" arguments, but it returned {types_of(made)}."
+        f" arguments, but it returned {types_of(returned)}."
     )
 
 
 def _devices_of(text: str) -> Absent:
-    """The absent devices of ``"h200:8"``, or of a TPU topology, ``"v5e:2x4"``."""
+    """Return the absent devices that a text names.
+
+    Such a text is ``"h200:8"``, or a topology of TPUs, ``"v5e:2x4"``.
+    """
     text = text.lower()
     target, _, number = text.rpartition(":")
     if Absent.is_topology(text):
@@ -355,8 +362,9 @@ _STEP = ("make_step", str, "module:function")
 _JSON = ("--json", True, "print one JSON object")
 _NEEDED = {"required": True}
 _SEVERAL = {"nargs": "+"}
-# ``(name, type, text)`` and more by name; ``--name=dest`` is passed as ``dest``, and a
-# flag has its value in place of a type. What is not given is not passed.
+# Each option is ``(name, type, help)``, and perhaps a dict of more arguments. An option
+# ``--name=dest`` is passed to the function as ``dest``. A flag has its value in place
+# of a type. An option that the user leaves out is not passed.
 _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     launch: (
         ("--processes", int, "how many processes", _NEEDED),

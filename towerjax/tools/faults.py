@@ -11,9 +11,9 @@ from typing import Any
 from towerjax.check.programs.programs import NOT_THE_SAME
 from towerjax.check.programs.words import Words
 
-_SHOWN = 3  # of one kind
+_SHOWN = 3  # the most faults of one kind that are shown
 _LINE = re.compile(r"(\S+\.py):(\d+)")
-_WORSE = 2  # a difference larger than this multiple of the meant one is another fault
+_WORSE = 2  # a difference this many times the meant one is a new fault
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fault:
         return "\n".join([self.text, *self.advice.splitlines()])
 
     def is_meant_by(self, entry: Mapping[str, Any]) -> bool:
-        """Whether an entry of a baseline has this fault, and the fault is no worse."""
+        """Return whether a baseline's entry has this fault, and it got no worse."""
         if (self.kind, self.leaf) != (entry["kind"], entry["leaf"]):
             return False
         if self.relative is None:
@@ -53,7 +53,7 @@ def _without_lines(text: str) -> str:
 
 
 def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
-    """Yield a text for each kind of fault, for a person."""
+    """Yield a text for people, for each kind of fault."""
     heads = {
         "proof": NOT_THE_SAME,
         "equality": words.depends,
@@ -69,7 +69,10 @@ def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
 
 
 def annotations(faults: Iterable[Fault]) -> list[str]:
-    """A line ``::error file=...::`` for each fault, which GitHub shows in the code."""
+    """Return a line ``::error file=...::`` for each fault.
+
+    GitHub shows such a line in the code.
+    """
     return [_annotation(fault) for fault in faults]
 
 
@@ -92,7 +95,7 @@ def _escaped(text: str, more: str = "") -> str:
 
 
 def read_baseline(file: str, make: str) -> list[dict[str, Any]]:
-    """Return the entries for a program in a file of faults that are meant."""
+    """Read the entries for a program in a file of faults that are meant to stay."""
     path = pathlib.Path(file)
     if not path.is_file():
         raise ValueError(
@@ -125,7 +128,7 @@ def write_baseline(file: str, make: str, faults: Sequence[Fault]) -> None:
 def split_meant(
     faults: Sequence[Fault], entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Fault], list[Fault], list[Mapping[str, Any]]]:
-    """The faults that are not meant, those that are, and entries without a fault."""
+    """Return the faults that are not meant, those that are, and unused entries."""
     meant = [x for x in faults if any(x.is_meant_by(y) for y in entries)]
     left = [y for y in entries if not any(_is_of(x, y) for x in faults)]
     return [x for x in faults if x not in meant], meant, left

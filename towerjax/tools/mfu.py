@@ -1,4 +1,4 @@
-"""The share of the devices' peak that a step reaches, for loops of one's own."""
+"""The share of the devices' peak that a step reaches, for loops of your own."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def mfu(
     *,
     peak_flops: float | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilization of a step that takes so many seconds.
+    """Return the model FLOPs utilization of a step that takes ``step_s`` seconds.
 
     The FLOPs are the dot products and convolutions of the step on all devices, as
     `count_flops` counts them. `run` has the same number as

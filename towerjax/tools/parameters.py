@@ -90,7 +90,7 @@ def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
 
 @api_boundary
 def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
-    """The parameters from a file of `save_parameters`, in the structure of ``like``.
+    """Read parameters from a file of `save_parameters`, in the structure of ``like``.
 
     Args:
       path: The file, as for `save_parameters`.
@@ -139,7 +139,7 @@ def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
 
 @api_boundary
 def parameter_table(params: PyTree, *, max_rows: int = 40) -> str:
-    """A table of each parameter's shape, dtype, bytes, bytes per device and layout.
+    """Return a table of parameters: shape, dtype, bytes, bytes per device and layout.
 
     Args:
       params: The parameters, as for `flat_parameters`; or a whole state, or shapes.
@@ -165,7 +165,7 @@ def parameter_table(params: PyTree, *, max_rows: int = 40) -> str:
 def _named(
     params: PyTree, separator: str, *, shapes: bool = False, keys: bool = False
 ) -> list[tuple[str, Any]]:
-    """``(name, array)`` of each leaf, in tree order."""
+    """Return ``(name, array)`` of each leaf, in tree order."""
     refuse_unheld("params", params, shapes=shapes)
     named = []
     for path, box in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box):
@@ -187,7 +187,7 @@ def _named(
     return named
 
 
-# Dtypes by safetensors' names; its own reader knows only NumPy's dtypes.
+# This maps safetensors' names to dtypes. Its own reader knows only NumPy's dtypes.
 _DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",
@@ -199,7 +199,8 @@ _DTYPES = {
     "C64": "complex64",
 }
 
-# Flax's boxes around an array; there are none if Flax's modules are not imported.
+# These are Flax's boxes around an array. There are none if Flax's modules are not
+# imported.
 _BOXES = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
 
 

@@ -1,4 +1,4 @@
-"""Towers: strategies, the tower's context, merge calls, variables and executors."""
+"""Towers: strategies, the tower that a function sees, variables, and executors."""
 
 from towerjax.data.distribute import DistributedDataset as DistributedDataset
 from towerjax.data.stream import InputContext as InputContext

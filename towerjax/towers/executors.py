@@ -1,7 +1,7 @@
 """Run a program on several devices by shard_map or pmap.
 
-Only this file and `towerjax.tools` call shard_map or pmap. `placement` says where the
-towers are, and `tower_axis` runs those of one device.
+Only this file and `towerjax.tools` call shard_map or pmap. The towers of one device are
+run by `tower_axis`.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ def over_devices(
     traced: tuple[ClosedJaxpr, PyTree] | None = None,
     shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
-    """``device_fn``, which runs on every device, as a function of global values.
+    """Return ``device_fn``, which runs on every device, as a function of global values.
 
     ``traced`` is its jaxpr on one of several devices, with the shapes of its results.
     ``shards`` says which mirrored leaves devices take and return as shards:
-    ``device_fn`` is given a `Shard` for each of these, and may return one.
+    ``device_fn`` gets a `Shard` for each of these, and may return one.
     """
     if placement.num_devices > 1 or placement.within:
         device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
@@ -68,8 +68,8 @@ def over_devices(
         in_specs=specs[0],
         out_specs=specs[1],
         axis_names={DEVICE_AXIS},
-        # True would sum gradients over towers and refuse plain user code; what it
-        # checks, towerjax.proof proves.
+        # True would sum gradients over towers and refuse plain user code. What it
+        # checks, `towerjax.proof` proves.
         check_vma=False,
     )
 
@@ -85,11 +85,11 @@ def _trace_in_mesh(
     traced: tuple[ClosedJaxpr, PyTree] | None,
     shards: Shards | None,
 ) -> Callable[..., PyTree]:
-    """``device_fn``, traced with an axis name and without a mesh, as on one device.
+    """Return ``device_fn``, traced with an axis name and without a mesh.
 
-    ``traced`` is used if it is given. Inside a mesh, values have other types than under
-    ``jit``, and libraries that compare types refuse them. A tower of several devices
-    sees only the mesh of its own devices.
+    If ``traced`` is given, it is that trace. Inside a mesh, values have other types
+    than under ``jit``, and libraries that compare types refuse them. A tower of several
+    devices sees only the mesh of its own devices.
     """
     mesh = placement.tower_mesh
 
@@ -124,14 +124,20 @@ def _trace_in_mesh(
 
 
 def closed_over_kinds(jaxpr: ClosedJaxpr) -> str:
-    """The types of a jaxpr's constants that lie in a mesh, as text; "" for none."""
+    """Return the types of a jaxpr's constants that lie in a mesh, as text.
+
+    The text is "" if there are none.
+    """
     return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class Static:
-    """A value that is no array, among a trace's results: a pytree without leaves."""
+    """A value that is not an array, as a pytree without leaves.
+
+    A traced function can return one beside its arrays.
+    """
 
     value: Any
 
@@ -148,9 +154,10 @@ def _over_devices_by_pmap(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """Return the same global function by ``jax.pmap``, the legacy path.
+    """Return the function of global values that runs by ``jax.pmap``, the legacy path.
 
-    Sizes are always given: ``reshape`` cannot infer -1 for an array without elements.
+    Sizes are always given, because ``reshape`` cannot infer -1 for an array without
+    elements.
     """
     num_devices = placement.num_devices
 
@@ -166,8 +173,9 @@ def _over_devices_by_pmap(
         args = tuple(jax.tree.map(_at_axis(split), tuple(in_layouts), args))
         layouts = jax.tree.leaves(jax.tree.broadcast(tuple(in_layouts), args))
         leaves, treedef = jax.tree.flatten(args)
-        # One entry a leaf: JAX reads in_axes with as many entries as leaves like this,
-        # even if one argument has no leaves and another has several.
+        # The mapped function takes leaves, and ``in_axes`` has one entry for each of
+        # them. With trees JAX misreads ``in_axes`` if it has as many entries as there
+        # are leaves, but one argument has no leaves and another has several.
         mapped = jax.pmap(
             lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
             axis_name=DEVICE_AXIS,
@@ -196,9 +204,10 @@ def trace_one_tower(
     in_layouts: Sequence[PyTree],
     args: Sequence[PyTree],
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """Return the jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
+    """Trace ``device_fn`` as one of ``axes.num_devices`` devices, without a device.
 
-    ``args`` are shapes, of global values.
+    ``args`` are the shapes of global values. Returns the jaxpr, and the shapes of its
+    results.
     """
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
@@ -216,9 +225,10 @@ def _trace_on_one(
     args: Sequence[PyTree],
     mesh: AbstractMesh,
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The jaxpr of ``device_fn`` on one of several devices, inside the tower's mesh."""
+    """Trace ``device_fn`` as one of several devices, inside the tower's mesh."""
     env = [(DEVICE_AXIS, num_devices)]
-    # One group's axis is not manual, and is no axis of a tower either.
+    # With a single group of devices its axis is not manual, and it is no axis of a
+    # tower.
     with use_abstract_mesh(mesh), without_axis(DEVICE_AXIS):
         return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*args)
 
@@ -229,12 +239,15 @@ def is_inside_tower() -> bool:
 
 
 def is_of_one_tower(value: PyTree) -> bool:
-    """Whether ``value`` is traced in a tower function, and not in a merge function."""
+    """Return whether ``value`` is traced in a tower function.
+
+    It is not if a merge function in the tower function traces it.
+    """
     return has_tracers(value) and is_in_tower_fn()
 
 
 def is_in_tower_fn() -> bool:
-    """Whether a tower function is being traced, and not a merge function in it."""
+    """Return whether a tower function is being traced, and no merge function in it."""
     return is_inside_tower() and not _is_bound(_MERGING)
 
 
@@ -251,7 +264,8 @@ def _is_bound(axis: str) -> bool:
     return True
 
 
-# The kind of an error in a tower function, what its text says, and what to add to it.
+# Each entry has the type of an error in a tower function, a pattern of its text, and
+# the note to add to it.
 _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ...] = (
     (
         _HAVE_NO_VALUE,
@@ -275,7 +289,7 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
         "A tower function knows the axes of a tower of several devices:"
         " tj.Mirrored(within={{'model': 2}}).",
     ),
-    (  # In JAX 0.10 to 0.12 what jax.shard_map returns keeps its first mesh.
+    (  # In JAX 0.10 to 0.12 a function of jax.shard_map keeps its first mesh.
         ValueError,
         "should match the mesh passed to shard_map",
         "What jax.shard_map returns stays with the first mesh that it meets, and towers"
@@ -293,7 +307,7 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
 
 @contextlib.contextmanager
 def in_tower_fn() -> Iterator[None]:
-    """Return the context in which a tower function runs; explains its errors."""
+    """Explain errors of a tower function, which runs within this ``with`` block."""
     try:
         with bind_axis(_IN_TOWER):
             yield
@@ -309,11 +323,11 @@ def in_tower_fn() -> Iterator[None]:
 def fingerprint_of_program(
     traced: jax.stages.Traced, lowered: jax.stages.Lowered
 ) -> str:
-    """The program's text, and a hash of the constants that the text does not show."""
+    """Return a program's text, with a hash of constants that the text does not show."""
     digest = hashlib.sha256()
     for array in arrays_in(traced.jaxpr):
         array = key_data(array)
-        # JAX already requires the processes to agree on an array that they share.
+        # JAX itself requires that processes agree on an array that is shared by them.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"

@@ -1,4 +1,4 @@
-"""A function on all towers: traced once, proved, and run; as passes or by a call."""
+"""A function on all towers, which is traced once, proved, and then run."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ class OnTowers:
     def analyse(
         self, names: Sequence[str | None], *, is_free: bool = False
     ) -> Analysis:
-        """The findings on what depends on the tower; raise for what towers cannot run.
+        """Return what depends on the tower; raise for what towers cannot run.
 
         ``names`` names the leaves of the arguments that are per tower. With ``is_free``
         nothing has to be the same on all towers.
@@ -113,8 +113,12 @@ class OnTowers:
         *,
         shards: Shards | None = None,
     ) -> PyTree:
-        """The results of all devices as global values; each device runs ``finish``."""
-        # The towers' program is the one that was proved.
+        """Run all devices, and return their results as global values.
+
+        If ``finish`` is given, each device runs it on its results.
+        """
+        # The towers' programs are stored, so the program that runs is the one that was
+        # proved.
         axes = self._placement.axes
         device_fn = self._on_device(axes, self.programs)
 
@@ -123,7 +127,8 @@ class OnTowers:
             return results if finish is None else finish(results)
 
         run = device_fn if finish is None else finished
-        # Where each tower is alone on a device, so is the whole device's.
+        # If each tower is alone on a device, the traced program of that device is used,
+        # too.
         is_proved = finish is None and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
         place = self._placement
@@ -139,23 +144,27 @@ class TracedCall(Static):
 
     first: Any  # the call that was traced
     closes_over: str  # see `closed_over_kinds`
-    # Whether all processes have traced the same.
+    # Whether all processes are known to have traced the same program.
     is_agreed: bool = dataclasses.field(default=False, init=False)
 
     @classmethod
     def of(cls, value: Any, call: Any, jaxpr: ClosedJaxpr) -> "TracedCall":
-        """The call that was traced as this jaxpr, with a value for later ones."""
+        """Record the call that was traced as this jaxpr.
+
+        ``value`` is what this call and later ones return.
+        """
         return cls(value, call, closed_over_kinds(jaxpr))
 
 
 def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
-    """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
+    """Run ``jitted(call, *args)``, whose last result is a `TracedCall`.
 
-    Raises before it runs if the processes have traced different programs, or if this
-    call would use the constants of the first one.
+    Returns the other results, and the value in the `TracedCall`. Raises before it runs
+    if the processes have traced different programs, or if this call would use the
+    constants of the first one.
     """
     if placement.num_processes > 1 and not is_traced(args):
-        traced = jitted.trace(call, *args)  # kept by JAX for the call below
+        traced = jitted.trace(call, *args)  # JAX reuses this trace below
         if not (call_kept := traced.out_info[-1]).is_agreed:
             require_same(
                 "A function on all towers",
@@ -191,12 +200,14 @@ def call_on_towers(
     *,
     advice: str,
 ) -> tuple[list[jax.Array], list[bool], Any]:
-    """``(arrays, whether each is mirrored, rest)``: a function's results on all towers.
+    """Call a function on all towers; return its arrays, and which are mirrored.
 
-    ``tower_fn(tower, rows, arrays) -> (arrays, wanted, rest)`` gets its own row of
-    ``rows``, leaves ``[T, ...]``, and ``arrays`` whole. ``wanted`` has for each array
-    of the result ``Layout.PER_TOWER`` if it stays one a tower; the name of a value that
-    must be the same on all towers; or None, for either. Equal functions are traced,
+    ``tower_fn(tower, rows, arrays)`` gets its own row of ``rows``, leaves ``[T, ...]``,
+    and ``arrays`` whole. It returns ``(arrays, wanted, rest)``. For each array
+    ``wanted`` has ``Layout.PER_TOWER`` if it stays one per tower; the name of a value
+    that must be the same on all towers; or None, for either.
+
+    Returns ``(arrays, whether each is mirrored, rest)``. Equal functions are traced,
     proved and compiled once. The call may stand inside ``jax.jit``, ``jax.grad`` and
     ``lax.scan``. ``advice`` says what to do with a named value that differs.
     """
@@ -204,8 +215,8 @@ def call_on_towers(
     if is_inside_tower():
         on_first = {"devices": placement.devices[:1], "within": (), "rows": None}
         placement = dataclasses.replace(placement, **on_first, specs=None)
-    # The first argument is not used. pmap needs at least one argument with a row per
-    # tower, and jit one on the strategy's device.
+    # The first argument is not used. It is there because pmap needs at least one
+    # argument with a row per tower, and jit needs one on the strategy's device.
     rows = [np.arange(placement.num_towers, dtype=np.int32), *rows]
     traced = is_traced(())
     rows = [_placed_argument(x, placement, Layout.PER_TOWER, traced) for x in rows]
@@ -227,7 +238,7 @@ def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool)
 def _on_device(
     call: _Call, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """The function that a device runs: arrays ``[k, ...]``, and other results."""
+    """Return the function that a device runs: arrays ``[k, ...]`` and other results."""
     strategy, _, tower_fn, _ = call
 
     def of_tower(
@@ -246,13 +257,13 @@ def _on_device(
     return run
 
 
-# keep_unused, because the unused first argument sets the device of a call without
-# others.
+# ``keep_unused`` is set because the unused first argument sets the device of a call
+# that has no other arguments.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(
     call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
 ) -> tuple[list[jax.Array], TracedCall]:
-    """The arrays and the other results of a call, which is proved and compiled once."""
+    """Prove and run a call; it is compiled once. Return arrays and other results."""
     _, placement, _, advice = call
     args = (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)

@@ -1,4 +1,4 @@
-"""What towers return: its checks, and how it is marked once it is merged."""
+"""Check the values that towers return, and mark those that stay per tower."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def layouts_of(tree: PyTree) -> PyTree:
 
 
 def mark_per_tower(tree: PyTree) -> PyTree:
-    """The tree, in which each leaf that is per tower by its type is `PerTowerValue`."""
+    """Wrap each leaf that is per tower by its type in a `PerTowerValue`."""
     return map_parts(OF_TOWERS, PerTowerValue, tree)
 
 
@@ -68,9 +68,10 @@ def unmark_per_tower(
 def as_ours(returned: Any) -> Any:
     """Return another library's loss as `Weighted` or `TowerOutput`, others unchanged.
 
-    They are told by the names of tunix and maxtext, ``WeightedMetric(unreduced_sum,
-    denominator)`` and ``LossOutput(primary_loss, aux_metrics)``. An ``eps`` that guards
-    a quotient is left out: the weights of all towers are added before they divide.
+    Losses of tunix and maxtext are known by their fields:
+    ``WeightedMetric(unreduced_sum, denominator)`` and ``LossOutput(primary_loss,
+    aux_metrics)``. An ``eps`` that guards a quotient is left out, because the weights
+    of all towers are added before they divide.
     """
     if _is_weighted(returned):
         return Weighted(returned.unreduced_sum, returned.denominator)
@@ -87,11 +88,10 @@ def _is_weighted(x: Any) -> bool:
 def as_tower_output(
     out: Any, loss_reduction: Reduction | None, tower: Tower | None = None
 ) -> TowerOutput:
-    """The loss function's result as a ``TowerOutput``, with a loss that can be merged.
+    """Return a loss function's result as a ``TowerOutput`` whose loss can be merged.
 
-    The loss becomes a ``Weighted`` of scalars or ``Means``, also one of another
-    library; see `as_ours`. A bare loss has weight 0 on
-    a tower without examples.
+    The loss becomes a ``Weighted`` of scalars or ``Means``. A loss of another library
+    is converted by `as_ours`. A bare loss has weight 0 on a tower without examples.
     """
     out = as_ours(out)
     out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
@@ -164,7 +164,7 @@ def _is_array(x: Any) -> bool:
 
 
 def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
-    """The metrics as a dict of metric states and arrays; raise for anything else."""
+    """Return the metrics as a dict of metric states and arrays; raise for others."""
     if not hasattr(metrics, "items"):
         raise ValueError(
             f"The metrics are {metrics!r:.200}, and must be a dict of names and"
@@ -198,7 +198,7 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
 
 
 def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTree:
-    """Raise unless each leaf of outputs has one row for each of the tower's rows."""
+    """Raise unless each leaf of ``outputs`` has one row for each row of the tower."""
     refuse_other_than_rows(outputs, name)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"

@@ -34,7 +34,7 @@ _VALUE = "the PerTower value"
 def reduce_values(
     self: StrategyFields, reduction: Reduction, value: PyTree, destinations: Any = None
 ) -> PyTree:
-    """One value made of all towers' values, leaf by leaf.
+    """Reduce all towers' values to one value, leaf by leaf.
 
     ``reduction`` is SUM, MEAN or ONLY_FIRST_TOWER; SUM of a replicated value is
     refused. ``destinations`` are the devices of the result: a device name, a
@@ -56,7 +56,7 @@ def reduce_values(
         else:
             rows = values.stack_towers(x, self.num_towers, _VALUE)
             out = one_of(reduction, rows)
-        # They lie where reduced arrays do.
+        # The rows are copied to the devices on which reduced arrays lie.
         return out if is_traced(out) else values.copy_to(out, self.placement.devices)
 
     def is_leaf(x: Any) -> bool:
@@ -115,7 +115,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
     def grouped(part: Any) -> Any:
-        # Both fields of a mean are reduced the same way, even if the weight is
+        # Both fields of a mean are reduced in one way, even if the weight is
         # replicated.
         per_tower = parts_of(PerTower, part)
         if any(values.is_tuple(x.values) for x in per_tower):  # whose shapes may differ
@@ -145,10 +145,10 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
     values.refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if not multiplies(reduction) or strategy.num_towers == 1:
         value = values.of_first_process(value, strategy.placement)
-        # A copy, since the caller may write into a NumPy array later.
+        # A copy is returned, because the caller may write into a NumPy array later.
         return map_parts(np.ndarray | np.generic, jnp.array, value)
-    # Such as the gradient of an unused parameter. Compared in NumPy, since JAX's
-    # comparison has no value while JAX traces.
+    # A SUM of zeros is allowed, such as the gradient of an unused parameter. NumPy
+    # compares, because JAX's comparison has no value while JAX traces.
     known = not isinstance(value, Tracer) and not is_rows(value)
     if known and not np.any(np.asarray(value)):
         return value

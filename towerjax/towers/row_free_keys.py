@@ -16,13 +16,15 @@ KEY_NAME = "rowfree"
 
 
 def row_free_key(word: int, *, shared: bool = True) -> jax.Array:
-    """A key for ``state.rng`` with which ``tower.rng`` draws the same bits everywhere.
+    """Return a key with which ``tower.rng`` draws the same bits everywhere.
 
-    Its data are two words. While the first word is even, every element of a draw is
-    made from it alone. Folding in changes nothing, so that towers, rows and
-    micro-batches have one key. Splitting changes it, so that loops which draw until
-    they accept end. Folding in `ALL_TOWERS`, as ``tower.shared_rng`` does, makes an
-    ordinary key, because all towers have it and no row has one of its own; with
+    It is put in ``state.rng``. Its data are two words. While the first word is even,
+    every element of a draw is made from that word alone. Folding in changes nothing, so
+    that towers, rows and micro-batches have one key. Splitting changes the key, so that
+    loops which draw until they accept end.
+
+    Folding in `ALL_TOWERS`, as ``tower.shared_rng`` does, makes an ordinary key,
+    because all towers have that key and no row has one of its own. With
     ``shared=False`` it does not.
     """
     data = np.array([word & (ALL_TOWERS - 1), 0 if shared else ALL_TOWERS], np.uint32)
@@ -55,7 +57,7 @@ def _as_ordinary(key: jax.Array) -> jax.Array:
 
 
 def _next_word(word: jax.Array) -> jax.Array:
-    """Return the next even word, one step of a congruential generator."""
+    """Return the next even word, by one step of a congruential generator."""
     return (word * jnp.uint32(1664525) + jnp.uint32(1013904223)) & jnp.uint32(
         ALL_TOWERS - 1
     )

@@ -37,8 +37,9 @@ from towerjax.types.options import (
 from towerjax.types.refusals import a_type
 from towerjax.types.version import page
 
-# Compilers fuse, and so round, the arithmetic of a few elements in other ways than that
-# of many. Shards of at least this many elements have the bits of whole arrays.
+# Compilers fuse the arithmetic of a few elements in other ways than that of many, and
+# so round it in other ways. Shards of at least this many elements have the bits of
+# whole arrays.
 _EXACT_RUN = 128
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -66,13 +67,13 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options alone, since the devices of a placement do not pickle."""
+        """Return the options alone, because a placement's devices do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class for strategies that are made from this one."""
+        """Return the class of strategies made from this one, such as ``plain``."""
         return plain
 
     @property
@@ -88,7 +89,7 @@ class StrategyMethods(StrategyFields):
         remainder: Remainder = "pad",
         micro_batches: int = 1,
     ) -> DistributedDataset:
-        """The data set as placed batches, one per step, for steps and ``tj.run``.
+        """Return the data set as placed batches, one per step.
 
         The order is kept. ``prefetch_on_device`` batches are placed in advance.
 
@@ -138,7 +139,10 @@ _OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy'
 
 
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that says which strategy of ``tj.tf1`` has such a name."""
+    """Return a ``__getattr__`` that tells which class of ``tj.tf1`` has a missing name.
+
+    ``name`` is that class, such as ``"MirroredStrategy"``.
+    """
     notes = {}
     for kind, names in (
         ("method", METHODS_OF_TENSORFLOW),
@@ -290,7 +294,7 @@ class Mirrored(StrategyMethods):
         return self.num_gpus_per_worker if self.num_gpus is None else self.num_gpus
 
     def _named_devices(self) -> tuple[str, ...] | None:
-        """The names of the devices that the options give; None if they give none."""
+        """Return the names of the devices that the options give, or None."""
         if isinstance(self.devices, Absent):
             return self.devices.names
         if self.devices is not None:
@@ -311,9 +315,9 @@ class Mirrored(StrategyMethods):
 
 
 def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
-    """The largest set of devices, equally many per process, that divides the towers.
+    """Return the largest set of devices that the towers can share evenly.
 
-    A tower has ``size`` devices.
+    Each process has equally many of them, and a tower has ``size`` devices.
     """
     processes = jax.process_count()
     devices_each = len(names) // processes
@@ -390,7 +394,7 @@ Strategy = Mirrored | OneDevice
 
 
 def with_specs(strategy: Strategy, specs: Any) -> Strategy:
-    """Return the strategy with the ``specs`` of a builder; itself if they are None."""
+    """Return the strategy with a builder's ``specs``; unchanged if they are None."""
     if specs is None:
         return strategy
     if not isinstance(strategy, Mirrored):
@@ -403,16 +407,17 @@ def with_specs(strategy: Strategy, specs: Any) -> Strategy:
 
 
 def on_one_tower(strategy: Strategy) -> Strategy:
-    """One tower on the first device, or on the first group of devices."""
+    """Return a strategy of one tower, on the first device or group of devices."""
     if strategy.placement.within:
         return on_one_group(strategy, 1)
     return strategy._class_like(OneDevice)(strategy.placement.devices[0])
 
 
 def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
-    """A strategy of ``towers`` towers on the devices of one tower of this process.
+    """Return a strategy of ``towers`` towers on the devices of one tower.
 
-    With ``narrow`` it uses one device; the axes within a tower then have size 1.
+    These are the devices of this process. With ``narrow`` the strategy uses one device;
+    the axes within a tower then have size 1.
     """
     placement = strategy.placement
     here = jax.process_index()
@@ -473,7 +478,7 @@ def check_roles(builder: str, **functions: Any) -> None:
 
 
 def _is_schedule(x: Any) -> bool:
-    """Whether a value may be a schedule of optax, a function of the step's number."""
+    """Return whether a value may be an optax schedule, a function of the step."""
     try:
         names = [*inspect.signature(x).parameters]
     except (TypeError, ValueError):
@@ -552,7 +557,7 @@ def _check_axis_name(name: Any) -> None:
 
 
 def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
-    """The axes within a tower as pairs; raise unless they are names and sizes."""
+    """Return the axes within a tower as pairs; raise if names or sizes are wrong."""
     axes: Any = list(within.items()) if isinstance(within, Mapping) else within
     pairs: Any = axes if isinstance(axes, list | tuple) else [None]
     if not all(isinstance(x, tuple) and len(x) == 2 for x in pairs):

@@ -46,17 +46,18 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """The values of a pass that `Tower` computes its properties from."""
+    """The values of a pass from which `Tower` computes its properties."""
 
     axes: TowerAxes = dataclasses.field(metadata=_STATIC)
-    # None outside a step: only steps have a number, a key and a batch.
+    # These are None outside a step: only steps have a number, a key and a batch.
     step: jax.Array | None = None
     rng: jax.Array | None = None
     micro_batch: jax.Array | None = None
     num_valid: jax.Array | None = None
     first_row: jax.Array | int = 0
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
-    # The rows of all micro-batches, where a program may leave out weights that are 1.
+    # The number of rows of all micro-batches. If it is given, the program may leave out
+    # weights that are all 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
 
 
@@ -127,8 +128,8 @@ class Tower:
     @property
     def weight(self) -> jax.Array:
         """The rows' weights, ``[b]`` float32: 1 for an example, 0 for padding."""
-        # Computed when it is read, so that a step that pads notices if nothing reads
-        # it.
+        # The weights are computed when they are read, so that a step that pads notices
+        # if nothing reads them.
         context = self._context
         num_valid = _require_step(context.num_valid, "weight", "weights (ctx.weight)")
         return row_weights(num_valid, context.first_row, context.rows, context.of_rows)
@@ -155,7 +156,7 @@ class Tower:
     def merge_call(
         self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
     ) -> PyTree:
-        """The result of ``merge_fn(strategy, *per_tower_values)``, on each tower.
+        """Call ``merge_fn(strategy, *per_tower_values)`` with all towers' values.
 
         The towers' values are gathered: ``merge_fn`` sees each array of ``values`` as a
         ``PerTower``, which ``strategy.unwrap`` and ``strategy.reduce`` take. If it
@@ -204,8 +205,8 @@ class Tower:
             name = "a PerTower that merge_fn returned"
             return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, name))
 
-        # Every tower computes the same function of the same gathered values, so that
-        # nothing is sent back, and JAX can differentiate it.
+        # Every tower computes the same function of the same gathered values. So nothing
+        # is sent back, and JAX can differentiate the call.
         with jax.named_scope(tags.MERGED):
             values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
         with in_merge_fn():
@@ -213,7 +214,7 @@ class Tower:
         return jax.tree.map(own_row, merged, is_leaf=is_per_tower)
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
-        """One value made of all towers' values, the same on each tower.
+        """Reduce all towers' values to one value, which is the same on each tower.
 
         With several micro-batches each micro-batch is reduced by itself. A loss that is
         divided by a sum over the whole batch must get that sum as rows of the batch. A
@@ -276,7 +277,7 @@ class Tower:
         return total.value
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
-        """All towers' values, stacked along a new dim or joined along an existing one.
+        """Gather all towers' values: stacked along a new dim, or joined along one.
 
         A compiled program has one shape for all towers. Values whose sizes differ are
         joined outside of it, ``jnp.concatenate(strategy.unwrap(x))``.
@@ -337,11 +338,11 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable with the reduced value added; otherwise as `assign`."""
+        """Return the variable with the reduced value added; else as `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
-        """The variable with the reduced value subtracted; otherwise as `assign`."""
+        """Return the variable with the reduced value subtracted; else as `assign`."""
         return self._assign(variable, value, operator.sub)
 
     def _assign(
@@ -404,7 +405,7 @@ def tower_of(
     micro_batches: int = 1,
     **context: Any,
 ) -> Tower:
-    """Return the tower of one id; ``state`` is None outside a step."""
+    """Return the `Tower` for a tower function; ``state`` is None outside a step."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)
@@ -421,7 +422,7 @@ def tower_of(
 
 
 def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:
-    """Return a tower's arguments: the replicated ones, and those of its own.
+    """Return a tower's arguments: the replicated ones, and the per-tower ones.
 
     ``state`` is a `TrainState`.
     """

@@ -1,4 +1,4 @@
-"""Values of a strategy's towers: take them apart, stack them, copy them to devices."""
+"""Take values of all towers apart, stack them, and copy them to devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def is_mergeable(leaf: Any) -> bool:
 
 
 def as_native(root: str, tree: PyTree) -> PyTree:
-    """The tree in native byte order; raise if devices cannot hold one of its arrays."""
+    """Return the tree in native byte order; raise if devices cannot hold an array."""
     arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
     refuse_unheld(root, arrays)
     return jax.tree.map(native, tree)
@@ -93,9 +93,9 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
 
 
 def stack_local(local: PyTree, num_towers: int) -> PyTree:
-    """Initial tower-local variables, copied for each tower to leaves ``[T, ...]``.
+    """Copy first values of tower-local variables for each tower, to ``[T, ...]``.
 
-    From a ``PerTower`` each tower gets its own value.
+    If a value is a ``PerTower``, each tower gets its own part of it.
     """
 
     def as_array(x: Any) -> Any:
@@ -115,7 +115,10 @@ def stack_local(local: PyTree, num_towers: int) -> PyTree:
 
 
 def is_tuple(values: Any) -> bool:
-    """Whether ``values`` is a tuple of one value per tower, not a tree ``[T, ...]``."""
+    """Return whether ``values`` is a tuple of one value per tower.
+
+    Otherwise it is a tree with leaves ``[T, ...]``.
+    """
     return type(values) is tuple
 
 
@@ -131,13 +134,13 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
 
 
 def copies_by_leaf(variable: variables.TowerLocal) -> variables.TowerLocal:
-    """The variable with each leaf ``[T, ...]`` of its value as a ``PerTower``."""
+    """Return the variable with each leaf ``[T, ...]`` as a ``PerTower``."""
     variables.refuse_own_copy(variable)
     return jax.tree.map(PerTower, variable, is_leaf=is_rows)
 
 
 def values_of_towers(value: Any, num_towers: int) -> list[Any]:
-    """Each tower's tree; if the value is replicated, that one value."""
+    """Return a list of each tower's tree; of a replicated value, a list of one."""
     if not parts_of(PerTower | variables.TowerLocal, value):
         return [value]
     value = map_parts(variables.TowerLocal, lambda x: copies_by_leaf(x).value, value)
@@ -160,12 +163,12 @@ def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
-    """The ``T`` towers' values as a list; ``[value]`` if the value is replicated."""
+    """Return the ``T`` towers' values as a list; ``[value]`` if it is replicated."""
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 
 def refuse_in_tower(method: str, value: Any, instead: str) -> None:
-    """Raise in a tower function for a value of one tower that was not merged."""
+    """Raise in a tower function if ``value`` is one tower's value, not merged yet."""
     if is_of_one_tower(value):
         raise ValueError(
             f"strategy.{method} needs all towers' values, but in a tower function it"
@@ -203,7 +206,7 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
     held = [i for i, x in enumerate(leaves) if is_mergeable(x) or type(x) in scalars]
     placed = place([leaves[i] for i in held], placement, Layout.MIRRORED)
     for i, x in zip(held, placed, strict=True):
-        # A Python number stays one, which takes the dtype of what it meets.
+        # A Python number stays a Python number, which takes the dtype of its operands.
         leaves[i] = x.item() if type(leaves[i]) in scalars else x
     return treedef.unflatten(leaves)
 

@@ -1,4 +1,4 @@
-"""Variables, values with a name and a reduction: make, assign, stack and read them."""
+"""Variables (values with a name and a reduction): make, assign, stack, read."""
 
 import dataclasses
 import functools
@@ -132,7 +132,7 @@ def is_local(x: Any) -> bool:
 
 
 def is_never_read(x: Any) -> bool:
-    """Whether ``x`` is a tower-local variable that cannot be read as one value."""
+    """Return whether ``x`` is tower-local, and is never read as one value."""
     return is_local(x) and x.reduction is Reduction.NONE
 
 
@@ -150,8 +150,8 @@ def label(variable: Variable) -> str:
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Return the value, cast to the variable's dtypes; raise if it does not fit.
 
-    With ``reads`` the value is what the tower-local copies ``[T, ...]`` shall read as;
-    it may have the dtype of the copies or of their reduction.
+    With ``reads`` the variable has copies ``[T, ...]``, and the value is their
+    aggregate: it may have the dtype of the copies or of their reduction.
     """
     old = variable.value
     if jax.tree.structure(value) != jax.tree.structure(old):
@@ -208,10 +208,10 @@ def _replicate(value: PyTree, num_towers: int) -> PyTree:
 
 
 def _shares(x: jax.Array, num_towers: int) -> jax.Array:
-    """The towers' shares ``[T, ...]`` of a sum; those of integers are whole numbers."""
+    """Split a sum into the towers' shares ``[T, ...]``, whole numbers for integers."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _replicate(x / num_towers, num_towers)
-    # A small integer may not hold the number of towers.
+    # A wider dtype is used, because a small integer may not hold the number of towers.
     x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
     towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
     whole = x // num_towers
@@ -220,7 +220,7 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """Return the copies of a tower-local variable that read as the given value."""
+    """Return copies ``[T, ...]`` for a tower-local variable that read as ``value``."""
     refuse_own_copy(variable)
     reduction = variable.reduction
     adds_up = reduction is not Reduction.NONE and multiplies(reduction)
@@ -259,7 +259,7 @@ def plain(value: PyTree) -> PyTree:
 
 
 def layouts_by_type(value: PyTree) -> PyTree:
-    """A prefix tree of layouts: PER_TOWER for variables and values of each tower."""
+    """Return a prefix tree of layouts: PER_TOWER for variables and per-tower values."""
     return jax.tree.map(
         lambda x: Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED,
         value,
@@ -268,14 +268,14 @@ def layouts_by_type(value: PyTree) -> PyTree:
 
 
 def place_by_type(value: PyTree, placement: Placement) -> PyTree:
-    """Return a copy of the tree on the towers' devices, in `layouts_by_type`."""
+    """Copy the tree to the towers' devices, in the layouts of `layouts_by_type`."""
     return place(value, placement, layouts_by_type(value))
 
 
 def make_local(
     value: PyTree, reduction: Reduction, name: str, placement: Placement
 ) -> TowerLocal:
-    """Return a tower-local variable with one value on all towers, placed there.
+    """Make a tower-local variable with one value on all towers, on their devices.
 
     In a tower function it is that tower's own copy.
     """
@@ -292,7 +292,10 @@ def assign_in_tower(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Variable:
-    """Return the variable with a new value, assigned in a tower."""
+    """Return the variable with a new value, which is assigned in a tower.
+
+    ``combine(old, new)`` gives the value to assign, such as their sum.
+    """
     check_variable(variable, "tower.assign")
     new = fit(variable, plain(value))
     if isinstance(variable, MirroredVar):
@@ -321,7 +324,7 @@ def assign_in_tower(
 
 
 def check_variable(variable: Any, method: str) -> None:
-    """Raise unless ``variable`` is one."""
+    """Raise unless ``variable`` is a variable; ``method`` is named in the error."""
     if not is_variable(variable):
         raise ValueError(
             f"{method}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
@@ -340,7 +343,7 @@ def refuse_own_copy(variable: Variable) -> None:
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """Tower-local variables with other values, the inverse of `plain`."""
+    """Return tower-local variables with other values, the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -403,14 +406,14 @@ def read_local(local: PyTree) -> PyTree:
 
 @jax.jit
 def _read_all(local: PyTree) -> PyTree:
-    """The variables' values, added in pairs, so that bits do not depend on ``D``."""
+    """Read each variable as one value; pairwise sums do not depend on the devices."""
     return jax.tree.map(lambda x: one_of(x.reduction, x.value), local, is_leaf=is_local)
 
 
 def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
-    """Each tower-local variable as one value, computed inside a device function."""
+    """Read each tower-local variable as one value, inside a device function."""
     first_tower = first_tower_of_device(axes)
     variables = parts_of(TowerLocal, local)
 

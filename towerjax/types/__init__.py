@@ -1,4 +1,4 @@
-"""The nouns of a user; the files beside it are of trees, options and refusals."""
+"""The types that users see; modules beside them: trees, options, refusals, texts."""
 
 from towerjax.types.values import ArrayLike as ArrayLike
 from towerjax.types.values import Layout as Layout

@@ -22,7 +22,10 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 
 
 def api_boundary(fn: _F) -> _F:
-    """The function, with explained errors and with tracebacks filtered as JAX's are."""
+    """Return the function, with explained errors and short tracebacks.
+
+    Tracebacks are filtered like those of JAX: they have only the user's frames.
+    """
     explain = notes.explain
     tidy = _tidy
 
@@ -30,16 +33,17 @@ def api_boundary(fn: _F) -> _F:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:  # Ctrl-C, too
-            # A second Ctrl-C here would replace the first error, and its ``state``. A
-            # call of `contextlib.suppress` would leave a gap for it, too.
+            # A second Ctrl-C here would replace the first error, and its ``state``. It
+            # is not suppressed by `contextlib.suppress`, whose call would leave a gap
+            # for another Ctrl-C.
             try:
                 explain(error, fn)
                 tidy(error)
             except KeyboardInterrupt:
                 pass
-            raise  # by itself it adds no frame
+            raise  # a bare raise adds no frame
 
-    # The wrapper has the globals of the function, by which doctest finds it.
+    # The wrapper has the globals of the function, because doctest finds it by them.
     return functools.wraps(fn)(
         types.FunctionType(
             enter.__code__, fn.__globals__, fn.__name__, None, enter.__closure__
@@ -48,7 +52,7 @@ def api_boundary(fn: _F) -> _F:
 
 
 def api_boundaries(cls: _C) -> _C:
-    """Return the class, with each of its own public methods made an `api_boundary`."""
+    """Return the class, with each of its own public methods as an `api_boundary`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:
@@ -69,7 +73,10 @@ def _tidy(error: BaseException | None) -> None:
 def _of_others(
     trace: types.TracebackType | None, below_ours: bool = False
 ) -> types.TracebackType | None:
-    """The traceback without frames of towerjax, JAX, and Python code they call."""
+    """Return the traceback without frames of towerjax and JAX.
+
+    Frames of Python's own library that they call are left out, too.
+    """
     if trace is None:
         return None
     file = trace.tb_frame.f_code.co_filename
@@ -84,7 +91,7 @@ def _of_others(
 def warn_if_dropped(call: str, advice: str) -> None:
     """Warn if the user's line calls towerjax and drops the result.
 
-    Python drops the result of a call that is a statement by its next instruction.
+    If a call is a whole statement, Python's next instruction drops its result.
     """
     frame = sys._getframe(1)
     while frame.f_back and _package_of(frame) == "towerjax":
@@ -103,7 +110,8 @@ def _package_of(frame: types.FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-# Frames of decorators, cached properties and finalizers may lie in between.
+# Frames of decorators, cached properties and finalizers may lie between towerjax and
+# the user's line.
 _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
 

@@ -1,4 +1,4 @@
-"""Names and keywords that were public before, or in TensorFlow 1: what to write."""
+"""Old names and keywords, and those of TensorFlow 1: what to write instead."""
 
 from towerjax.types.version import page
 

@@ -18,7 +18,10 @@ _MODULES = {"layers": ["sparse"], "tf1": ["estimator"], "tools": ["testing"]}
 
 
 def furnish(space: ModuleType) -> ModuleType:
-    """Give a public module, and those in it, a ``__dir__`` and advice on names."""
+    """Give a public module a ``__dir__``, and advice on names that it lacks.
+
+    Public modules inside it get both, too.
+    """
     name = space.__name__
     modules = _MODULES.get(name.rpartition(".")[2], [])
     for module in modules:
@@ -38,7 +41,8 @@ def furnish(space: ModuleType) -> ModuleType:
 class Package(ModuleType):
     """The module of a package, which furnishes each namespace that is imported.
 
-    Python sets a submodule as an attribute of its package, whoever imports it.
+    Python sets a submodule as an attribute of its package, whoever imports it, so
+    ``__setattr__`` sees each of them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -74,7 +78,7 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 def _note_on(name: str) -> str:
-    """Say what to write in place of a name that a namespace lacks."""
+    """Return what to write in place of a name that a namespace lacks."""
     if known := moved.RENAMED.get(name) or advice_on_name(name):
         return known
     if place := next(_places_of(name), None):
@@ -86,7 +90,7 @@ def _note_on(name: str) -> str:
 
 
 def _places_of(name: str) -> Iterator[str]:
-    """Yield the public names, such as ``tj.tools.bench``, that end in a name."""
+    """Yield the public names, such as ``tj.tools.bench``, that end in ``name``."""
     root = sys.modules["towerjax"]
     if name in dir(root):
         yield f"tj.{name}"

@@ -95,7 +95,7 @@ _NO_PLATFORM = (
     "JAX_PLATFORMS (or jax_platforms) names a platform that this machine lacks, or"
     " whose driver JAX cannot use. Leave it out, or write JAX_PLATFORMS=cpu."
 )
-# Advice by a pattern of the text of JAX's error.
+# This maps a pattern of the text of JAX's error to advice.
 _TEXTS = {
     r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
         "Out of memory: build the step with micro_batches=2 or more; use jax.checkpoint"
@@ -130,9 +130,9 @@ _TEXTS = {
 
 
 def says(error: BaseException, pattern: str) -> re.Match[str] | None:
-    """The match of a pattern in the text of an error of JAX, Python or another library.
+    """Return the match of a pattern in an error's text, or None.
 
-    None for our own errors, whose texts have their remedy already.
+    It is None for our own errors, which already have their remedy.
     """
     trace = error.__traceback__
     while trace and trace.tb_next:
@@ -140,7 +140,8 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
     if trace is not None:
         code = trace.tb_frame.f_code
         module = trace.tb_frame.f_globals.get("__name__", "")
-        # JAX may have dropped its own frames, and what is left of ours is a call.
+        # JAX may have dropped its own frames. Then the last frame is ours and is at a
+        # call, and not at a ``raise``.
         raises = code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
         if raises and module.partition(".")[0] == "towerjax":
             return None
@@ -154,7 +155,7 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     line = (frames[-1].line or "") if frames else ""
     notes = [note for why, note in _TEXTS.items() if says(error, why)]
     if isinstance(error, AssertionError) and frames and frames[-1].name == "backends":
-        notes.append(_NO_PLATFORM)  # JAX says nothing
+        notes.append(_NO_PLATFORM)  # this error of JAX has no text
     if "'NoneType' object" in text and "extra" in line:
         notes.append(_NO_EXTRA)
     if isinstance(error, TypeError):
@@ -171,7 +172,7 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
-    """Advice on the arguments of a function that was called with wrong ones."""
+    """Return advice for a function that was called with wrong arguments, or ""."""
     called, _, rest = text.partition("() ")
     if called != fn.__qualname__:
         return ""
@@ -197,7 +198,7 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
 
 
 def _example_of(fn: Callable[..., Any]) -> str:
-    """A call of a function, or of its class, from the example in its docstring."""
+    """Return a call of a function or its class, from the example in its docstring."""
     from doctest import DocTestParser  # with a debugger, which imports are too long for
 
     name, is_method, _ = fn.__qualname__.partition(".")
@@ -208,7 +209,7 @@ def _example_of(fn: Callable[..., Any]) -> str:
 
 
 def _of_unpacked(error: Exception) -> str:
-    """Advice where a user's line unpacks a dict, which gives its keys."""
+    """Return advice if a user's line unpacks a dict, which gives its keys; or ""."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if frame.f_globals.get("__name__", "").partition(".")[0] in ("towerjax", "jax"):
@@ -227,7 +228,10 @@ def _of_unpacked(error: Exception) -> str:
 
 
 def _of_value(error: Exception) -> str:
-    """The keys that exist, if a user's line asks for a missing key or attribute."""
+    """Return the keys that exist, if a user's line asks for a missing one; or "".
+
+    For a missing attribute it returns what the value is.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = traceback.extract_tb(error.__traceback__)
     for frame, at in zip(frames[::-1], places[::-1], strict=True):
@@ -252,7 +256,7 @@ def _of_value(error: Exception) -> str:
 
 @contextlib.contextmanager
 def noted(note: str | None) -> Iterator[None]:
-    """A context that adds a note, if any, to the error of a missing attribute."""
+    """Add a note, if any, to the error of a missing attribute in this block."""
     try:
         yield
     except AttributeError as error:
@@ -262,13 +266,13 @@ def noted(note: str | None) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
-    """Return a ``__getattr__`` that adds what to write instead of a missing name.
+    """Return a ``__getattr__`` whose error says what to write for a missing name.
 
-    Hide it from type checkers.
+    Hide it from type checkers, which would accept every name.
     """
 
     def get(self: Any, name: str) -> Any:
-        # Again: a property may have raised the error.
+        # The attribute is read once more, because a property may have raised the error.
         with noted(notes.get(name) or note or _NAMES.get(name)):
             return object.__getattribute__(self, name)
 
@@ -276,7 +280,7 @@ def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str
 
 
 def advice_on_name(name: str) -> str:
-    """Say what to write here for a name of another library; "" if it is not known."""
+    """Return what to write here for a name of another library; "" if unknown."""
     return _NAMES.get(name, "")
 
 
@@ -292,7 +296,7 @@ _OF_NO_STEP = (
 
 
 class Named(dict[str, Any]):
-    """A dict of metrics; the error for a missing name lists the others."""
+    """A dict of metrics; its error for a missing name lists the others."""
 
     def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
         super().__init__(metrics)
@@ -317,7 +321,7 @@ jax.tree_util.register_pytree_node(
 
 
 def frozen(cls: _Class) -> _Class:
-    """The frozen dataclass, with advice in the error of an assignment to a field."""
+    """Return the frozen dataclass, with advice in its error for an assignment."""
     refuse: Any = cls.__setattr__
 
     def assign(self: Any, name: str, value: Any) -> None:

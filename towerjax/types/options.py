@@ -47,7 +47,10 @@ def check_whole(
     *,
     or_none: bool = False,
 ) -> None:
-    """Raise unless a number is whole and within its limits, or an allowed None."""
+    """Raise unless a number is whole and within its limits.
+
+    With ``or_none`` None is allowed, too.
+    """
     if or_none and number is None:
         return
     if not is_whole(number) or not lowest <= number <= highest:
@@ -81,7 +84,7 @@ def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
-    """The items of a list or similar, as a tuple; raise for text and anything else."""
+    """Return the items of a list or similar, as a tuple; raise for text and others."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         example = example or f"[{value!r:.200}]"
         refuse_option(name, value, f"a list: write {name}={example}")
@@ -119,7 +122,10 @@ def check_flag(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def opening(name: str, path: Any) -> Iterator[None]:
-    """A context whose error names the option whose file cannot be written, and why."""
+    """Explain an error in this block: which option's file cannot be written.
+
+    The error also says why.
+    """
     try:
         yield
     except (OSError, ImportError) as error:
@@ -131,7 +137,7 @@ def opening(name: str, path: Any) -> Iterator[None]:
 
 
 def require(module: str, needed_by: str, install: str) -> Any:
-    """A module of an optional package; raise with the command that installs it."""
+    """Return a module of an optional package; raise with the command to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -191,7 +197,7 @@ def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
 def _misnamed(
     signature: inspect.Signature, arguments: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """Return the reason why a keyword argument's name is wrong, and what to write."""
+    """Return the reason why a keyword's name is wrong, and what to write; or None."""
     known = signature.parameters
     for name in arguments:
         near = difflib.get_close_matches(name, known, 1)
@@ -213,7 +219,7 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
 
 
 def short_repr(self: Any) -> str:
-    """The constructor call of an equal object, without arguments at their defaults."""
+    """Return the call that makes an equal object, without arguments at defaults."""
     fields = [
         f"{field.name}={getattr(self, field.name)!r}"
         for field in dataclasses.fields(self)

@@ -1,4 +1,4 @@
-"""What devices do not hold, how two trees differ, and the texts that say so."""
+"""Values that devices cannot hold, how two trees differ, and texts that say so."""
 
 import collections
 import dataclasses
@@ -26,12 +26,15 @@ _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
-    """Return whether elements have less than a byte, so that they are packed."""
+    """Return a test for dtypes whose elements have less than a byte.
+
+    Such elements are packed.
+    """
     info = jnp.finfo if kind is jnp.inexact else jnp.iinfo
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
 
-# Dtypes that no device holds, and what to write instead.
+# Tests for dtypes that no device holds, each with what to write instead.
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
     (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),
@@ -46,14 +49,14 @@ _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (_is_narrow(jnp.unsignedinteger), "cast it, x.astype(np.uint8)"),
     (_is_narrow(jnp.signedinteger), "cast it, x.astype(np.int8)"),
 ]
-# Objects that hold rows, and how to make arrays of them.
+# Tests for objects that hold rows, each with how to make arrays of them.
 _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda x: hasattr(x, "numpy"),
         "pass x.numpy(), as strategy.distribute_dataset(loader) does",
     ),
     (
-        lambda x: hasattr(x, "to_numpy"),  # of pandas or Polars
+        lambda x: hasattr(x, "to_numpy"),  # a table of pandas or Polars
         "pass x.to_numpy(), or a dict of columns, each to_numpy()",
     ),
     (
@@ -64,7 +67,7 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
-    """Return the reason why no device can hold a leaf, and what to write; else None."""
+    """Return why no device can hold a leaf, and what to write; None if one can."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
     if is_deleted(leaf):
@@ -87,7 +90,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
             " and give the padding weight 0"
         )
     if not is_array and dtype.kind not in "biufc":
-        is_wide = isinstance(leaf, int)  # of more than 64 bits
+        is_wide = isinstance(leaf, int)  # an int that is no int64
         return f"{a_type(leaf)}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
@@ -96,7 +99,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
 
 def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
-    """The reason why a leaf has no row per example, and what to write; else None."""
+    """Return why a leaf has no row per example, and what to write; None if it has."""
     if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
         return problem_of(leaf, shapes=shapes) or scalar
@@ -110,7 +113,10 @@ def _advice_on(dtype: Any) -> str | None:
 
 
 def overflow_of(leaf: Any) -> Any:
-    """An element that would overflow on devices, such as 2**40 in 32 bits; or None."""
+    """Return an element that would overflow on devices, or None.
+
+    An example is 2**40 where devices have 32 bits.
+    """
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)
@@ -142,7 +148,10 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
 
 
 def together(named: Iterable[tuple[str, str]]) -> list[str]:
-    """One ``"name is problem"`` per leaf; leaves of one list or problem share it."""
+    """Return one ``"name is problem"`` per leaf; leaves of one list share a text.
+
+    Leaves with the same problem share one, too.
+    """
     lists = collections.defaultdict(list)
     for name, problem in named:
         lists[re.sub(r"\[\d+\]$", "[]", name)].append((name, problem))
@@ -157,7 +166,7 @@ def together(named: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def refuse_no_numbers(name: str, x: Any) -> None:
-    """Raise if a value is not an array of JAX, NumPy or another library."""
+    """Raise if ``x`` is not an array of JAX, NumPy or another library."""
     ours = np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
     is_ours = not is_array or isinstance(x, ours)
@@ -173,7 +182,7 @@ def a_type(x: Any) -> str:
 
 
 def types_of(x: Any) -> str:
-    """The name of a value's type; for a tuple or list, of its elements' types."""
+    """Return the name of a value's type; of a tuple or list, its elements' types."""
     if not isinstance(x, tuple | list):
         return a_type(x)
     return f"({', '.join(map(a_type, x))})"
@@ -187,7 +196,7 @@ def shown(x: Any) -> str:
 
 
 def few(items: Iterable[Any]) -> list[str]:
-    """Return the first eight texts, and how many more there are."""
+    """Return the first eight items as texts, and a text with the number of others."""
     texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
@@ -198,38 +207,41 @@ def listed(items: Iterable[Any]) -> str:
     return "; ".join(few(items))
 
 
-def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """One message per leaf whose description differs from the expected one, by name."""
-    if given == expected:
+def unlike(actual: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Return a text per leaf whose description differs from the expected one.
+
+    Both arguments map the name of a leaf to its description.
+    """
+    if actual == expected:
         return []
-    names = sorted({*given, *expected})
-    both = [(x, given.get(x, "absent"), expected.get(x, "absent")) for x in names]
+    names = sorted({*actual, *expected})
+    both = [(x, actual.get(x, "absent"), expected.get(x, "absent")) for x in names]
     return [f"{x} is {got}, expected {want}" for x, got, want in both if got != want]
 
 
 def kind_of(leaf: Any) -> str:
-    """The dtype that a leaf has on a device, and its shape, as ``"float32[4, 3]"``."""
+    """Return a leaf's dtype on a device, and its shape, as ``"float32[4, 3]"``."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{held_dtype(dtype)}{list(jnp.shape(leaf))}"
 
 
 def differences(
     root: str,
-    given: PyTree,
+    actual: PyTree,
     expected: PyTree,
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """Return the leaves that differ; if none does, the first container that does."""
+    """Return the leaves that differ; if none does, the first container that differs."""
     try:
-        leaves, treedef = jax.tree.flatten(given)
+        leaves, treedef = jax.tree.flatten(actual)
     except ValueError:
-        refuse_unsortable(root, given)
+        refuse_unsortable(root, actual)
         raise
     others, other = jax.tree.flatten(expected)
     if treedef == other and _have_one_type(leaves, others):
-        return []  # names are for the error alone
+        return []  # names are needed for the error only
     texts = unlike(
-        {name: describe(x) for name, x in named_leaves(root, given)},
+        {name: describe(x) for name, x in named_leaves(root, actual)},
         {name: describe(x) for name, x in named_leaves(root, expected)},
     )
     if not texts and treedef != other:
@@ -263,10 +275,10 @@ def check_like(
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """``after`` without weak types; raises unless it has the types of ``before``."""
+    """Return ``after`` without weak types; raise unless its types are as ``before``."""
     fault = "The step would change the type of its state, and so compile anew each time"
     check_like(root, after, before, fault, f"Look at {culprit}.")
-    # Drops the weak type of what was computed with Python numbers.
+    # Values that were computed with Python numbers have a weak type, which is dropped.
     after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
@@ -284,5 +296,5 @@ class Portable(Exception):
     """An error that can be copied and pickled with its text, attributes and notes."""
 
     def __reduce__(self) -> Any:
-        """The text and the attributes, so that the constructor is not called again."""
+        """Return how to make a copy: text and attributes, without the constructor."""
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 120
-# Where a page is narrower, rows scroll and do not break.
+# If a page is narrower, rows scroll and do not break.
 _FORM = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
     'font-family:monospace">{code}</pre>'
@@ -63,20 +63,20 @@ def as_text(tables: Sequence[Table]) -> Lines:
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
-    """Return the result of ``_repr_mimebundle_`` for tables: as rich shows them."""
+    """Return what rich shows for tables, as ``_repr_mimebundle_`` returns it."""
     from rich.table import Table as RichTable
     from rich.text import Text  # whose text rich does not read as markup
 
     shown = []
     for table in tables:
-        made = RichTable()
+        rich_table = RichTable()
         for name, right in zip(table.head, table.is_number, strict=True):
             justify = "right" if right else "left"
-            made.add_column(Text(name), justify=justify, overflow="fold")
+            rich_table.add_column(Text(name), justify=justify, overflow="fold")
         for row in table.rows:
-            made.add_row(*map(Text, row))
-        # rich's own title and caption would wrap at the width of the columns.
-        shown += [Text(table.title, "italic"), made]
+            rich_table.add_row(*map(Text, row))
+        # The title and caption of rich would wrap at the width of the columns.
+        shown += [Text(table.title, "italic"), rich_table]
         shown += [Text(table.note, "italic dim")] if table.note else []
     return drawn(*shown)
 
@@ -140,7 +140,7 @@ def in_seconds(seconds: float) -> str:
 def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
     number = float(count)
     unit = 0
-    # Take the next unit as soon as three digits would round up to it.
+    # The next unit is taken as soon as three digits would round up to it.
     while max(number, float(f"{number:.3g}")) >= base and unit < len(units) - 1:
         number = number / base
         unit = unit + 1
@@ -165,7 +165,11 @@ class Shown:
 def leaf_table(
     title: str, leaves: Iterable[tuple[str, Any, str | None]], most: int = 40
 ) -> Table:
-    """A table with a row per leaf: shape, dtype, bytes, bytes per device, layout."""
+    """Return a table with a row per leaf: shape, dtype, bytes and layout.
+
+    Bytes are given for the whole leaf and for one device. At most ``most`` rows are
+    shown.
+    """
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout")
     rows = []
     sums = np.zeros(2, np.int64)

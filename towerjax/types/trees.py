@@ -32,13 +32,13 @@ def name_by_key(path: tuple[Any, ...]) -> str:
 
 
 def names_by_key(tree: PyTree) -> list[str]:
-    """`name_by_key` of each leaf, in tree order."""
+    """Return the `name_by_key` of each leaf, in tree order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [name_by_key(path) for path, _ in leaves]
 
 
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """``(name, leaf)`` of every leaf, in tree order."""
+    """Return ``(name, leaf)`` of every leaf, in tree order."""
     try:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     except ValueError:
@@ -49,7 +49,7 @@ def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str
 
 
 def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """``(name, leaf)`` of every leaf, in tree order, with ``/`` between keys."""
+    """Return ``(name, leaf)`` of every leaf in tree order, with ``/`` between keys."""
     keystr = jax.tree_util.keystr
     return [
         ("/".join(filter(None, [root, keystr(path, simple=True, separator="/")])), leaf)
@@ -59,7 +59,7 @@ def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def sorted_keys(root: str, tree: PyTree) -> Iterator[None]:
-    """A context that raises an error naming the dict whose keys JAX cannot sort."""
+    """Raise in this block an error that names the dict whose keys JAX cannot sort."""
     try:
         yield
     except ValueError:
@@ -89,7 +89,7 @@ def _is_unsortable(x: Any) -> bool:
 
 
 def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """A test for instances of ``kind`` that calls no code of the tested class."""
+    """Return a test for instances of ``kind`` that calls none of the class's code."""
     return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
 
 
@@ -132,7 +132,7 @@ def held_dtype(dtype: Any) -> Any:
     return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
 
 
-@functools.cache  # for each value of jax_enable_x64
+@functools.cache  # the second argument is jax_enable_x64
 def _device_dtype_of(dtype: Any, _: bool) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
@@ -157,7 +157,7 @@ def native(leaf: Any) -> Any:
 
 def own_array(leaf: Any) -> jax.Array:
     """Return a leaf as a JAX array that shares no memory with a NumPy array."""
-    # jnp.asarray alone would compile a program for each shape and dtype.
+    # ``jnp.asarray`` alone would compile a program for each shape and dtype.
     is_host = isinstance(leaf, np.ndarray | np.generic)
     return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
@@ -170,7 +170,7 @@ def widen_dtype(dtype: Any) -> Any:
 
 
 def promote_dtypes(*dtypes: Any) -> Any:
-    """The dtype that holds values of all these dtypes, by JAX's standard promotion."""
+    """Return the dtype that holds values of all these dtypes, as JAX promotes them."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -182,12 +182,12 @@ def is_key(x: Any) -> bool:
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """The words of a typed key, which collectives cannot send; else the array."""
+    """Return the words of a typed key, which collectives can send; else the array."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
 def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """Return the inverse of `key_data`."""
+    """Return words as a typed key like ``x``, the inverse of `key_data`."""
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -196,7 +196,7 @@ def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
 def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
     """Return the names of all leaves of several trees, each from its root.
 
-    The leaves of a tree whose root is "" have names of their own.
+    If a root is "", the tree's first keys name its leaves.
     """
     names = list[str]()
     for root, value in zip(roots, values, strict=True):

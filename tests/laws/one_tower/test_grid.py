@@ -255,7 +255,7 @@ def trained(draw):
             state, metrics = step(state, batch)
             found.append(metrics)
         step.settle()
-        assert len(step.programs.made) == 1
+        assert len(step.programs.compiled) == 1
         return state, found
     return state, [jax.tree.map(lambda x, i=i: x[i], found) for i in range(STEPS)]
 

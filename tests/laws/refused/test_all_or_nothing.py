@@ -130,7 +130,7 @@ def test_devices_that_fail_in_a_donated_step_say_why(monkeypatch):
     program = step.program(state, batch)
     fails.args_info = program.call.args_info
     broken = dataclasses.replace(program, call=fails)
-    monkeypatch.setitem(step.programs.made, *step.programs.made, broken)
+    monkeypatch.setitem(step.programs.compiled, *step.programs.compiled, broken)
     with pytest.raises(ValueError, match="^Connection closed by peer") as caught:
         tj.run(step, state, [batch], progress=False)
     assert caught.value.state is None

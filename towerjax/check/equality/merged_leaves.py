@@ -72,14 +72,14 @@ def _leaves_of(
         if isinstance(x, PerTower):
             count = len(jax.tree.leaves(x))
             leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
-        elif x.how is CARRIED:
+        elif x.rule is CARRIED:
             count = len(jax.tree.leaves(x))
             leaves += [
                 dataclasses.replace(leaf, becomes=next(becomes, None))
                 for leaf in [MergedLeaf(name, Merge.PER_TOWER)] * count
             ]
         else:
-            leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
+            leaves += _leaves_of_returned(name, x.value, _MERGES[x.rule], len(leaves))
     return leaves
 
 
@@ -176,9 +176,9 @@ def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
     """Return the shapes of the merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:
-        if x.how in (*_REPLICATED, MERGED) and x.how is not ROWS:
+        if x.rule in (*_REPLICATED, MERGED) and x.rule is not ROWS:
             return x.value
-        is_joined = x.how in (ROWS, JOINED)
+        is_joined = x.rule in (ROWS, JOINED)
 
         def of_all(s: Any) -> jax.ShapeDtypeStruct:
             if is_joined:
@@ -196,7 +196,7 @@ def kinds_given_later(tree: PyTree) -> PyTree:
 
     def of(x: Returned) -> PyTree:
         # The rows of a table are in the towers' order, which depends on the split.
-        kind = Given.REPLICATED if x.how in _REPLICATED else Given.PER_TOWER
+        kind = Given.REPLICATED if x.rule in _REPLICATED else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 
     return map_parts(Returned, of, tree)

@@ -306,7 +306,12 @@ def _trace_tower(
         if in_micro_batches:
             run = functools.partial(call_tower, pass_, axes)
             sums, (tree, _) = over_local_towers(
-                run, axes, arguments.own, index, *arguments.replicated, stack_sums=False
+                run,
+                axes,
+                arguments.per_tower,
+                index,
+                *arguments.replicated,
+                stack_sums=False,
             )
             return put_sums(first(tree), sums)
         tower = TracedTower.of(pass_, axes, programs, arguments)

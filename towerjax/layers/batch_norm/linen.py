@@ -52,7 +52,7 @@ class TowerBatchNorm(linen.BatchNorm):
         *,
         mask: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """The normalised input.
+        """Normalise the input by the moments that ``statistics`` chooses.
 
         Args:
           x: ``[b, ...]``, this tower's rows.

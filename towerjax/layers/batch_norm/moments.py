@@ -43,7 +43,7 @@ def check_options(layer: Any) -> None:
 def check_call(
     layer: Any, x: ArrayLike, tower: Tower | None
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """The input as an array, and its feature dims; raises unless the call fits."""
+    """Return the input as an array, and its feature dims; raise if it is wrong."""
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
             f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with the"
@@ -122,9 +122,9 @@ def _weights(
     mask: jax.typing.ArrayLike | None,
     axes: tuple[int, ...],
 ) -> jax.Array | None:
-    """The elements' weights, with as many dims as ``x``; None where all are 1."""
+    """Return the elements' weights, with as many dims as ``x``; None if all are 1."""
     weight = None if mask is None else _check_mask(x, mask)
-    # Outside a step a tower has no weights: the mask alone says which rows count.
+    # Outside a step a tower has no weights, so the mask alone says which rows count.
     if tower is None or (mask is not None and not is_in_step(tower)):
         return weight
     rows = tower.weight
@@ -141,7 +141,7 @@ def _weights(
 def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
     if isinstance(mask, list | tuple):
         mask = np.asarray(mask)
-    Weighted(0.0, mask)  # refuses what is negative
+    Weighted(0.0, mask)  # raises for a negative weight
     shape = np.shape(mask)
     is_full = len(shape) == x.ndim
     fits = x.shape[: len(shape)] == shape or (
@@ -160,12 +160,12 @@ def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
 def _moments(
     x: jax.Array, weight: jax.Array | None, axes: tuple[int, ...], tower: Tower | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The total weight, the mean and the variance, with as many dims as ``x``."""
+    """Return the total weight, the mean and the variance, with the dims of ``x``."""
     over = tuple(i for i in range(x.ndim) if i not in axes)
     if weight is None:
         weight = jnp.ones((1,) * x.ndim, x.dtype)
     else:
-        # A product with 0 would keep NaN, in the gradient too.
+        # A product with 0 would keep NaN, and in the gradient, too.
         x = jnp.where(weight != 0, x, 0)
     repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
     added = functools.partial(jnp.sum, axis=over, keepdims=True)
@@ -178,7 +178,7 @@ def _moments(
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
-    """Return the arrays, summed over towers by one reduction of their concatenation."""
+    """Add the arrays over towers, by one reduction of their concatenation."""
     if tower is None:
         return parts
     joined, taken_apart = ravel_pytree(parts)

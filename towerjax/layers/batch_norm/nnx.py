@@ -58,13 +58,13 @@ class TowerBatchNorm(nnx.BatchNorm):
         *,
         mask: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """The normalised input; the call updates the running statistics.
+        """Normalise the input, and update the running statistics.
 
         Arguments and errors are those of the layer of ``linen``.
         ``use_running_average`` overrides that of the layer; one of the two must be
         given.
         """
-        moments.check_options(self)  # assigned anew, perhaps
+        moments.check_options(self)  # a user may have changed them
         x, axes = moments.check_call(self, x, tower)
         if [x.shape[i] for i in axes] != [self.num_features]:
             raise ValueError(

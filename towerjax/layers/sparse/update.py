@@ -31,7 +31,7 @@ def update_with_rows(
     lazy: bool = False,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
-    """``optimizer.update`` for gradients that hold ``IndexedRows``.
+    """Update by an optimizer, with gradients that hold ``IndexedRows``.
 
     Rows of the same index are added first. Without ``lazy`` the optimizer sees a dense
     gradient, whose other rows are 0. With ``lazy`` it sees only these rows. It also
@@ -99,7 +99,10 @@ def update_with_rows(
 
 
 def _named_rows(grads: PyTree) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the leaves by name, rows of a table one leaf, and the tree's structure."""
+    """Return the leaves with names, and the tree's structure.
+
+    ``IndexedRows`` count as one leaf.
+    """
     named = named_leaves("grads", grads, is_leaf=is_rows)
     return named, jax.tree.structure(grads, is_leaf=is_rows)
 
@@ -111,7 +114,7 @@ def _update_rows(
     params: PyTree,
     owners: list[int | None],
 ) -> tuple[PyTree, PyTree]:
-    """One update by an optimizer that sees the rows in ``grads`` alone."""
+    """Do one update by an optimizer that sees only the rows in ``grads``."""
     named, treedef = _named_rows(grads)
     inner = [x for _, x in named]
     indices = {}
@@ -142,7 +145,7 @@ def _update_rows(
     after = map(scatter, state, jax.tree.leaves(after), owners)
     out = treedef.flatten_up_to(updates)
     for i, at in indices.items():
-        # A padding row becomes zeros, at an index that exists.
+        # A padding row becomes a row of zeros at an index that exists.
         values = out[i]
         shape = np.shape(wholes[i])
         exist = at < shape[0]
@@ -155,10 +158,10 @@ def _update_rows(
 def _owners(
     init: Any, params: PyTree, opt_state: PyTree, names: Mapping[int, str]
 ) -> list[int | None]:
-    """For each leaf of the state, the table whose rows it has, or None.
+    """Return for each leaf of the state the table whose rows it has, or None.
 
-    A leaf has a table's rows if its shape changes when the table is a row longer, by
-    ``eval_shape``, which also works for ``masked``, ``partition`` and the like.
+    A leaf has a table's rows if its shape changes when the table is a row longer. This
+    is found by ``eval_shape``, so it also works for ``masked`` and ``partition``.
     """
     structs, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
 

@@ -147,7 +147,7 @@ class Checkpointer:
         try:
             return CheckpointRecord.read(self._folder(number))
         except CheckpointError:
-            self._folder(number)  # a run that trains beside may have deleted it
+            self._folder(number)  # raises if another run has deleted it
             raise
 
     def restore(
@@ -200,7 +200,8 @@ class Checkpointer:
             at = where / folder.ARRAYS
             return record.restore_leaves(at, leaves, state, placement)
         except CheckpointError:
-            # With several processes, not all of them would have to read it again.
+            # With several processes this is not done, because not all of them may have
+            # to read again.
             if placement.num_processes == 1 and self._is_passed(chosen, number):
                 return self.restore(step, state, number=number)
             raise
@@ -245,7 +246,7 @@ class Checkpointer:
                     " state = checkpointer.resume(step, state, batches), or name"
                     " another folder."
                 )
-            saving.resume(point)  # it knows then what is saved
+            saving.resume(point)  # reads which step is saved already
             point.watch.values = {name: {**x} for name, x in evaluations.items()}
             now = {name: x[number] for name, x in evaluations.items() if number in x}
             if self.best in now:
@@ -301,7 +302,7 @@ class Checkpointer:
     def _opened(
         self, step: Step, state: TrainState, batches: Any
     ) -> Iterator[tuple["Saving", Point]]:
-        """Open the folder for one call of `save` or `resume`."""
+        """Open the folder for one call of `save` or `resume`, within this block."""
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
         point = Point(step.start(state))
         options = self
@@ -321,7 +322,10 @@ class Checkpointer:
             yield Saving(options, step, point.state, source, stack), point
 
     def _is_passed(self, chosen: int, number: int | None) -> bool:
-        """Whether the checkpoint was deleted, or should be the newest and is not."""
+        """Return whether a checkpoint was deleted, or is not the newest any more.
+
+        The second counts only if ``number`` is None, which asks for the newest.
+        """
         steps = self.steps
         return chosen not in steps or number is None and chosen != steps[-1]
 
@@ -335,7 +339,7 @@ class Checkpointer:
 
 
 class Saving:
-    """The saving and resuming of one run; ``stack`` closes its files and lock."""
+    """Saves and resumes one run; ``stack`` closes its files and its lock."""
 
     def __init__(
         self,
@@ -353,7 +357,7 @@ class Saving:
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        self._check_lock: Callable[[], None] = lambda: None  # of the first process
+        self._check_lock: Callable[[], None] = lambda: None  # on process 0
 
         def lock() -> None:
             held = folder.lock(options.path, needed)
@@ -368,15 +372,17 @@ class Saving:
         stack.enter_context(quiet_orbax())
         self._files = open_manager(options.path, self._seal, self)
         stack.callback(self._close)
-        # An executor: Python takes a thread for ended if Ctrl-C interrupts its `join`.
+        # A thread pool is used, because Python takes a thread for ended if Ctrl-C
+        # interrupts its `join`.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        stack.callback(self._thread.shutdown)  # called first: no write comes after it
+        stack.callback(self._thread.shutdown)  # called first: no write follows
         self._written: concurrent.futures.Future[None] | None = None
-        # The checkpoint that was saved last, or is being written; at first none.
+        # The checkpoint that was saved last, or is being written. At first there is
+        # none.
         self._last = CheckpointRecord(-1, "", 0, (), ())
         self.is_resumed = False
-        self.differs: list[str] = []  # what has changed since the checkpoint
-        self._from: CheckpointRecord | None = None  # what a resumed run goes on from
+        self.differs: list[str] = []  # changes since the checkpoint, as texts
+        self._from: CheckpointRecord | None = None  # the one that was resumed
         self._programs = ProgramsOfRun(step)
         costs = call_on_first_process(lambda: [*record.costs_of(options).items()])
         self._best, self._lowest = min(
@@ -384,7 +390,7 @@ class Saving:
         )
 
     def _close(self) -> None:
-        with contextlib.suppress(Exception):  # told by `wait`, or the run failed before
+        with contextlib.suppress(Exception):  # `wait` raises it
             self._files.close()
 
     def _refuse_what_cannot_be_saved(self) -> None:
@@ -405,7 +411,7 @@ class Saving:
         record.encode_cursor(self._source.last.cursor)
 
     def resume(self, point: Point) -> None:
-        """Restore the newest checkpoint if it is later than the state."""
+        """Restore the newest checkpoint if it is later than the state in ``point``."""
         start = point.number
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
@@ -428,10 +434,10 @@ class Saving:
         self._from = saved
 
     def compare_programs(self) -> str:
-        """How the step's programs differ from those that saved the checkpoint, as text.
+        """Return how programs differ from those before the checkpoint, as text.
 
         The text is "" from the second call on. It is also "" if something else differs
-        on which programs depend.
+        on which programs depend, such as the strategy.
         """
         saved = self._from
         self._from = None
@@ -455,7 +461,7 @@ class Saving:
         self._source.go_to(Position(used, cursor))
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
-        """Whether an evaluation is better than all before it and must be saved."""
+        """Return whether an evaluation is the best so far, and must be saved."""
         best = self.options.best
         if best is None:
             return False
@@ -472,8 +478,8 @@ class Saving:
     ) -> None:
         """Begin to save, unless this step and its evaluation are already saved.
 
-        It raises if devices' copies of the state differ, or if parameters are not
-        finite, because no run can go on from them. Once this returns, a step may donate
+        Raises if devices' copies of the state differ, or if parameters are not finite,
+        because no run can go on from such a state. Once this returns, a step may donate
         the buffers.
         """
         state = point.state
@@ -521,13 +527,13 @@ class Saving:
                 self._replace_record(self.options.path / str(number))
 
     def _finish(self) -> None:
-        """Wait until the checkpoint is committed, and delete those it replaces."""
+        """Wait until the checkpoint is committed, and delete those that it replaces."""
         self._files.wait_until_finished()
         if jax.process_index() == 0:
             folder.empty_deleted(self.options.path)
 
     def _seal(self) -> None:
-        """Write the table of a checkpoint in Orbax's thread, before its commit."""
+        """Write a checkpoint's table, in Orbax's thread, before Orbax commits it."""
         (where,) = folder.unfinished(self.options.path)
         folder.seal(where, as_json(dataclasses.asdict(self._last)))
 
@@ -545,7 +551,7 @@ class Saving:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
-        """Which checkpoints to keep; Orbax calls this when it saves another one."""
+        """Return which checkpoints to keep; Orbax calls this when it saves another."""
         numbers = self._kept([x.step for x in checkpoints])
         return [x.step in numbers for x in checkpoints]
 
@@ -557,18 +563,18 @@ class Saving:
         try:
             yield
         except Exception as error:
-            self._check_lock()  # another run deletes what it finds unfinished
-            if number in self.options.steps:  # and one before could not be deleted
+            self._check_lock()  # another run may have deleted it
+            if number in self.options.steps:  # so an older one could not be deleted
                 with folder.explained("deleted from", self.options.path):
                     raise
             if jax.process_index() == 0:
-                with contextlib.suppress(Exception):  # the cause is raised
+                with contextlib.suppress(Exception):  # the error below is raised
                     for path in folder.unfinished(self.options.path):
                         path.rmtree()
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
                 f" {self.directory!r}; earlier checkpoints are complete."
-                f" {error!s:.400}"  # TensorStore's has its whole configuration
+                f" {error!s:.400}"  # TensorStore adds its configuration
             ) from error
 
     def wait(self) -> None:
@@ -579,7 +585,7 @@ class Saving:
             self._written = None
 
     def check_preempted(self, number: int) -> None:
-        """Raise on all processes of several if one of them got SIGTERM.
+        """Raise on all processes if one of several got SIGTERM.
 
         It also reports a step to the launcher.
         """

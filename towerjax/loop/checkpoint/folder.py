@@ -29,10 +29,11 @@ from towerjax.types.refusals import listed
 FORMAT = 1
 TABLE = "towerjax.json"
 ARRAYS = "default"  # the name of a step's one item in Orbax's CheckpointManager
-_MERGED = "manifest.ocdbt"  # which Orbax writes when it merges its processes' files
-DELETED = ".deleted"  # to which a checkpoint is moved before it is deleted
+_MERGED = "manifest.ocdbt"  # Orbax's, once it merged the processes' files
+DELETED = ".deleted"  # a checkpoint is moved here to be deleted
 _COMMITTED = "commit_success.txt"  # the last file, in stores that cannot rename
-# Orbax changes the second file after the table is written; restoring needs neither.
+# Orbax changes the second file after the table is written. Neither file is needed to
+# restore.
 _NOT_READ = _COMMITTED, "_CHECKPOINT_METADATA"
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
@@ -51,12 +52,15 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def explained(done: str, path: epath.Path) -> Iterator[None]:
-    """A context that raises a `CheckpointError` if checkpoints cannot be ``done``."""
+    """Raise a `CheckpointError` if an operation in this block fails.
+
+    ``done`` names the operation in the error, such as ``"written to"``.
+    """
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # of many types, unless the folder is local
+    except Exception as error:  # stores raise errors of many types
         code = getattr(error, "errno", None) or 0
         name = errno.errorcode.get(code, type(error).__name__)
         why = f"{error!s:.400}"
@@ -79,15 +83,18 @@ def saved_steps(directory: epath.Path) -> tuple[int, ...]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Return the folders of checkpoints that are being written, or that a kill left."""
+    """Return the folders of checkpoints that are not complete.
+
+    They are being written, or a killed process left them.
+    """
     if is_on_disk(directory):
         return _those(directory, _UNFINISHED)
     return [path for path in _those(directory, _NUMBER) if not _is_committed(path)]
 
 
 def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
-    # fsspec caches listings of a store, to which others, and Orbax by TensorStore,
-    # write.
+    # The library fsspec caches the listings of a store, but other processes write
+    # there, too, and so does Orbax by TensorStore.
     backend: Any = getattr(directory, "_backend", None)
     if hasattr(backend, "fs"):
         backend.fs(directory).invalidate_cache()
@@ -99,12 +106,12 @@ def _is_committed(path: epath.Path) -> bool:
 
 
 def empty_deleted(directory: epath.Path) -> None:
-    """Delete the checkpoints that Orbax has moved away."""
+    """Delete the checkpoints that Orbax has moved to `DELETED`."""
     if (directory / DELETED).exists():
         (directory / DELETED).rmtree()
 
 
-# Whether a run may use it
+# The functions below tell whether a run may use a folder.
 
 
 def check_directory(name: str, directory: Any) -> None:
@@ -127,9 +134,9 @@ def check_directory(name: str, directory: Any) -> None:
 def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]:
     """Create the directory, and lock it until the block or the process ends.
 
-    Anything that a killed process left is deleted. ``needed`` bytes must be free.
-    Object stores have no locks and no limit of size. The context yields a function that
-    raises if the lock is lost.
+    Files that a killed process left are deleted. ``needed`` bytes must be free. Object
+    stores have no locks and no limit of size. Yields a function that raises if the lock
+    is lost.
     """
     free = math.inf
     name = uuid.uuid4().hex
@@ -158,7 +165,7 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{folder!r} is read-only")
             for path in paths:
-                if bad := _no_files(path):  # at which Orbax would wait
+                if bad := _no_files(path):  # Orbax would wait for these
                     raise _damaged(path, listed(bad))
             for path in unfinished(directory):
                 path.rmtree()
@@ -186,7 +193,7 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
 
 
 def _is_at(file: int, path: epath.Path) -> bool:
-    """Return whether an open file is the one of a path, which may have been deleted."""
+    """Return whether an open file is the one at ``path``, which may be deleted."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -198,13 +205,17 @@ def _raise(error: OSError) -> None:
 
 
 def _lock_locally(path: epath.Path, name: str) -> int:
-    """Return the open file that locks a folder, with a name written into it."""
+    """Lock a folder by a file, and return this open file.
+
+    The ``name`` of the owner is written into it.
+    """
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise CheckpointError(
             f"{str(path)!r}, which must be the lock file of a run, is a link, a pipe or"
             " a folder. Delete it, or name another folder."
         )
-    # Unbuffered: a full disk would refuse a buffer again when the file is closed.
+    # The file is unbuffered, because a full disk would refuse a buffer once more when
+    # the file is closed.
     file = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666
     )
@@ -224,12 +235,12 @@ def _lock_locally(path: epath.Path, name: str) -> int:
 
 
 def owner(directory: epath.Path) -> str:
-    """Return the name of the `lock`'s owner, as this process sees it."""
+    """Return the name of the owner of the `lock`, as this process sees it."""
     with explained("read from", path := directory / ".lock"):
         return path.read_text() if path.exists() else "nobody"
 
 
-# Whether a checkpoint is what was written
+# The functions below tell whether a checkpoint holds what was written.
 
 
 def seal(folder: epath.Path, record: dict[str, Any]) -> None:
@@ -240,7 +251,7 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
             " nothing could be restored from it. Name another folder, and please report"
             " this."
         )
-    # With this file, a manager refuses to restore on other devices.
+    # If this file exists, Orbax's manager refuses to restore on other devices.
     (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
     names = [x for x in _below(folder) if x.split("/")[-1] not in _NOT_READ]
     files = {name: _checksum(folder / name) for name in names}
@@ -248,16 +259,16 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
 
 
 def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
-    """Write a table, or replace it atomically."""
+    """Write a table, or replace it in one step, so that no reader finds half of it."""
     text = json.dumps({**table, "crc32": _of_table(table)}, indent=1, allow_nan=False)
     for path in folder.iterdir() if is_on_disk(folder) else ():
-        if path.name.startswith(f"{TABLE}."):  # a kill left it
+        if path.name.startswith(f"{TABLE}."):  # a killed process left it
             path.unlink()
     replace_file(folder / TABLE, text.encode())
 
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
-    """Return the table of a checkpoint; raise if it was changed."""
+    """Return the table of a checkpoint; raise if the table was changed."""
     table = {}
     content = None
     with explained("read from", folder):
@@ -280,7 +291,7 @@ def read_table(folder: epath.Path) -> dict[str, Any]:
 def check_files(folder: epath.Path) -> None:
     """Raise unless a checkpoint holds exactly the files of its table.
 
-    This finds damage, not forgery: whoever can write the files can write the table.
+    This finds damage, and not forgery: whoever can write the files can write the table.
     """
     with telling_of_forgery(folder):
         known = {name: (size, crc) for name, (size, crc) in _files_of(folder)}
@@ -288,7 +299,7 @@ def check_files(folder: epath.Path) -> None:
         problems = _no_files(folder)
         there = {*_below(folder)}
     for name, (size, crc) in known.items():
-        is_there = name in there and _is_file(folder / name)  # a name may be ../../x
+        is_there = name in there and _is_file(folder / name)  # may be ../../x
         with explained("read from", folder):
             actual = _checksum(folder / name) if is_there else None
         if actual is None:
@@ -307,9 +318,9 @@ def _files_of(folder: epath.Path) -> Iterable[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def telling_of_forgery(folder: epath.Path) -> Iterator[None]:
-    """A context that raises a `CheckpointError` if a table has other fields or types.
+    """Raise a `CheckpointError` if this block meets wrong fields or types.
 
-    Its checksum is right, so somebody else wrote it.
+    The table has the right checksum, so a program other than towerjax wrote it.
     """
     try:
         yield
@@ -330,13 +341,16 @@ def _damaged(folder: epath.Path, fault: str) -> CheckpointError:
 
 
 def _is_file(path: epath.Path) -> bool:
-    """Return whether there is a file; opening a pipe would wait for its writer."""
+    """Return whether a file is at ``path``, without opening it.
+
+    Opening a pipe would wait for its writer.
+    """
     return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
 def _no_files(folder: epath.Path) -> list[str]:
-    """Return a message for each path that is neither a file nor a folder."""
-    if not is_on_disk(folder):  # where each look would be a request, and all are files
+    """Return a text for each path that is neither a file nor a folder."""
+    if not is_on_disk(folder):  # in a store each path is a file
         return []
     return [f"{x} is not a file" for x in _below(folder) if not _is_file(folder / x)]
 

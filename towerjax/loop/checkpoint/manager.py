@@ -12,15 +12,21 @@ from towerjax.loop.files import is_on_disk
 
 
 def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
-    """Orbax's manager, for saving; imported late, because the import is slow."""
+    """Open Orbax's manager of a folder, for saving.
+
+    Orbax is imported here, because the import is slow. ``seal`` is called before each
+    commit, and ``policy`` chooses which checkpoints to keep.
+    """
     import orbax.checkpoint as ocp
 
     in_thread = ocp.AsyncOptions(
         post_finalization_callback=seal,
-        # Otherwise two managers of one process, each in a thread, wait for each other.
+        # Otherwise two managers of one process, each in a thread, would wait for each
+        # other.
         create_directories_asynchronously=False,
     )
-    # By a rename, so that readers see it disappear at once; stores cannot rename.
+    # A checkpoint is moved before it is deleted, so that readers see it disappear at
+    # once. Stores cannot rename.
     moved_to = DELETED if is_on_disk(directory) else None
     options = ocp.CheckpointManagerOptions(
         create=False,
@@ -30,14 +36,15 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
     )
     handler = ocp.StandardCheckpointHandler()
     manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
-    # Orbax asks from another thread about an older step, which `is_preempted` forbids.
+    # Orbax would ask about an older step from another thread, which `is_preempted` does
+    # not allow.
     manager.reached_preemption = lambda step: False
     return manager
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """A context that silences Orbax's logs of failures, because these are raised."""
+    """Silence Orbax's logs of failures in this block, because failures are raised."""
 
     def is_others(line: logging.LogRecord) -> bool:
         return "/orbax/" not in line.pathname

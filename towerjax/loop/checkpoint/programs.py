@@ -16,16 +16,16 @@ class ProgramsOfRun:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        # The number of programs, and their hashes.
+        # The number of programs that are hashed, and their hashes.
         self._known: tuple[int, dict[str, list[str]]] = 0, {}
 
     def hashes(self) -> dict[str, list[str]]:
-        """Hashes of the towers' programs and of the updates; empty if none is compiled.
+        """Return hashes of the towers' programs and the updates; empty without any.
 
-        A program that calls Python has no hash, because no program shows whether the
-        Python code has changed.
+        A program that calls Python has no hash, because the program does not show
+        whether the Python code has changed.
         """
-        traces = [x.traced for x in self._step.programs.made.values()]
+        traces = [x.traced for x in self._step.programs.compiled.values()]
         if len(traces) != self._known[0]:
             programs = {
                 "towers": [
@@ -43,10 +43,10 @@ class ProgramsOfRun:
         return self._known[1]
 
     def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:
-        """What has changed since a checkpoint was saved, as text; "" if nothing has.
+        """Return what has changed since a checkpoint was saved, as text; or "".
 
-        A run with several programs is not compared, because each batch may have its
-        own.
+        A run with several programs is not compared, because each shape of batch may
+        have its own program.
         """
         now = self.hashes()
         pairs = {x: ([*saved.get(x, ())], now.get(x, [])) for x in _WORDS}

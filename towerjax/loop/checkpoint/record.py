@@ -45,7 +45,7 @@ class Leaf:
     """The description of one leaf of a saved state."""
 
     name: str  # such as state.params['w']
-    shape: tuple[int, ...]  # with the dim over towers, if it has one
+    shape: tuple[int, ...]  # including a dim over towers
     dtype: str  # the dtype's name; for a PRNG key its implementation
     reduction: str | None = None  # of a tower-local variable
 
@@ -69,19 +69,20 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     return leaves
 
 
-# Dtypes that the files lack are saved as their bits.
+# The files have no such dtypes, so the bits are saved in another dtype.
 _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 
 def arrays_of(state: PyTree) -> PyTree:
-    """The state in Orbax's form: keys as their data, None for leaves of size 0."""
+    """Return the state in Orbax's form: keys as data, None for leaves of size 0."""
     from orbax.checkpoint.tree import serialize_tree  # longer than that of towerjax
 
     def numbers(x: jax.Array) -> Any:
         if not x.size:
             return None
         x = key_data(x)
-        # Orbax would compile slices of several copies, and save these.
+        # If an array has several copies, Orbax would compile slices of them, and save
+        # these.
         has_copies = x.is_fully_replicated and x.is_fully_addressable
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
@@ -119,7 +120,7 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
 def restore_leaves(
     arrays: epath.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
-    """Return the state with saved values, in the shardings of ``state``.
+    """Read the saved values, and return them as a state with its shardings.
 
     For the same number of towers, tower-local values are restored as they were. For
     another number, the towers' values are reduced to one value, which is split over the
@@ -129,7 +130,7 @@ def restore_leaves(
     from orbax.checkpoint.tree import deserialize_tree, serialize_tree
 
     leaves, treedef = jax.tree.flatten(state)
-    pairs = list(zip(saved, leaves, strict=True))  # of the same model
+    pairs = list(zip(saved, leaves, strict=True))  # checked to be of the same model
     resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
     _refuse_unsplittable(resized)
     wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
@@ -155,10 +156,10 @@ def restore_leaves(
 
 
 def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
-    """Raise unless the files have the tree's containers, and chunks that fit leaves.
+    """Raise unless files have the tree's containers, and chunks that fit leaves.
 
-    For a larger chunk TensorStore would ask the system for its memory, which ends the
-    process.
+    For a larger chunk TensorStore would ask the system for memory of its size, which
+    ends the process.
     """
     from orbax.checkpoint import StandardCheckpointHandler
 
@@ -209,7 +210,10 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
 def _shape_to_read(
     saved: Leaf, leaf: Any, placement: Placement
 ) -> jax.ShapeDtypeStruct | None:
-    """Return the shape and sharding to read a saved leaf with; None if it is empty."""
+    """Return the shape and sharding with which a saved leaf is read.
+
+    Returns None for a leaf without elements, which is not saved.
+    """
     if not leaf.size:
         return None
     numbers = key_data(leaf)
@@ -265,7 +269,7 @@ class CheckpointRecord:
 
     @classmethod
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
-        """The record of a checkpoint; raise `CheckpointError` if it was changed."""
+        """Read the record of a checkpoint; raise `CheckpointError` if it changed."""
         with telling_of_forgery(folder):
             record = cls._of(read_table(folder)["record"])
         if folder.name != (name := str(record.step)):
@@ -278,9 +282,9 @@ class CheckpointRecord:
 
     @classmethod
     def _of(cls, fields: Any) -> "CheckpointRecord":
-        """Return the record of its fields in JSON's types; raise if their types differ.
+        """Make the record from its fields in JSON's types; raise if their types differ.
 
-        JSON has lists instead of tuples, and strings for keys and non-finite numbers.
+        JSON has lists in place of tuples, and strings for keys and non-finite numbers.
         """
         leaves = [Leaf(**x | {"shape": tuple(x["shape"])}) for x in fields["leaves"]]
         lists = {"leaves": leaves, **{x: fields[x] for x in ("devices", "batch_rows")}}
@@ -314,9 +318,9 @@ class CheckpointRecord:
 
 
 def costs_of(options: Any) -> dict[int, float]:
-    """Return the cost of each checkpoint that has the metric ``best``, by its number.
+    """Return the cost by ``best`` of each checkpoint that has this metric.
 
-    ``options`` is a `Checkpointer`.
+    ``options`` is a `Checkpointer`. The result maps a step number to a cost.
     """
     if options.best is None:
         return {}
@@ -325,7 +329,7 @@ def costs_of(options: Any) -> dict[int, float]:
         try:
             values[number] = options.record(number).evaluation.get(options.best)
         except CheckpointError:
-            if number in options.steps:  # not deleted by another run
+            if number in options.steps:  # it is damaged, and not deleted
                 raise
     sign = sign_of("mode", options.best, options.mode)
     return {number: sign * x for number, x in values.items() if x is not None}
@@ -341,10 +345,10 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """Return what has changed since a checkpoint was saved, by its record."""
+    """Return texts on what has changed since a checkpoint was saved."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
-    if before == now:  # a strategy may leave towers and devices to the machine
+    if before == now:  # their devices may still differ
         before = {"towers": saved.towers, "devices": _in_short(saved.devices)}
         devices = _in_short(strategy.placement.devices)
         now = {"towers": strategy.num_towers, "devices": devices}

@@ -1,6 +1,6 @@
-"""End a process of a job at once, where it would wait for the others, and they for it.
+"""End a process of a job at once, so that no process waits for another one.
 
-JAX waits at the end of a process until the others come there, too.
+JAX waits at the end of a process until all others come there, too.
 """
 
 import logging
@@ -18,8 +18,9 @@ _before = types.SimpleNamespace(excepthook=None, exit=None)  # one per process
 class _NoticedExit(SystemExit):
     """An exit with a failure's code; it ends the process if nothing catches it.
 
-    Python asks an exit for its code, without any frame of Python, once nothing has
-    caught it. It then would call the functions of ``atexit``, in which JAX waits.
+    Once nothing has caught an exit, Python reads its ``code``, without any frame of
+    Python around. After that Python would call the functions of ``atexit``, in which
+    JAX waits for other processes.
     """
 
     def __init__(self, status: Any, name: str) -> None:
@@ -29,7 +30,11 @@ class _NoticedExit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """The status that ``sys.exit`` was given."""
+        """The status that ``sys.exit`` was given.
+
+        If Python itself reads it, nothing has caught the exit, and the process ends
+        here.
+        """
         if sys._getframe().f_back is None:
             _end(f"{self._name} ends with sys.exit({self._status!r})", self._status)
         return self._status
@@ -52,7 +57,7 @@ def end_at_once(name: str) -> None:
             _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def leave(status: Any = None, /) -> NoReturn:
-        # In another thread it ends that thread alone.
+        # In another thread ``sys.exit`` ends that thread alone.
         is_main = threading.current_thread() is threading.main_thread()
         if status is None or status == 0 or not is_main:
             _before.exit(status)
@@ -63,7 +68,7 @@ def end_at_once(name: str) -> None:
 
 
 def end_as_before() -> None:
-    """Undo `end_at_once`."""
+    """Undo `end_at_once`: put back Python's own functions."""
     if _before.excepthook is not None:
         sys.excepthook = _before.excepthook
         sys.exit = _before.exit
@@ -74,7 +79,7 @@ def _end(line: str, status: Any) -> NoReturn:
     is_number = isinstance(status, int)
     try:
         print_line(line)
-        if not is_number:  # Python prints a text
+        if not is_number:  # as Python prints a status that is a text
             print(status, file=sys.stderr)
     finally:
         _leave(status & 0xFF if is_number else 1)

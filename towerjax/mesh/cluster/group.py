@@ -14,10 +14,10 @@ from typing import IO, Any
 
 from towerjax.mesh.cluster import heartbeat
 
-# The first process of a job's group, which is not the launcher's group. Its input ends
-# when the launcher dies, however it dies. By then each process has joined the group,
-# since a forked one holds the pipe until it has. This process ignores signals to the
-# group, which are for the others.
+# This is the first process of a job's process group, which is not the launcher's group.
+# Its input ends when the launcher dies, in whatever way. By then each process of the
+# job has joined the group, because a forked one holds the pipe until it has. The
+# process ignores signals to the group, which are for the others.
 _WATCHDOG = """
 import os, signal, sys
 for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
@@ -46,13 +46,14 @@ def write(target: Any, text: bytes) -> None:
     target.flush()
 
 
-# Signals that the launcher forwards and that do not end the job.
+# The launcher forwards these signals, and they do not end the job.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.02
-# How long to wait for the output of a process that has ended: its children may go on.
+# The time to wait for the output of a process that has ended. Its children may still
+# hold the pipe.
 _DRAIN_S = 0.2
 
-# EX_TEMPFAIL: the exit code of a program that saved and is to be started again.
+# EX_TEMPFAIL, the exit code of a program that saved itself and is to be started again.
 AGAIN = 75
 
 
@@ -60,8 +61,8 @@ AGAIN = 75
 class End:
     """How the processes of a job ended."""
 
-    code: int = 0  # that of the first process that failed; 128 + n for signal n
-    lost: int = 0  # how many hung, or were killed by others than the launcher
+    code: int = 0  # of the first failed process; 128 + n for signal n
+    lost: int = 0  # processes that hung, or that others killed
     ended_by: int | None = None  # the signal that told the launcher to end
 
 
@@ -85,7 +86,7 @@ def _signal_name(number: int) -> str:
 
 
 class _Worker:
-    """One process, what it reported so far, and the threads that read its pipes."""
+    """One process of a job, its reports so far, and threads that read its pipes."""
 
     def __init__(
         self, index: int, command: Sequence[str], environ: Mapping[str, str], group: int
@@ -116,7 +117,7 @@ class _Worker:
             self.readers[-1].start()
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Count the process's steps and date its signs of life, until it ends."""
+        """Count the process's steps and note its signs of life, until it ends."""
         with pipe:
             for word in pipe:
                 self.last_sign = time.monotonic()
@@ -125,13 +126,13 @@ class _Worker:
                     self.steps = self.steps + 1
 
     def kill(self, why: str) -> None:
-        """End a process that hangs."""
+        """Kill a process that hangs; ``why`` says how that was noticed."""
         self.why_hung = self.why_hung or why
         self.popen.kill()
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it; a shell returns 128 + n for one of its children."""
+        """The signal that ended the process; a shell returns 128 + n for a child."""
         code = self.popen.returncode
         number = -code if code < 0 else code - 128
         return number if number in signal.valid_signals() else None
@@ -143,7 +144,10 @@ def run_group(
     timeouts: Timeouts,
     arrived: list[int],
 ) -> End:
-    """Run the command once in each environment, as one job that gets the signals."""
+    """Run the command once in each environment, as one job that gets the signals.
+
+    ``arrived`` is a list of signals that the launcher's handlers append to.
+    """
     workers: list[_Worker] = []
     with _process_group() as group:
         try:
@@ -168,7 +172,7 @@ def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[int]:
-    """A process group that ends with the block, or with this process."""
+    """Make a process group that ends with this ``with`` block, or this process."""
     popen = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCHDOG],
         stdin=subprocess.PIPE,
@@ -177,7 +181,7 @@ def _process_group() -> Iterator[int]:
     )
     with popen:
         assert popen.stdout is not None
-        popen.stdout.read(1)  # from now on it ignores signals
+        popen.stdout.read(1)  # the watchdog now ignores signals
         try:
             yield popen.pid
         finally:
@@ -191,7 +195,7 @@ def _send(group: int, number: int) -> None:
 
 @dataclasses.dataclass
 class _Job:
-    """Watches the workers until the last one has ended."""
+    """The running processes of a job, and how the job ended so far."""
 
     group: int
     running: list[_Worker]
@@ -199,7 +203,7 @@ class _Job:
     arrived: list[int]
     end: End = dataclasses.field(default_factory=End)
     kill_at: float = math.inf
-    # Processes whose output nobody reads end by SIGPIPE: they are not lost.
+    # A process whose output nobody reads ends by SIGPIPE, which is not a loss.
     sent: set[int] = dataclasses.field(default_factory=lambda: {signal.SIGPIPE})
 
     def run(self) -> End:
@@ -208,10 +212,12 @@ class _Job:
             time.sleep(_POLL_S)
             self._forward_signals()
             if self.kill_at == math.inf:
-                # A process that ends, or waits for a lost one, does no steps.
+                # Once processes are being ended, they do no steps, so hangs are not
+                # looked for.
                 self._look_for_hangs()
             over = [x for x in self.running if x.popen.poll() is not None]
-            # If two ended in one moment, one may have ended because the other did.
+            # If two processes ended in one moment, one may have ended because the other
+            # did. The one that is the likelier cause is handled first.
             likely = {None: 1, signal.SIGABRT: 2}
             for worker in sorted(over, key=lambda x: likely.get(x.signal, 0)):
                 self._handle_end(worker)
@@ -259,7 +265,7 @@ class _Job:
         self.running.remove(worker)
         _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
-        # JAX aborts processes that wait for another one: they are not lost themselves.
+        # JAX aborts processes that wait for another one. They are not lost themselves.
         not_lost = self.sent | ({signal.SIGABRT} if self.end.code else set())
         if worker.signal is not None and worker.signal not in not_lost:
             self.end.lost += 1

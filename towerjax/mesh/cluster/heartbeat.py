@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-# Holds the pipe's file descriptor and its inode number.
+# This variable holds the pipe's file descriptor and its inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
 ALIVE = b"alive\n"
 STEP = b"step\n"
@@ -13,17 +13,18 @@ _PERIOD_S = 0.1
 
 
 def pipe_name(pipe: int) -> str:
-    """Return the value of the variable for a pipe."""
+    """Return the value of the variable `VARIABLE` for a pipe."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 
 def notify_launcher(word: bytes) -> bool:
-    """Send a word to the launcher; False if no launcher listens to this process."""
+    """Send a word to the launcher; return False if no launcher listens."""
     name = os.environ.get(VARIABLE)
     if name is None:
         return False
     pipe = int(name.partition(":")[0])
-    # A child inherits the variable but not the pipe: there the number is another inode.
+    # A child process inherits the variable but not the pipe. In the child the
+    # descriptor belongs to another inode.
     with contextlib.suppress(OSError):
         return pipe_name(pipe) == name and bool(os.write(pipe, word))
     return False

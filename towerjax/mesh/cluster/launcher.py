@@ -15,7 +15,7 @@ from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_choice, check_list, check_number, check_whole
 
 NOT_FOUND = 127
-# After a loss the other processes of JAX wait for the lost one and ignore SIGTERM.
+# After a loss the other processes wait inside JAX for the lost one, and ignore SIGTERM.
 _LOSS_GRACE_S = 5.0
 _SECONDS = "a number of seconds >= 0"
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
@@ -23,23 +23,26 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 
 @dataclasses.dataclass(frozen=True)
 class RestartPlan:
-    """How many processes are to start, and how many restarts are left."""
+    """The number of processes to start, and of restarts that are left."""
 
-    processes: int  # their number before any is lost
-    towers: int | None = None  # of the program; None: all processes always start
+    processes: int  # at the first start
+    towers: int | None = None  # None starts all processes each time
     restarts: int | None = None  # how often the job may still be started again
     lost: int = 0  # the number of processes that were lost
 
     @property
     def count(self) -> int:
-        """The largest number of processes left that divides the towers; >= 1."""
+        """The number of processes to start, which divides ``towers``.
+
+        It is the largest such number of the processes that are left.
+        """
         if self.towers is None:
             return self.processes
         left = max(self.processes - self.lost, 1)
         return max(n for n in range(1, left + 1) if self.towers % n == 0)
 
     def after(self, end: End) -> "RestartPlan | None":
-        """Return the plan of the restart after an end; None if the job is over."""
+        """Return the plan of the next start, or None if the job is over."""
         if not end.code or end.ended_by:
             return None
         if not self.restarts or not (end.lost or end.code == AGAIN):
@@ -181,7 +184,7 @@ def _device_variables(devices: int | None, environ: Mapping[str, str]) -> dict:
 
 @contextlib.contextmanager
 def _collect_signals() -> Iterator[list[int]]:
-    """A list to which handlers append signals; ignored signals stay ignored."""
+    """Yield a list to which signal handlers append; ignored signals stay ignored."""
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield arrived  # Python delivers signals to the main thread only
@@ -192,5 +195,6 @@ def _collect_signals() -> Iterator[list[int]]:
         yield arrived
     finally:
         for number, handler in zip(heard, before, strict=True):
-            # None is a handler that was not set from Python; it cannot be restored.
+            # None stands for a handler that was not set from Python, which cannot be
+            # put back.
             signal.signal(number, handler or signal.SIG_DFL)

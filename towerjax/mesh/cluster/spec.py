@@ -27,10 +27,13 @@ def is_loopback(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether this port is free; JAX itself would share a port in use, or abort."""
+    """Return whether this port is free; raise if it is not a port.
+
+    JAX itself does not ask: it would share a port in use, or abort.
+    """
     check_whole("port", port, 1, 65535)
     with socket.socket() as probe:
-        # A port of a job that has just ended is free.
+        # A port counts as free if a job that used it has just ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -39,7 +42,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-# The variables that `initialize` reads, and the launcher sets.
+# The launcher sets these variables, and `initialize` reads them.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 
 
@@ -51,7 +54,8 @@ _EXAMPLE = (
     ' "task": {"type": "worker", "index": 0}}'
 )
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]+)")
-# The rest of the sentence about a wrong part of a specification, and what to write.
+# Each text ends a sentence about a wrong part of a specification, and says what to
+# write.
 _NO_ADDRESS = (
     "is not an address. Write 'host:port' with a port of 1 to 65535, such as"
     " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
@@ -136,7 +140,10 @@ def parse_spec(
 def _jobs_and_task(
     spec: Any, source: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Job -> addresses, and the task that the specification names, if any."""
+    """Return the addresses of each job, and the task that the specification names.
+
+    The task is empty if the specification names none. ``source`` begins an error.
+    """
     jobs = spec
     task = {}
     if isinstance(spec, Mapping) and spec.keys() & {"cluster", "task"}:
@@ -161,7 +168,10 @@ def _is_address(x: Any) -> bool:
 
 
 def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
-    """The cluster that arguments, else the launcher, else TF_CONFIG name; or None."""
+    """Return the cluster that arguments, the launcher or TF_CONFIG names, or None.
+
+    The first of these three that names a cluster counts.
+    """
     names = ("coordinator", "num_processes", "process_id")
     passed: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
     launched: dict[str, Any] = {name: environ.get(name) or None for name in VARIABLES}
@@ -183,14 +193,18 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
 
 
 def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
-    """The cluster of a coordinator, a number of processes and this one's number."""
+    """Return the cluster that three values name.
+
+    They are a coordinator's address, a number of processes, and this process's number.
+    ``source`` begins an error.
+    """
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(
             f"{source}: {', '.join(values)} belong together, got {dict(values)}. Give"
             f" {' and '.join(missing)} too, or none of them."
         )
     coordinator, num_processes, process_id = values.values()
-    if source != "explicit arguments":  # variables are text
+    if source != "explicit arguments":  # environment variables are text
         num_processes = int(num_processes)
         process_id = int(process_id)
     if not _is_address(coordinator):
@@ -200,8 +214,8 @@ def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
     return Cluster(process_id, num_processes, coordinator, source)
 
 
-# The launchers, the innermost first. Each has variables for this process's number, for
-# the number of processes, and for the same two on this machine.
+# The launchers, the innermost first. Each sets variables for this process's number and
+# the number of processes, and then for both numbers on this machine.
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -209,9 +223,9 @@ _LAUNCHERS = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-# JAX's names for its detection of these launchers.
+# JAX has these names for its detection of launchers.
 _DETECTED = {"Slurm": "slurm", "Open MPI": "ompi"}
-# Variables that say which process this is, and not how many there are.
+# These variables say which process this is, but not how many there are.
 _RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
 _MEET = (
     "Set MASTER_ADDR and MASTER_PORT in all processes, to the host of process 0 and a"
@@ -221,20 +235,23 @@ _MEET = (
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-    """The innermost launcher that started several processes, and its variables."""
+    """Return the innermost launcher that started several processes, and its variables.
+
+    Returns None if no launcher started several.
+    """
     several = []
     for launcher, names in _LAUNCHERS.items():
         me, count = (environ.get(name, "") for name in names[:2])
         if me.isdecimal() and count.isdecimal() and int(count) > 1:
             several.append((launcher, names))
-    if len(several) > 1 and several[0][0] == "MPICH":  # such as of srun --mpi=pmi2
+    if len(several) > 1 and several[0][0] == "MPICH":  # `srun --mpi=pmi2` sets both
         mpich, slurm = ([environ[x] for x in names[:2]] for _, names in several)
         several = several[mpich == slurm :]
     return several[0] if several else None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """Return an error text if a launcher started several processes; None if none did.
+    """Return an error text if a launcher started several processes, else None.
 
     ``but`` is the clause that says why this process would be alone.
     """
@@ -242,15 +259,18 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """Return an error text for a process of several that joined no other; or None."""
+    """Return an error text if this is one of several processes and joined no other.
+
+    Returns None otherwise.
+    """
     count = environ.get(VARIABLES[1], "")
     if count.isdecimal() and int(count) > 1:
         sign = f"{VARIABLES[1]}={count} {_COUNTS}", VARIABLES
     elif (tasks := _count_tasks(environ)) > 1:
         sign = f"TF_CONFIG names {tasks} processes of one job", ("TF_CONFIG",)
-    else:  # the index of a pod may number separate jobs
+    else:  # a pod's index may number separate jobs
         sign = _sign_of_several(environ, _RANKS[:1])
-    # With `srun --pty` only the first task has the terminal, for example of a shell.
+    # With ``srun --pty`` only the first task has the terminal, which may run a shell.
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
     if is_shell and sign is not None and sign[1][0] in _LAUNCHERS["Slurm"]:
         return None
@@ -275,10 +295,10 @@ def _sign_of_several(environ: Mapping[str, str], ranks: tuple[str, ...]) -> _Sig
 
 
 def _count_tasks(environ: Mapping[str, str]) -> int:
-    """The number of processes that ``TF_CONFIG`` names for the job of this one."""
+    """Return how many processes ``TF_CONFIG`` names for this process's job."""
     try:
         jobs, task = _jobs_and_task(json.loads(environ.get("TF_CONFIG", "")), "")
-    except ValueError:  # `initialize` says what is wrong with it
+    except ValueError:  # `initialize` explains the error
         return 0
     if task.get("type") == "evaluator":
         return 1
@@ -297,7 +317,7 @@ def _alone(sign: _Sign, but: str, remedy: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster of the innermost launcher; None if nothing gives its address."""
+    """Return the innermost launcher's cluster; None if nothing gives its address."""
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
@@ -305,9 +325,9 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
     port = environ.get("MASTER_PORT", "")
     address = environ.get("JAX_COORDINATOR_ADDRESS")
     if not address and host and port.isdecimal():
-        # At MASTER_PORT torchrun itself may listen.
+        # At MASTER_PORT torchrun itself may listen, so the next port is taken.
         port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-        is_here = environ.get(names[3]) == environ[names[1]]  # all are on this machine
+        is_here = environ.get(names[3]) == environ[names[1]]  # all processes are here
         host = LOOPBACK if is_here else f"[{host}]" if ":" in host else host
         address = f"{host}:{port}"
     if not address:
@@ -317,16 +337,16 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def detection(environ: Mapping[str, str]) -> str | None:
-    """The method by which JAX is to detect the cluster; None leaves that to JAX."""
+    """Return the method by which JAX shall detect the cluster; None lets JAX choose."""
     if (launched := _innermost(environ)) is not None:
         return _DETECTED.get(launched[0], "deactivate")
-    # JAX makes a cluster of a single task, too, at the port that the other steps of its
-    # allocation use: https://github.com/jax-ml/jax/pull/12152.
+    # For a single task of Slurm, too, JAX would make a cluster, at the port that other
+    # steps of its allocation use: https://github.com/jax-ml/jax/pull/12152.
     return "deactivate" if environ.get("SLURM_STEP_NUM_TASKS") == "1" else None
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the accelerators for a process that shares its machine; None for all."""
+    """Return the accelerators of a process that shares its machine; None for all."""
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     local, local_count = (environ.get(name, "") for name in launched[1][2:])

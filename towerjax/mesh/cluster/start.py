@@ -20,7 +20,7 @@ from towerjax.types.version import __version__
 _SILENCE_S = 5
 
 
-# The state of `initialize`, which like JAX's own is one per process.
+# This is the state of `initialize`. Like JAX's own state, there is one per process.
 _process = types.SimpleNamespace(cluster=None)
 
 
@@ -83,7 +83,7 @@ def initialize(
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
     named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
     if (running := _process.cluster) is not None:
-        # Of a cluster that JAX detected the address is not known.
+        # If JAX detected the cluster, its address is not known.
         known = running.coordinator or (named and named.coordinator)
         if named and named != dataclasses.replace(
             running, coordinator=known, how=named.how
@@ -109,7 +109,8 @@ def initialize(
 def shutdown() -> None:
     """Wait for the other processes and leave the job; without a job do nothing.
 
-    Every process does this at its end. After a call all processes came this far.
+    Every process does this by itself when it ends. Once a call returns, all processes
+    have come this far.
     """
     ends.end_as_before()
     _process.cluster = None
@@ -117,12 +118,12 @@ def shutdown() -> None:
 
 
 def is_chief() -> bool:
-    """Whether this is process 0, which writes what one process alone must write."""
+    """Return whether this is process 0, which alone writes files for the job."""
     return jax.process_index() == 0
 
 
 def require_joined() -> None:
-    """Raise if a launcher started several processes and this one joined no other."""
+    """Raise if a launcher started several processes, and this one joined no other."""
     if _process.cluster is not None or jax.distributed.is_initialized():
         return
     text = spec.forgotten(os.environ)
@@ -130,7 +131,7 @@ def require_joined() -> None:
         raise RuntimeError(text)
 
 
-# Options of JAX that change what a program computes.
+# These options of JAX change what a program computes.
 _SETTINGS = """
     jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
     jax_threefry_partitionable
@@ -138,10 +139,10 @@ _SETTINGS = """
 
 
 def _require_same_settings() -> None:
-    """Raise, on every process, unless versions and settings are the same on all.
+    """Raise on every process unless versions and settings are the same on all.
 
-    They are compared as text by the coordinator, since programs of the devices would
-    already differ.
+    The coordinator compares them as text. Programs on the devices cannot, because these
+    programs would already differ.
     """
     settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
@@ -163,7 +164,7 @@ def _require_same_settings() -> None:
 
 
 def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.Cluster:
-    """Join the named cluster, else what a launcher started, else what JAX detects."""
+    """Join the named cluster, or the one that a launcher started or JAX detects."""
     origin = "JAX, which was initialized before"
     if not jax.distributed.is_initialized():
         origin = "a cluster that JAX detected"
@@ -173,7 +174,7 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
             _join_named(named, options)
         elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
-    # All have joined. Starting the devices may take longer than the timeout.
+    # All processes have joined. Starting the devices may take longer than the timeout.
     me = jax.process_index()
     count = jax.process_count()
     if named is not None and (count, me) != (named.num_processes, named.process_id):
@@ -212,15 +213,16 @@ def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
 
 
 def _join_detected(options: dict[str, Any]) -> bool:
-    """Join the job that JAX detects; False if it detects none."""
+    """Join the job that JAX detects; return False if it detects none."""
     method = spec.detection(os.environ)
-    # JAX would try a method although it says itself that this one does not work here.
+    # JAX would try a method even if its own test says that the method does not work
+    # here.
     finds_none = not detects_cluster(method)
     method = "deactivate" if finds_none else method
     try:
         _initialize_jax({**options, "cluster_detection_method": method})
     except (ValueError, RuntimeError) as error:
-        # It is a RuntimeError that JAX was used before.
+        # If JAX was used before, the error is a RuntimeError.
         finds_none &= isinstance(error, ValueError)
         why = "nothing says how they connect" if finds_none else f"{error}"
         _refuse_to_be_alone(why.rstrip("."), error)
@@ -248,9 +250,9 @@ def _initialize_jax(
     waits = f"{who} waits for {others} (up to {limit_s} s)"
     with (
         calls_after(min(_SILENCE_S, limit_s / 2), lambda: print_line(waits)),
-        calls_after(limit_s, end),  # JAX waits in C++, which no exception can end
+        calls_after(limit_s, end),  # no exception ends JAX's wait in C++
     ):
-        # Our timeout ends first: JAX's aborts and names no missing process.
+        # Our timeout ends first, because JAX's own aborts and names no missing process.
         jax.distributed.initialize(**{**options, "initialization_timeout": limit_s + 5})
 
 

@@ -1,1 +1,1 @@
-"""How a device runs a pass of towers."""
+"""Passes: how a device runs all of its towers once and merges their results."""

@@ -1,6 +1,7 @@
-"""How results are merged, by the type of each leaf.
+"""Which rule merges a leaf that towers return: an `Accumulator` for each type.
 
-An `Accumulator` merges over a tower's micro-batches, and then over all towers.
+An `Accumulator` merges values over the micro-batches of a tower, and then over all
+towers.
 """
 
 import dataclasses
@@ -28,22 +29,26 @@ from towerjax.types.trees import key_name, map_parts, name_by_key, parts_of, put
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulator:
-    """How values are merged: those of micro-batches in turn, then those of towers."""
+    """Four functions that merge values over micro-batches, and then over towers."""
 
-    # (a micro-batch's value, or its shapes) -> the total before the first one
+    # ``start(value)`` makes the total before the first micro-batch, from its value or
+    # from the value's shapes.
     start: Callable[[PyTree], PyTree]
-    # (total, value) -> (new total, what is kept of this micro-batch)
+    # ``add(total, value)`` returns the new total, and what is stored of this
+    # micro-batch.
     add: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-    # (last total, what was kept, ``[n, ...]``) -> the tower's value
+    # ``finish(total, stored)`` makes the tower's value from the last total and from
+    # what was stored of all ``n`` micro-batches, ``[n, ...]``.
     finish: Callable[[PyTree, PyTree], PyTree]
-    # (values of a device's towers, ``[k, ...]``, or their sum; axes) -> the merged one
+    # ``merge(values, axes)`` merges over towers. Its values are those of a device's
+    # ``k`` towers, ``[k, ...]``, or their sum.
     merge: Callable[[PyTree, TowerAxes], PyTree]
 
 
 def _joined(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """Keep the values of all micro-batches, and join them after the last one."""
+    """Return an accumulator that stores each micro-batch's value and joins all."""
 
     def start(value: PyTree) -> None:
         return None
@@ -58,9 +63,10 @@ def _joined(
 
 
 def _added() -> Accumulator:
-    """Add the values of micro-batches up.
+    """Return an accumulator that adds the values of micro-batches.
 
-    Sums over towers are not taken by a merge, but together, in few all-reduces.
+    Its ``merge`` adds nothing: the sums over towers are taken for all leaves together,
+    in few all-reduces.
     """
 
     def start(value: PyTree) -> PyTree:
@@ -76,7 +82,10 @@ def _added() -> Accumulator:
 
 
 def _carried() -> Accumulator:
-    """Give each micro-batch the value of the one before, and keep the last one."""
+    """Return an accumulator that hands each micro-batch's value to the next one.
+
+    The tower's value is that of the last micro-batch.
+    """
 
     def start(value: PyTree) -> PyTree:
         return value
@@ -95,7 +104,7 @@ def _total(total: PyTree, nothing: None) -> PyTree:
 def _of_all(
     join: Callable[[PyTree], PyTree], values: PyTree, axes: TowerAxes
 ) -> PyTree:
-    """Gather the values of all towers, and join them."""
+    """Gather the values of all towers, and join them by ``join``."""
     return join(all_gather_rows(values, axes))
 
 
@@ -126,7 +135,7 @@ def _first(values: PyTree, axes: TowerAxes) -> PyTree:
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """Join all rows of a table; rows of one index stand for their sum."""
+    """Join rows of a table; rows with one index stand for their sum."""
     return one_of(Reduction.SUM, rows)
 
 
@@ -160,7 +169,7 @@ class Returned:
     """A leaf that a tower returned, and how it is merged."""
 
     value: PyTree
-    how: Accumulator = dataclasses.field(metadata={"static": True})
+    rule: Accumulator = dataclasses.field(metadata={"static": True})
 
 
 def is_typed(x: Any) -> bool:
@@ -169,11 +178,14 @@ def is_typed(x: Any) -> bool:
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
-    """Make `Returned` of a checked leaf, or a tree of these if it has several parts."""
+    """Wrap a checked leaf in `Returned`, with the accumulator that its type asks for.
+
+    A leaf of several parts becomes a tree of `Returned`.
+    """
     if isinstance(x, PerTower):
 
         def kept(part: Returned) -> Returned:
-            return Returned(part.value, _KEPT.get(part.how, PER_TOWER))
+            return Returned(part.value, _KEPT.get(part.rule, PER_TOWER))
 
         returned = jax.tree.map(as_returned, x.values, is_leaf=is_typed)
         return PerTower(map_parts(Returned, kept, returned))
@@ -195,36 +207,43 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
 
 
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
-    """``((guarded, others), rest)``: the values to add over towers, and all others."""
+    """Split a tree of `Returned` into the sums to add over towers, and the rest.
+
+    Returns ``((guarded, others), rest)``. A guard looks at the ``guarded`` sums. In
+    ``rest`` the place of each sum holds None.
+    """
     parts = parts_of(Returned, tree)
     sums = tuple(
-        [x.value for x in parts if x.how is accumulator] for accumulator in _ADDITIVE
+        [x.value for x in parts if x.rule is accumulator] for accumulator in _ADDITIVE
     )
-    rest = [Returned(None, x.how) if x.how in _ADDITIVE else x for x in parts]
+    rest = [Returned(None, x.rule) if x.rule in _ADDITIVE else x for x in parts]
     return sums, put_parts(Returned, tree, rest)
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
-    """Return the inverse of `take_sums`."""
+    """Put sums that `take_sums` took out, or their merged values, back in the tree."""
     left = {
         accumulator: iter(values)
         for accumulator, values in zip(_ADDITIVE, sums, strict=True)
     }
 
     def put(x: Returned) -> Returned:
-        return Returned(next(left[x.how]), x.how) if x.how in left else x
+        return Returned(next(left[x.rule]), x.rule) if x.rule in left else x
 
     return map_parts(Returned, put, tree)
 
 
 def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
-    """Join a tower's ``(sums, (rest, ids))`` to one tree of `Returned`, without ids."""
+    """Join a tower's flat ``(sums, (rest, ids))`` to one tree of `Returned`.
+
+    The ids of rows that the tower looked up are left out.
+    """
     sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
     return put_sums(rest, sums)
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """Return the tree as it was returned, with a value for each `Returned`."""
+    """Return the tree with the plain value in place of each `Returned`."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 
@@ -242,9 +261,10 @@ _ORDER = ("loss", "gradient", "metric", "value")
 
 
 def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
-    """Return the result of a tower, checked, with each leaf as `Returned`.
+    """Check a tower's result, and wrap each of its leaves in `Returned`.
 
-    A leaf of ``merged`` that the tower returns again is mirrored, in any container.
+    ``merged`` is the result of the pass before. A leaf of it that the tower returns
+    again is replicated, in any container.
     """
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
@@ -264,13 +284,13 @@ def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
 def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     """Raise unless tower-local variables are returned with their names and types.
 
-    The next micro-batch gets them in the order of the tree. A single variable may have
-    any name.
+    The next micro-batch gets these variables in the order of the returned tree. A
+    single variable may have any name.
     """
     returned = [
         (path, x)
         for path, x in _leaves_of_kind(Returned, tree)
-        if not isinstance(x, Returned) or x.how is CARRIED
+        if not isinstance(x, Returned) or x.rule is CARRIED
     ]
     variables = _leaves_of_kind(TowerLocal, local)
     new_names = [tuple(map(key_name, path)) for path, _ in returned]
@@ -295,7 +315,7 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
 
 
 def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return ``(path, value)`` of each value of a kind, and of each other leaf."""
+    """Return ``(path, value)`` for each value of type ``kind``, and each other leaf."""
 
     def is_kind(x: Any) -> bool:
         return isinstance(x, kind)
@@ -304,12 +324,12 @@ def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]
 
 
 def _types_of(values: list[Any]) -> list[str]:
-    """Return dtype and shape of each array in the values, as text."""
+    """Return the dtype and shape of each array in ``values``, as text."""
     return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(values)]
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
-    """Name a tower's sums, each as a loss, gradient, metric or other value.
+    """Return a tower's sums by name, each labelled loss, gradient, metric or value.
 
     They are sorted in this order.
     """
@@ -329,7 +349,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(per_tower: PerTower) -> PyTree:
-    """Return a tower's own sums and metric states; None for each bare value."""
+    """Return a tower's own sums and metric states, with None for each bare value."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, per_tower.values, is_leaf=is_typed
     )

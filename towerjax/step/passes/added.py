@@ -1,4 +1,4 @@
-"""The sums over all towers, in flat buffers or scattered in shards."""
+"""Add sums over all towers, in flat buffers or scattered into shards."""
 
 import dataclasses
 import functools
@@ -22,10 +22,11 @@ from towerjax.types import PyTree
 def dim_of_shards(
     ops: CrossTowerOps, params: PyTree, axes: TowerAxes
 ) -> Callable[[Any], int | None]:
-    """Return a function that returns the dim along which a sum is scattered, or None.
+    """Return a function that tells along which dim a sum is scattered, or None.
 
-    A sum is scattered along the dim of the shards of parameters that have its shape, if
-    the op sends it alone.
+    A sum that has the shape of a sharded parameter is scattered along the dim of that
+    parameter's shards. This needs an op that sends the sum alone, outside the flat
+    buffers.
     """
     held = [x for x in jax.tree.leaves(params, is_leaf=is_shard) if is_shard(x)]
     dims = {x.shape: x.dim for x in held}
@@ -40,9 +41,10 @@ def dim_of_shards(
 def sums_in_shards(
     run: Callable[..., PyTree], dim_of: Callable[[Any], int | None]
 ) -> Callable[..., PyTree]:
-    """``run(*args) -> (sums, rest)``, which takes shards and scatters the sums.
+    """Return ``run`` as a function that takes shards, and scatters its sums.
 
-    ``dim_of`` gives the dim along which a sum is scattered.
+    ``run(*args)`` returns ``(sums, rest)``. ``dim_of(x)`` gives the dim along which a
+    sum is scattered, or None.
     """
 
     def dims(out: PyTree) -> list[int | None]:
@@ -56,8 +58,8 @@ def targets_of(
 ) -> Targets:
     """Return the arrays by which a loss is differentiated.
 
-    ``tables`` are the numbers of the leaves that are tables. Only rows of a table have
-    a gradient, so it is never scattered.
+    ``tables`` are the numbers of those leaves that are tables. A table's gradient has
+    only the rows that were looked up, so it is never scattered.
     """
     whole = {*tables}
 
@@ -85,7 +87,7 @@ class Added:
     def of(
         cls, ops: CrossTowerOps, addends: PyTree, params: PyTree, axes: TowerAxes
     ) -> "Added":
-        """Return the sums over all towers of ``addends``, a device's sums.
+        """Add ``addends``, the sums of a device's towers, over all devices.
 
         ``addends`` is two trees, of which the first is guarded. A gradient by a `Shard`
         is already added over devices. A sum in the shape of sharded parameters is added
@@ -112,7 +114,7 @@ class Added:
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 
     def tree(self) -> PyTree:
-        """All sums, in the structure of the trees that were added."""
+        """Return all sums, in the structure of the trees that were added."""
         if not jax.tree.leaves(self.shards):
             return self.sums.tree()
 
@@ -125,7 +127,7 @@ class Added:
         return jax.tree.map(either, self.shards, self.sums.tree(), is_leaf=is_leaf)
 
     def are_finite(self, rows: list[IndexedRows]) -> jax.Array:
-        """Return whether all guarded sums and ``rows``, those of tables, are finite."""
+        """Return whether the guarded sums, and ``rows`` of tables, are all finite."""
         finite = [jnp.isfinite(x.values).all() for x in rows]
         if shards := jax.tree.leaves(self.shards[0]):
             of_shards = all_finite(shards).astype(jnp.int32)

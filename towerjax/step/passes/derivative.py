@@ -1,8 +1,9 @@
 """Differentiate a loss: add the losses first, and then take one derivative.
 
-``of_micro_batch(trained, zeros)`` returns the results of one micro-batch and the ids of
-its lookups. It computes one tower, or all towers of a device and the sum of their
-losses. So the gradient of these towers together costs one derivative.
+Here ``of_micro_batch(trained, zeros)`` is a function that computes one micro-batch, of
+one tower or of all towers of a device. It returns the results and the ids of the rows
+that were looked up. For all towers together it adds their losses, so that their
+gradient costs one derivative.
 """
 
 import dataclasses
@@ -27,10 +28,10 @@ OfMicroBatch: TypeAlias = Callable[[PyTree, Zeros], tuple[Any, Ids]]
 
 
 class Tables(Protocol):
-    """The tables whose gradient has only some rows; `Lookups` implements it."""
+    """Tables (embeddings) whose gradient has only the rows that were looked up."""
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Zeros that are added to the rows of lookups, one array for each lookup.
+        """Return zeros to add to the rows of lookups, one array for each lookup.
 
         The gradient by these zeros is the gradient by the rows.
         """
@@ -41,9 +42,10 @@ class Tables(Protocol):
     ) -> PyTree:
         """Return the gradients; that of a table has only the rows that were looked up.
 
-        ``grads`` and ``rows`` are the gradients by the trained values and by the zeros.
-        ``reads`` are the numbers of those leaves of both, trained values first, that
-        the loss depends on. Raises if the loss also uses a table in another way.
+        ``grads`` are the gradients by the trained values, and ``rows`` those by the
+        zeros. ``reads`` has the numbers of the leaves that the loss depends on, trained
+        values first and zeros after them. Raises if the loss also uses a table without
+        a lookup.
         """
         ...
 
@@ -53,18 +55,20 @@ class LossSums:
     """The sums of a loss that are differentiated, and their divisors."""
 
     sums: list[jax.Array]  # () each
-    # One for each sum; none where the loss is a total, which is not divided.
+    # There is one weight for each sum, and none if the loss is a total, which is not
+    # divided.
     weights: list[Any]
-    # The term that is the same on all towers, if it is not part of ``sums``.
+    # The term that is the same on all towers (a penalty), if ``sums`` do not have it.
     shared: list[jax.Array]
 
     @classmethod
     def of(cls, loss: Weighted | Means | Sum) -> "LossSums":
-        """Return the sums of a loss that towers returned."""
+        """Split a loss that towers returned into its sums and their weights."""
         if isinstance(loss, Sum):
             return cls([loss.value], [], [])
         if isinstance(loss, Means):
-            # Each tower of a device returns a row of it, and all rows are the same.
+            # Each tower of a device returns the penalty. All its rows are the same, so
+            # one does.
             penalty = jnp.ravel(loss.penalty)[0]
             loss = dataclasses.replace(loss, penalty=penalty)
         if (mean := one_mean(loss)) is not None:
@@ -74,30 +78,31 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """Return the sums of all terms, with the shared term apart."""
+        """Return the sums of all terms of a loss; the shared term stands apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
     @classmethod
     def each(cls, loss: Any) -> "list[LossSums]":
-        """Return the sums of a loss, or of each loss in a list: always a list."""
+        """Return a list of `LossSums`: of a single loss, or of each loss in a list."""
         return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
 
     @property
     def is_of_several(self) -> bool:
-        """Whether there are several denominators, so that one division cannot do."""
+        """Whether the loss adds means that have different denominators."""
         return len(self.weights) > 1
 
     @property
     def denominators(self) -> list[jax.Array]:
-        """The weights that divide before the derivative: those of several means."""
+        """The weights to divide by before the derivative, if there are several."""
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """Return the sums' factors; ``total`` is the `denominators`, added over towers.
+        """Return the factor of each sum, by which its derivative is multiplied.
 
-        ``share`` is the factor of the shared term.
+        ``total`` are the `denominators`, added over towers. ``share`` is the factor of
+        the shared term.
         """
         factors = [jnp.ones_like(x) for x in self.sums]
         if self.is_of_several:
@@ -105,7 +110,7 @@ class LossSums:
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
     def with_gradients(self, grads: list[PyTree]) -> PyTree:
-        """Return the gradients of the sums; a single sum is merged as it is."""
+        """Pair the sums' gradients with their weight; several means need no weight."""
         if self.is_of_several:
             return grads
         [grad] = grads
@@ -114,14 +119,18 @@ class LossSums:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """The gradient of the sums of a loss, and what it is divided by."""
+    """The gradient of a loss's sums, and the weight to divide it by."""
 
     grads: PyTree  # a list, if there are several losses
-    # That of a single mean, which is divided after all towers are added.
+    # The weight of a single mean. It divides after the gradients of all towers are
+    # added. It is None for other losses, whose gradient is not divided.
     weight: jax.Array | None
 
     def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
-        """Pair the gradient with its weight, as towers return it; or give bare sums."""
+        """Pair the gradient with its weight, as towers return it; or give bare sums.
+
+        ``as_sums`` asks for bare sums.
+        """
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
             return Sum(grads)
@@ -133,10 +142,11 @@ def vjp(
     trained: PyTree,
     tables: Tables,
 ) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, set[int]]], Any]:
-    """``(values, pull_back, aux)`` of ``fn(trained, zeros) -> (values, aux, ids)``.
+    """Differentiate ``fn(trained, zeros) -> (values, aux, ids)``; see `jax.vjp`.
 
-    ``pull_back(cotangents)`` returns the gradient, in which a table has only its rows,
-    and the numbers of the leaves that the values depend on.
+    Returns ``(values, pull_back, aux)``. ``pull_back(cotangents)`` returns the
+    gradient, in which a table has only the rows that were looked up, and the numbers of
+    the leaves that the values depend on.
     """
     reads: set[int] = set()
 
@@ -164,11 +174,13 @@ def gradient_of(
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """Differentiate the loss that a micro-batch returns in a dict by ``trained``.
+    """Differentiate the loss of a micro-batch by ``trained``.
 
-    ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
-    adds the weights of several means over all towers and micro-batches. ``share`` is
-    the part of the shared term that one call counts, so that all calls count it once.
+    ``loss`` is the key of the loss, or of a list of losses, in the dict that the
+    micro-batch returns. ``denominators(weights)`` adds the weights of several means
+    over all towers and micro-batches. ``share`` is the factor of the loss's shared
+    term: this function runs on many towers and micro-batches, which count the term once
+    together.
     """
 
     def sums_of(
@@ -199,7 +211,7 @@ def gradient_of(
 def gradients_of_terms(
     of_micro_batch: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
-    """What ``of_micro_batch(trained)`` returns, and the gradient of each single sum."""
+    """Return the tree of ``of_micro_batch(trained)``, and each loss term's gradient."""
 
     def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
         tree = of_micro_batch(trained)
@@ -227,7 +239,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """Let the loss's derivative by ``trained`` raise where a weight depends on it."""
+    """Return the loss, whose derivative raises if a weight depends on ``trained``."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -238,7 +250,7 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """Let a derivative of the values note the leaves it needs in ``reads``."""
+    """Return the values; their derivative adds to ``reads`` which leaves were used."""
     leaves, treedef = jax.tree.flatten(values)
 
     @jax.custom_vjp
@@ -258,9 +270,10 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """Return the value, whose derivative by ``by`` raises a ``ValueError``.
+    """Return ``x``; whoever differentiates it by ``by`` gets a ``ValueError``.
 
-    ``by`` are arguments of the rule below, so that it runs in the derivative by them.
+    ``by`` is an argument of the custom rule, because only then does the rule run in a
+    derivative by it.
     """
     first = jax.tree.leaves(by)[:1]
     if not first:
@@ -281,7 +294,10 @@ def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-    """Hold the value: no derivative goes through it, its tangent is a symbolic zero."""
+    """Return ``x`` with a derivative of zero, like `jax.lax.stop_gradient`.
+
+    The tangent is a symbolic zero, so that `watched` sees no use of the value.
+    """
 
     @jax.custom_jvp
     def same(x: jax.Array) -> jax.Array:

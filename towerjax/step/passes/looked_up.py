@@ -1,4 +1,4 @@
-"""The gradient of a table, of which a loss looks up some rows: it has only these rows.
+"""The gradient of a table (an embedding): it has only the rows that were looked up.
 
 `tj.sparse.take` is one equation of the loss's program. Zeros are added to the rows that
 it returns, and the gradient by these zeros is the gradient by the rows.
@@ -89,7 +89,7 @@ class Lookups:
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
 
     def evaluate(self, leaves: Sequence[Any], zeros: Zeros) -> tuple[list[Any], Ids]:
-        """Return the program's results for one tower, and the ids of each lookup.
+        """Evaluate one tower's program; return its results and the ids of each lookup.
 
         Without ``zeros`` a lookup is evaluated like any other equation, and no ids are
         returned.
@@ -129,7 +129,7 @@ class Lookups:
         return treedef.unflatten(leaves)
 
     def _refuse_dense(self, reads: set[int]) -> None:
-        """Raise if one of ``reads``, the values with a dense gradient, is a table."""
+        """Raise if a table is one of ``reads``, the values with a dense gradient."""
         tables = {x for x in self.tables if x is not None}
         if names := [self.names[i] for i in sorted(tables.intersection(reads))]:
             raise ValueError(
@@ -142,9 +142,10 @@ class Lookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """The program of a function of the trained values, which was called once for it.
+    """The traced program of a function of the trained values.
 
-    Its derivative is that of one tower's loss, or of a loss without towers.
+    The function was called once, to trace it. It is the loss of one tower, or a loss
+    without towers.
     """
 
     program: ClosedJaxpr
@@ -166,17 +167,18 @@ class TracedLoss:
         return cls(program, Lookups.of(program, 0, trained), returned)
 
     def of_micro_batch(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
-        """Return what the function returns, and the ids of its lookups."""
+        """Return the function's results, and the ids of the rows that it looked up."""
         values, ids = self.lookups.evaluate(jax.tree.leaves(trained), zeros)
         return put_parts(jax.Array, self.returned, map(jnp.asarray, values)), ids
 
     def vjp(
         self, trained: PyTree, differentiated: Callable[[Any, PyTree], PyTree]
     ) -> tuple[PyTree, Callable[[PyTree], PyTree], Any]:
-        """``(values, pull_back, results)``, with a derivative of the values.
+        """Evaluate the function, and return a derivative of values made of its results.
 
-        ``results`` are what the function returns. ``differentiated(results, trained)``
-        returns the values to differentiate, and ``pull_back(cotangents)`` the gradient.
+        Returns ``(values, pull_back, results)``. ``differentiated(results, trained)``
+        gives the values to differentiate, and ``pull_back(cotangents)`` returns the
+        gradient.
         """
 
         def of_micro_batch(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Any, Ids]:
@@ -192,7 +194,7 @@ class TracedLoss:
         return values, pull_back, results
 
     def gradient(self, trained: PyTree) -> tuple[PyTree, Gradient]:
-        """``(rest, gradient of the loss)``; the function returns ``(loss, rest)``."""
+        """Return ``(rest, gradient)`` of a function that returns ``(loss, rest)``."""
 
         def of_micro_batch(
             trained: PyTree, zeros: Zeros
@@ -233,9 +235,10 @@ def _computed(eqn: JaxprEqn) -> str:
 
 
 def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
-    """Raise for lookups in inner programs, because their rows cannot be handed out.
+    """Raise for a lookup in an inner program, such as a ``scan``'s body.
 
-    A lookup in a table of ``free``, the values without a gradient, is allowed.
+    An inner program cannot return the rows that it looks up. A lookup in a table of
+    ``free``, the values without a gradient, is allowed.
     """
     for eqn in open_jaxpr(program).eqns:
         if _is_lookup(eqn):

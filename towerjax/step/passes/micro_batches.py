@@ -32,7 +32,7 @@ def scan_micro_batches(
     *,
     of_several: bool,
 ) -> PyTree:
-    """Return the merged results of ``A`` micro-batches, which a ``scan`` runs in turn.
+    """Run ``A`` micro-batches in turn by a ``scan``, and merge their results.
 
     Args:
       of_micro_batch: ``(index, rows, local) -> tree`` of `Returned`.
@@ -52,9 +52,9 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """Return the towers' variables after the micro-batches so far."""
+        """Return the towers' variables after the micro-batches that have run."""
         pairs = zip(totals, parts, strict=True)
-        carried = [total for total, part in pairs if part.how is CARRIED]
+        carried = [total for total, part in pairs if part.rule is CARRIED]
         if not carried:
             return local
         return jax.tree.unflatten(jax.tree.structure(local), jax.tree.leaves(carried))
@@ -64,18 +64,18 @@ def scan_micro_batches(
     ) -> tuple[list[PyTree], list[PyTree]]:
         out = run(*jax.tree.leaves((*numbered, local_after(totals))))
         new = parts_of(Returned, jax.tree.unflatten(treedef, out))
-        pairs = [x.how.add(t, x.value) for t, x in zip(totals, new, strict=True)]
+        pairs = [x.rule.add(t, x.value) for t, x in zip(totals, new, strict=True)]
         return [total for total, _ in pairs], [each_value for _, each_value in pairs]
 
     def finish(part: Returned, total: PyTree, stacked: PyTree) -> Returned:
-        join = part.how.finish
+        join = part.rule.finish
         if of_several and jax.tree.leaves(stacked):
             stacked = jax.tree.map(
                 lambda x: jnp.swapaxes(x, 0, 1), stacked
             )  # [k, A, ...]
             join = vmap_members(functools.partial(join, total))
-            return Returned(join(stacked), part.how)
-        return Returned(join(total, stacked), part.how)
+            return Returned(join(stacked), part.rule)
+        return Returned(join(total, stacked), part.rule)
 
     totals, stacked_parts = scan_in_turn(body, _starts(parts, local), numbered)
     done = [finish(*x) for x in zip(parts, totals, stacked_parts, strict=True)]
@@ -83,25 +83,28 @@ def scan_micro_batches(
 
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
-    """Return what the first micro-batch adds to; variables start as ``local``."""
-    carried = [x.value for x in parts if x.how is CARRIED]
+    """Return the totals before the first micro-batch; variables start as ``local``."""
+    carried = [x.value for x in parts if x.rule is CARRIED]
     if carried:
         structure = jax.tree.structure(carried)
         carried = structure.unflatten(jax.tree.leaves(local))
     before = iter(carried)
-    return [x.how.start(next(before) if x.how is CARRIED else x.value) for x in parts]
+    return [x.rule.start(next(before) if x.rule is CARRIED else x.value) for x in parts]
 
 
 def numbered_rows(
     rows: PyTree, count: int, *, of_several: bool
 ) -> tuple[jax.Array, PyTree]:
-    """Number ``count`` micro-batches, ``[A]``, and split their rows, ``[A, ...]``."""
+    """Split rows into ``count`` micro-batches, ``[A, ...]``, and return their numbers.
+
+    The result is ``(numbers [A], rows [A, ...])``.
+    """
     split = functools.partial(split_micro_batches, parts=count)
     if of_several:  # rows are [k, b, ...]
         of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))
         leaves, treedef = jax.tree.flatten(rows)
 
-        # It takes leaves, because vmap takes sparse arrays apart in another way.
+        # ``vmap`` takes sparse arrays apart in another way, so it gets plain leaves.
         def of_tower(leaves: list[jax.Array]) -> list[jax.Array]:
             return jax.tree.leaves(split(treedef.unflatten(leaves)))
 
@@ -119,10 +122,12 @@ def check_micro_batch(
 ) -> None:
     """Raise if a bare value differs between micro-batches; warn of calls by tower.
 
-    A call such as ``tower.mean`` sees the rows of one micro-batch only. ``closed`` is
-    one tower's program of one micro-batch. ``tree`` is the tree of its results, each as
-    `Returned` with its number. ``args`` are the shapes of its arguments, ``(tower_id,
-    what the tower has of its own, index, *replicated)``.
+    A call such as ``tower.mean`` sees the rows of one micro-batch only.
+
+    ``closed`` is one tower's program of one micro-batch, and ``tree`` its results: each
+    is a `Returned` with the result's number. ``args`` are the shapes of the program's
+    arguments: the tower's id, its `PerTowerArgs`, the micro-batch's index, and those
+    that are replicated.
     """
     analysis, names = _differences(closed, tree, _kinds_of_inputs(args))
     refuse_varying(analysis, names)
@@ -138,7 +143,7 @@ def check_micro_batch(
 
 
 def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
-    """For each input "rows", "local" for a variable of the tower, or "" for others."""
+    """Return "rows" for each input by row, "local" for a tower's variable, else ""."""
     tower_id, per_tower, index, *replicated = args
     kinds = [
         ("", tower_id),
@@ -154,14 +159,14 @@ def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
 def _differences(
     closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str]
 ) -> tuple[Analysis, Sequence[str | None]]:
-    """What differs between micro-batches, and the names of outputs that may not differ.
+    """Find what differs between micro-batches, and name outputs that may not differ.
 
     An output that may differ has None in place of a name.
     """
     parts = parts_of(Returned, tree)
     outs = closed.jaxpr.outvars
-    carried = [x for x in parts if x.how is CARRIED]
-    # The new value of each variable, in the order in which the variables are given.
+    carried = [x for x in parts if x.rule is CARRIED]
+    # These are the variables' new values, in the order of the variables' inputs.
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
     def label(var: Any, kind: str) -> str | None:
@@ -170,7 +175,7 @@ def _differences(
         return "its rows" if kind == "rows" else None
 
     labels = [*map(label, closed.jaxpr.invars, kinds)]
-    bare = {*jax.tree.leaves([x for x in parts if x.how is SAME])}
+    bare = {*jax.tree.leaves([x for x in parts if x.rule is SAME])}
     numbers = jax.tree.leaves(tree)
     pairs = zip(numbers, names_by_key(values_of(tree)), strict=True)
     name_of = {number: name for number, name in pairs if number in bare}

@@ -2,7 +2,7 @@
 
 One tower's program of one micro-batch is traced once. If the towers of a device run
 together, their losses are added and differentiated once. If each tower's own gradient
-is needed, or towers run one after another, each loss is differentiated by itself.
+is needed, or if towers run in turn, each loss is differentiated by itself.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ RunMicroBatch: TypeAlias = Callable[..., tuple[PyTree, Ids]]
 def on_device(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the function that each device runs.
+    """Return the function that each device runs in a pass.
 
-    It returns ``(merged, seen)``: the merged results, and what the pass looks at. A
-    merged result that stays per tower is a `PerTowerValue`.
+    The function returns ``(merged, seen)``: the merged results, and what the pass's
+    `Look` reports. A merged result that stays per tower is a `PerTowerValue`.
     """
 
     def run(held: PyTree, *of_device: PyTree) -> tuple[PyTree, PyTree]:
@@ -64,10 +64,10 @@ def on_device(
         tree = put_sums(tree, (added, shown))
         parts = parts_of(Returned, tree)
         seen = None
-        merged = [x.how.merge(x.value, axes) for x in parts]
+        merged = [x.rule.merge(x.value, axes) for x in parts]
         if pass_.looks_at is not None:
             pairs = zip(parts, merged, strict=True)
-            rows = [x for part, x in pairs if part.how is JOINED]
+            rows = [x for part, x in pairs if part.rule is JOINED]
             seen = pass_.looks_at.at_all(flagged, state.params, (sums, rows), axes)
         return put_parts(Returned, tree, merged), seen
 
@@ -75,7 +75,7 @@ def on_device(
 
 
 def over_towers(tower: TracedTower) -> tuple[PyTree, PyTree]:
-    """Run all towers of a device, with the gradient of their loss.
+    """Run all ``k`` towers of a device, with the gradient of their loss.
 
     Returns:
       ``(sums, (rest, flagged))``: the sums over these towers, their other results with
@@ -88,8 +88,9 @@ def over_towers(tower: TracedTower) -> tuple[PyTree, PyTree]:
 
 def _together(tower: TracedTower) -> tuple[PyTree, PyTree]:
     """Add the towers' losses, and take one derivative of the sum."""
-    per_tower = tower.args.own
-    # One derivative adds the denominators up by itself, between its two halves.
+    per_tower = tower.args.per_tower
+    # Without micro-batches, the one derivative adds the denominators over towers by
+    # itself, between its forward and its backward half.
     weights = None if tower.pass_.micro_batches == 1 else _denominators(tower)
     call = functools.partial(on_local_towers, tower)
     of_micro_batch = _with_gradient(
@@ -114,9 +115,9 @@ def _together(tower: TracedTower) -> tuple[PyTree, PyTree]:
 def _each_by_itself(
     tower: TracedTower, weights: list[jax.Array] | None
 ) -> tuple[PyTree, PyTree]:
-    """Run each tower with its own derivative, and all of its micro-batches.
+    """Run each tower with a derivative of its own, over all of its micro-batches.
 
-    ``weights`` are the denominators of several means; None if they are not needed.
+    ``weights`` are the denominators of a sum of several means, or None.
     """
     pass_ = tower.pass_
 
@@ -139,7 +140,7 @@ def _each_by_itself(
         return sums, (rest, flagged)
 
     name = "with gradient" if pass_.takes_gradient else "tower"
-    # Otherwise the program of the micro-batch is lowered, inside.
+    # If there is a derivative, only the micro-batch's program inside it is lowered.
     is_whole = tower.is_on_shards and tower.lookups is None
     run = functools.partial(
         over_local_towers,
@@ -153,13 +154,13 @@ def _each_by_itself(
     )
     if not tower.is_on_shards:
         run = _on_shards(run, tower)
-    return run(tower.args.own, weights, *tower.args.replicated)
+    return run(tower.args.per_tower, weights, *tower.args.replicated)
 
 
 def _denominators(tower: TracedTower) -> list[jax.Array] | None:
-    """Compute the denominators of several means before any derivative is taken.
+    """Add the denominators of several means over all towers, before any derivative.
 
-    None if the loss is not a sum of several means, or if there is no derivative.
+    Returns None if the loss is not a sum of several means, or is not differentiated.
     """
     pass_ = tower.pass_
     if not pass_.takes_gradient:
@@ -175,7 +176,7 @@ def _denominators(tower: TracedTower) -> list[jax.Array] | None:
 
 
 def _added(values: list[jax.Array], tower: TracedTower) -> list[jax.Array]:
-    """Add up values over all towers."""
+    """Add each of ``values`` over all towers."""
     ops = tower.pass_.strategy.cross_tower_ops
     return sum_over_towers(ops, values, tower.axes).tree()
 
@@ -188,9 +189,9 @@ def each_micro_batch(
     *,
     of_several: bool,
 ) -> PyTree:
-    """Return the merged results of ``count`` micro-batches of these rows.
+    """Run ``count`` micro-batches of these rows, and return their merged results.
 
-    ``of_several`` as for `scan_micro_batches`.
+    ``of_several`` has the meaning that it has in `scan_micro_batches`.
     """
     if count == 1:
         return of_micro_batch(None, rows, local)
@@ -207,9 +208,9 @@ def _with_gradient(
     *,
     of_several: bool,
 ) -> MicroBatchFn:
-    """Return a function of a micro-batch's results, with the gradient of its loss.
+    """Return a function that runs a micro-batch, and adds the gradient of its loss.
 
-    ``of_several``: whether ``call`` computes all towers of the device, and not one.
+    With ``of_several``, ``call`` computes all towers of the device; otherwise one.
     """
     pass_ = tower.pass_
     axes = tower.axes
@@ -260,7 +261,7 @@ def on_local_towers(
 ) -> tuple[PyTree, Ids]:
     """Run one micro-batch of all towers of a device, and add their sums.
 
-    Returns a tree of `Returned`, and the ids that each tower looked up.
+    Returns a tree of `Returned`, and the ids of the rows that each tower looked up.
     """
     run = functools.partial(
         over_local_towers,
@@ -277,7 +278,10 @@ def on_local_towers(
 def _on_one_tower(
     tower: TracedTower, tower_id: Any, per_tower: PerTowerArgs, *others: PyTree
 ) -> tuple[PyTree, Ids]:
-    """Run one micro-batch of one tower: a tree of `Returned`, and the ids looked up."""
+    """Run one micro-batch of one tower; return its tree of `Returned`, and its ids.
+
+    The ids are those of the rows that the tower looked up.
+    """
     run: Callable[..., PyTree] = tower.evaluate
     if tower.is_on_shards and tower.lookups is not None:
         run = _lowered(run, tower, MICRO_BATCH)
@@ -286,7 +290,10 @@ def _on_one_tower(
 
 
 def _on_shards(run: Callable[..., PyTree], tower: TracedTower) -> Callable[..., PyTree]:
-    """Let ``run(*args) -> (sums, rest)`` take shards as replicated arguments."""
+    """Return ``run`` as a function whose replicated arguments may be shards.
+
+    ``run(*args)`` returns ``(sums, rest)``.
+    """
     ops = tower.pass_.strategy.cross_tower_ops
     params = tower.args.replicated.state.params
     return sums_in_shards(run, dim_of_shards(ops, params, tower.axes))
@@ -295,6 +302,6 @@ def _on_shards(run: Callable[..., PyTree], tower: TracedTower) -> Callable[..., 
 def _lowered(
     fn: Callable[..., PyTree], tower: TracedTower, name: str
 ) -> Callable[..., PyTree]:
-    """Return a function of one tower, lowered to these devices."""
+    """Return ``fn``, a function of one tower, as it is lowered for these devices."""
     lower = functools.partial(run_lowered, fn, tower.axes, tower.programs, name)
     return _on_shards(lower, tower)

@@ -1,4 +1,4 @@
-"""A pass: one run of all towers, and how it merges their results; nothing runs here."""
+"""`Pass`: the description of one run of all towers, and how results are merged."""
 
 import dataclasses
 import functools
@@ -28,25 +28,28 @@ Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 
 
 class Look(Protocol):
-    """What a pass returns for a guard: a look at each tower, and at the merged sums."""
+    """A pass's report for a guard: it looks at each tower, and at the merged sums."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """Return what one tower's tree of `Returned` shows, before any sum."""
+        """Return a report on one tower's tree of `Returned`, before any sum."""
 
     def at_all(
-        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+        self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """Return the result for all towers; ``own`` is what each one's tree showed."""
+        """Return the report on all towers; ``per_tower`` are their single reports."""
 
 
 class FiniteSums:
-    """A look at whether all sums except metrics are finite, rows of tables included."""
+    """A look at whether all sums, except metrics, are finite.
+
+    The rows of a table's gradient are looked at, too.
+    """
 
     def at_tower(self, tree: PyTree) -> None:
-        """None: a tower's value that is not finite shows in the sum."""
+        """Return None: a tower's value that is not finite is seen in the sum."""
 
     def at_all(
-        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+        self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> jax.Array:
         """Return whether the sums and rows are finite, ``()`` bool."""
         added, rows = guarded
@@ -54,14 +57,14 @@ class FiniteSums:
 
 
 class TowersFlags:
-    """A look at which values of each tower are not finite, before any sum."""
+    """A look that finds which values of each tower are not finite, before any sum."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Return the `Flags` of the values that the tower returns."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(
-        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+        self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
         """Return the `Flags` of all towers, with those of the parameters."""
 
@@ -69,7 +72,7 @@ class TowersFlags:
             return flag_leaves([("parameter", "params", x)])
 
         replicated = on_shards(flag, params, replicated=True)
-        return all_gather_rows(join_flags(replicated, own), axes)
+        return all_gather_rows(join_flags(replicated, per_tower), axes)
 
 
 TowerFn: TypeAlias = Callable[..., PyTree]
@@ -82,19 +85,21 @@ pass with ``trained`` the first argument is the trained values.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """Runs all towers once, and merges what they return by its type."""
+    """One run of all towers, whose results are merged by their types."""
 
     tower_fn: TowerFn
     strategy: Strategy
     micro_batches: int = 1  # a tower computes these parts of its rows in turn
-    # Whether towers see local variables reduced over towers. Such a pass evaluates: its
-    # merged results are returned, and no later pass computes with them.
+    # Whether towers see local variables as values reduced over all towers. Such a pass
+    # evaluates: its merged results are returned, and no later pass computes with them.
     reads_local: bool = False
     looks_at: Look | None = None  # what the pass returns beside the merged results
-    # Whether bare and local results are a state that the user's function made. Padding
-    # must not count in that state. The state of a single tower needs no proof.
+    # Whether bare results and variables are a state that the user's function made. The
+    # proof then shows that padding does not count in that state. A single tower needs
+    # no proof.
     of_state: bool = False
-    # Whether Rows are used later, with their padding: then one leaf must be a weight.
+    # Whether a later pass uses ``Rows`` together with padding. Then one leaf must be a
+    # weight.
     rows_used_later: bool = False
     advice: str | None = None  # for the error about a bare value that differs
     # ``(state, *merged) -> values``: the pass differentiates the towers' loss by these
@@ -108,8 +113,9 @@ class Pass:
     differentiates: bool = True  # False: the pass computes its loss only
     loss_reduction: Reduction | None = None  # as the user gave it, for errors
 
-    # A prefix tree of layouts for each argument, by its name. Arguments are global
-    # values. ``merged`` is a tuple of the result of the pass before, if there is one.
+    # The layout of each argument, as a prefix tree, by the argument's name. Arguments
+    # are global values. ``merged`` is a tuple with the result of the pass before, if
+    # there is one.
     ins: ClassVar[dict[str, PyTree]] = {
         "state": STATE_LAYOUT,
         **BATCH_LAYOUT,
@@ -123,15 +129,16 @@ class Pass:
 
     @property
     def needs_each(self) -> bool:
-        """Whether each tower's own results are needed, before any sum."""
+        """Whether each tower's own results are needed, before they are added."""
         ops = self.strategy.cross_tower_ops
         return ops.needs_every_tower or isinstance(self.looks_at, TowersFlags)
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
-        """Return which arguments and results devices hold in shards; None without any.
+        """Return which arguments and results devices hold in shards, or None.
 
-        These are the parameters, and sums of their shapes. If only the optimizer's
-        state is sharded, parameters are whole, and only tell which sums are scattered.
+        Parameters are held in shards, and so are sums of their shapes. If only the
+        optimizer's state is sharded, parameters are whole, and their shards only tell
+        which sums are scattered.
         """
         placement = self.strategy.placement
         if self.strategy.state == "mirrored" or placement.num_devices == 1:
@@ -175,10 +182,10 @@ class Pass:
         )
 
     def used(self, held: PyTree) -> PyTree:
-        """Return the state that towers use, from the one that a device was given.
+        """Return the state that towers use, made of the state that a device holds.
 
-        If only the optimizer's state is sharded, a `Shard` of a parameter tells how its
-        gradient's sum is scattered, and towers have the whole parameter without a
+        If only the optimizer's state is sharded, a parameter's `Shard` tells how the
+        sum of its gradient is scattered. Towers then get the whole parameter without a
         gather.
         """
         if self.strategy.state != "sharded_optimizer":
@@ -189,7 +196,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedPass:
-    """A pass after it was traced: one tower's program, which all towers run."""
+    """A pass that was traced: it holds one tower's program, which all towers run."""
 
     pass_: Pass
     args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
@@ -197,12 +204,12 @@ class TracedPass:
 
     @functools.cached_property
     def layouts(self) -> tuple[PyTree, PyTree]:
-        """A prefix tree of layouts: of the merged results, and of what it looks at."""
+        """The layouts of the merged results and the pass's reports, as prefix trees."""
         return layouts_of(self.towers.out)
 
     @property
     def out(self) -> tuple[PyTree, PyTree]:
-        """The shapes of the merged results, and of its looks, as global values."""
+        """The shapes of the merged results and the pass's reports, as global values."""
         count = self.pass_.strategy.placement.num_towers
 
         def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,8 @@
-"""One tower of a device in a pass: what it is given, and its program.
+"""The arguments and the traced program of one tower of a device, in a pass.
 
-It is the program of one micro-batch's loss, without a derivative. For it the user's
-function is called, once. All that a device does in a pass evaluates this program.
+The program computes the loss of one micro-batch, without a derivative. The user's
+function is called once, to trace it. All that a device does in a pass evaluates this
+program.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ MICRO_BATCH = "micro-batch"
 
 
 class PerTowerArgs(NamedTuple):
-    """The per-tower arguments of one tower; or of several towers, stacked."""
+    """The per-tower arguments of one tower, or of several towers, stacked."""
 
     rows: PyTree
     num_valid: jax.Array
@@ -58,9 +59,9 @@ class ReplicatedArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of a device's towers; ``own`` has leaves ``[k, ...]``."""
+    """The arguments of a device's towers; ``per_tower`` has leaves ``[k, ...]``."""
 
-    own: PerTowerArgs
+    per_tower: PerTowerArgs
     replicated: ReplicatedArgs
 
     @classmethod
@@ -74,7 +75,7 @@ class Arguments:
         of_batch: PyTree,
         merged: PyTree,
     ) -> "Arguments":
-        """Return the towers' arguments, from those that a device holds."""
+        """Make the arguments of a device's towers from what the device holds."""
         rows = split_rows(batch, axes.num_local)
         per_tower = PerTowerArgs(rows, num_valid, plain(state.local))
         trained = None
@@ -84,7 +85,8 @@ class Arguments:
         if pass_.reads_local:
             ops = pass_.strategy.cross_tower_ops
             read = read_local_over_towers(state.local, ops, axes)
-        # These shapes may not depend on ``D``, so local values are those of row 0.
+        # The shapes in the state may not depend on the number of devices, so local
+        # values are those of the device's first tower.
         first = jax.tree.map(lambda x: x[0], plain(state.local))
         local = with_local_values(state.local, first)
         state = dataclasses.replace(state, local=local)
@@ -93,12 +95,12 @@ class Arguments:
     def shapes_of_micro_batch(self, micro_batches: int) -> tuple[PyTree, ...]:
         """Return the shapes of one tower's arguments for one of its micro-batches.
 
-        They are ``(tower_id, own, index, *replicated)``. A shard has the shape of the
-        whole parameter.
+        They are ``(tower_id, per_tower, index, *replicated)``. A shard has the shape of
+        the whole parameter.
         """
 
         def first() -> tuple[PyTree, ...]:
-            tower = jax.tree.map(lambda x: x[0], self.own)
+            tower = jax.tree.map(lambda x: x[0], self.per_tower)
             index = None
             if micro_batches > 1:
                 numbered = numbered_rows(tower.rows, micro_batches, of_several=False)
@@ -131,7 +133,8 @@ def call_tower(
     """
     count = num_rows(per_tower.rows)
     local = per_tower.local if read is None else read
-    # The program of an exact strategy may not depend on the number of devices.
+    # An exact strategy gives the same bits on any number of devices, so its program may
+    # not depend on that number.
     may_depend = not pass_.strategy.exact
     tower = tower_of(
         pass_.strategy,
@@ -181,7 +184,7 @@ class TracedTower:
     def of(
         cls, pass_: Pass, axes: TowerAxes, programs: TowerPrograms, args: Arguments
     ) -> "TracedTower":
-        """Trace the program, unless ``programs`` knows it.
+        """Trace the tower's program, or take it from ``programs``.
 
         Raises:
           ValueError: Micro-batches would return what cannot be merged over them.
@@ -208,7 +211,7 @@ class TracedTower:
 
     @property
     def returned(self) -> PyTree:
-        """The shapes of what one tower returns of one micro-batch, as `Returned`."""
+        """The shapes of one tower's results for one micro-batch, as `Returned`."""
         assert self.lookups is not None
         avals = self.lookups.program.out_avals
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
@@ -230,8 +233,9 @@ class TracedTower:
             return False
         if self.axes.num_local == 1:
             return True
-        # If the losses of several towers are added first, the gradients by a value of
-        # few bits are added up in these few bits.
+        # If the losses of several towers are added first, the derivative adds the
+        # towers' gradients in the trained value's own dtype, which may be too short
+        # (bfloat16).
         assert self.lookups is not None
         program = self.lookups.program
         shapes = self.args.shapes_of_micro_batch(self.pass_.micro_batches)
@@ -244,7 +248,10 @@ class TracedTower:
     def evaluate(
         self, tower_id: Any, per_tower: PerTowerArgs, *others: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
-        """Return what `call_tower` returns, and the ids that the tower looked up."""
+        """Run the tower's program; return its results, and the ids that it looked up.
+
+        The results are those of `call_tower`.
+        """
         if self.lookups is None:
             return call_tower(self.pass_, self.axes, tower_id, per_tower, *others)
         args = tower_id, per_tower._replace(zeros=()), *others

@@ -1,1 +1,1 @@
-"""From passes of towers to a program that runs."""
+"""Turn a plan into a program that runs: trace, prove, compile, call."""

@@ -1,4 +1,4 @@
-"""From a plan to a program: trace, prove, lower, compile."""
+"""Compile a plan: trace it, prove it, lower it to the devices."""
 
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ from towerjax.types.refusals import listed
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step: the executable, and how long it took to make."""
+    """A compiled step: the executable, its trace, and how long both took to make."""
 
     call: Any  # a `jax.stages.Compiled`, whose stub has texts that are None
     traced: Traced
     seconds: float
     is_full: bool  # whether it takes all rows for examples
-    # The numbers of examples of the batches that it was checked for.
+    # The numbers of examples for which a batch of this shape was checked.
     checked_for: set[int] = dataclasses.field(default_factory=set, init=False)
 
     @property
@@ -66,11 +66,11 @@ def lower(
     *,
     full_rows: int | None = None,
 ) -> jax.stages.Lowered:
-    """Return the step lowered to its devices.
+    """Lower the traced step to its devices.
 
-    ``full_rows`` is the number of rows of each tower, if all of them are examples; with
-    None some may be padding. The program of a training takes the step flag of the call
-    before as a last argument.
+    ``full_rows`` is the number of rows of each tower if all of them are examples, and
+    None if some may be padding. A training program takes the step flag of the call
+    before as its last argument.
     """
     plan = traced.plan
     args = traced.args
@@ -107,7 +107,7 @@ def lower(
 
 
 def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
-    """Return the shardings of each argument, by its name."""
+    """Return the shardings of each argument, by the argument's name."""
     params = traced.args[0]["params"]
     named = zip(traced.plan.ins.items(), traced.args, strict=True)
     return {
@@ -124,7 +124,10 @@ def compile_step(
     full_rows: int | None = None,
     before_first: Callable[[Traced], None] | None = None,
 ) -> Program:
-    """Trace, prove, lower and compile the step; ``before_first`` may refuse it."""
+    """Trace, prove, lower and compile the step.
+
+    ``before_first`` gets the traced step before it is compiled, and may refuse it.
+    """
     require_jit()
     start = time.perf_counter()
     with _collector_paused():
@@ -151,7 +154,7 @@ def inline(
     *,
     before_first: Callable[[Traced], None] | None = None,
 ) -> tuple[PyTree, Traced]:
-    """Trace a step as a part of another program; return results and traced step."""
+    """Trace a step as a part of another program; return its results and its trace."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
             f"A step of {placement.num_devices} devices is called in a tower, which"
@@ -169,7 +172,10 @@ def inline(
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """Make the function to compile; the program's text shows its arguments' names."""
+    """Return the function to compile, whose arguments have readable ``names``.
+
+    With ``full_rows`` each tower has this constant number of examples.
+    """
     at = [*traced.plan.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
@@ -177,7 +183,7 @@ def _step_of(
         before = None
         if traced.plan.gives_step_flag:
             *operands, before = args
-        if full_rows is not None:  # by which XLA sees that all weights are 1
+        if full_rows is not None:  # so that XLA sees that all weights are 1
             operands[at] = jnp.full_like(operands[at], full_rows)
         out: Any = traced(*operands)
         if before is None:
@@ -192,7 +198,7 @@ def _step_of(
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Return a context in which Python does not collect garbage.
+    """Pause Python's garbage collector within a ``with`` block.
 
     A trace makes many objects, and all of them stay. To look for garbage among them,
     Python would walk the objects of all modules, which takes a tenth of a first call.

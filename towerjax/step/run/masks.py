@@ -1,4 +1,4 @@
-"""Find the results of a pass in which padding would count, and refuse these."""
+"""Find the results of a pass in which padded rows would count, and refuse them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ from towerjax.types.trees import (
 
 
 def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
-    """Return names of results that depend on the rows, and not on which are padding."""
+    """Return names of results that depend on rows, but not on which are padding."""
     fn = _values_to_mask(pass_, towers.axes, towers.programs)
     jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
     names = names_from([*pass_.ins], args)
@@ -59,12 +59,13 @@ def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
 def _unmasked_calls(
     calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
 ) -> list[str]:
-    """Return what towers send of their rows without saying which of them are padding.
+    """Name the values that towers send without masking padded rows.
 
-    Each call is there twice: as it depends on the rows, and on which are padding.
+    Each entry of ``calls`` has one call twice: as it depends on the rows, and as it
+    depends on which rows are padding.
     """
-    # A weight that towers send masks what is sent with it. One that is added up alone
-    # masks what is gathered.
+    # If a tower sends a weight in the same call, the weight masks what is sent with it.
+    # If a weight is added up in a call of its own, it masks what is gathered.
     known = [
         call
         for call, weight in calls
@@ -83,23 +84,24 @@ def _unmasked_calls(
 def _values_to_mask(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """Return a function that returns the values in which padding must not count."""
+    """Return a function that computes the values in which padding must not count."""
 
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
         tree = _with_each_gradient(tower)
-        rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
-        # One leaf of Rows that is a weight masks all others.
+        rows = [x.value for x in parts_of(Returned, tree) if x.rule is ROWS]
+        # One leaf of `Rows` that is a weight masks all other leaves.
         weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
         def kept(x: Returned) -> PyTree:
-            if x.how is ROWS:
+            if x.rule is ROWS:
                 return weighs if pass_.rows_used_later else None
-            if x.how in (SAME, CARRIED):
+            if x.rule in (SAME, CARRIED):
                 return x.value if pass_.of_state else None
-            if x.how is PER_TOWER:
+            if x.rule is PER_TOWER:
                 return None
-            # A weight never decides which rows of a table are looked up.
+            # Which rows of a table are looked up never depends on a weight, so only the
+            # values are looked at.
             return x.value.values if is_rows(x.value) else x.value
 
         values = map_parts(Returned, kept, tree)
@@ -120,9 +122,9 @@ def _is_masked(
 
 
 def _with_each_gradient(tower: TracedTower) -> PyTree:
-    """Run the towers, with the gradient of each sum of their loss, undivided.
+    """Run the towers, with the undivided gradient of each sum of their loss.
 
-    Denominators depend on which rows are padding, so a gradient that is divided by them
+    A denominator depends on which rows are padding, so a gradient that is divided by it
     would always seem to be masked.
     """
     pass_ = tower.pass_
@@ -130,7 +132,7 @@ def _with_each_gradient(tower: TracedTower) -> PyTree:
         sums, (tree, _) = over_towers(tower)
         return put_sums(tree, sums)
     trained, *others = tower.args.replicated
-    per_tower = tower.args.own
+    per_tower = tower.args.per_tower
 
     def of_micro_batch(index: Any, rows: PyTree, local: PyTree) -> PyTree:
         args = PerTowerArgs(rows, per_tower.num_valid, local)
@@ -152,7 +154,10 @@ def _with_each_gradient(tower: TracedTower) -> PyTree:
 
 
 def refuse_unmasked(examples: int, unmasked: Sequence[str]) -> None:
-    """Raise for a padded batch of so many examples if its padding counts in a value."""
+    """Raise if ``unmasked`` names values in which a batch's padding would count.
+
+    ``examples`` is the number of examples in the padded batch.
+    """
     if not unmasked:
         return
     unmasked = sorted(unmasked, key=len)  # so that losses come before gradients

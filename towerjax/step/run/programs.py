@@ -1,4 +1,4 @@
-"""The programs of a step: made once for each kind of batch, and called."""
+"""The compiled programs of a step: one for each kind of batch."""
 
 import dataclasses
 import functools
@@ -32,7 +32,10 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """Return the batch's signature; raise if as many as may compile were ``seen``."""
+    """Return the batch's signature; raise if no further program may be compiled.
+
+    ``seen`` are the signatures of the batches that have a program.
+    """
 
     def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
@@ -68,17 +71,17 @@ def admit(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs of a plan: makes one for each kind of batch, and calls it."""
+    """The programs of a plan; one is compiled for each kind of batch."""
 
     plan: Plan
     placement: Placement
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
-    # A copy that ``dataclasses.replace`` makes has none yet.
-    made: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
+    # A copy that ``dataclasses.replace`` makes has no programs yet.
+    compiled: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
         default_factory=dict, init=False
     )
-    # For each kind of state, the batches so far.
+    # The signatures of the batches so far, for each kind of state.
     _seen: dict[Hashable, list[Signature]] = dataclasses.field(
         default_factory=dict, init=False
     )
@@ -89,12 +92,12 @@ class Programs:
 
     @property
     def last(self) -> Program | None:
-        """The program that was made last; None before any."""
-        return next(reversed(self.made.values()), None)
+        """The program that was compiled last; None if there is none yet."""
+        return next(reversed(self.compiled.values()), None)
 
     def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
-        """Return the program for a batch of this signature, if it exists."""
-        return self.made.get((batch.signature, kind))
+        """Return the program for a batch of this signature; None if none exists."""
+        return self.compiled.get((batch.signature, kind))
 
     def program(
         self,
@@ -105,10 +108,10 @@ class Programs:
     ) -> Program:
         """Return the program for a batch of this signature, compiled at first use.
 
-        What is to be compiled is first given to ``before_first``, which may refuse it.
+        ``before_first`` gets the traced step before it is compiled, and may refuse it.
         """
         key = batch.signature, kind
-        program = self.made.get(key)
+        program = self.compiled.get(key)
         if program is not None and not (program.is_full and batch.padded):
             if batch.padded:
                 refuse_unmasked(batch.num_examples, program.traced.proof.unmasked())
@@ -131,7 +134,7 @@ class Programs:
             if before_first is not None:
                 before_first(traced)
 
-        self.made[key] = compile_step(
+        self.compiled[key] = compile_step(
             self.plan,
             self.placement,
             (*first, *batch.args),
@@ -141,8 +144,8 @@ class Programs:
         if signature not in seen:
             seen.append(signature)
         if before_first is not None:
-            self.made[key].checked_for.add(batch.num_examples)
-        return self.made[key]
+            self.compiled[key].checked_for.add(batch.num_examples)
+        return self.compiled[key]
 
     def trace(
         self,
@@ -150,7 +153,7 @@ class Programs:
         batch: PlacedBatch,
         before_first: Callable[[Traced], None] | None = None,
     ) -> PyTree:
-        """Return the results in a trace, as a part of another program."""
+        """Return the results of the step, traced as a part of another program."""
         args = (*first, *batch.args)
         out, traced = inline(self.plan, self.placement, args, before_first=before_first)
         if batch.padded:
@@ -164,13 +167,13 @@ class Programs:
         batch: PlacedBatch,
         *step_flag: jax.Array,
     ) -> PyTree:
-        """Return the results of one of the programs for this batch."""
+        """Run one of the programs on a batch, and return its results."""
         if not self._on_cpus:
             return self._call(program, first, batch, *step_flag)
         devices = self.placement.devices
         with one_thread_at_a_time(devices):
             out = self._call(program, first, batch, *step_flag)
-            # The next call may donate out[0].
+            # The next call may donate ``out[0]``, so it is waited for last.
             bound_in_flight(devices, *out[1:], out[0])
         return out
 
@@ -191,7 +194,8 @@ class Programs:
             require_jit()
             known = self._on_cpus or not donates
             donated = () if known else jax.tree.leaves(first[0])
-            # If all are deleted, the devices failed after they had taken the state.
+            # If all leaves are deleted, the devices failed after they had taken the
+            # state.
             if not all(x.is_deleted() for x in donated):
                 refuse_donated_twice(first[0], batch.args[2])
             raise
@@ -207,7 +211,10 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """Give the batch the first process's values of replicated leaves on the host."""
+    """Return the batch with the first process's values of replicated leaves.
+
+    Only leaves that are on the host are sent.
+    """
     placement = batch.placement
     layout = Layout.MIRRORED
     if placement.num_processes == 1:
@@ -228,7 +235,7 @@ def send_replicated(batch: PlacedBatch) -> PlacedBatch:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _first_of(values: PyTree, placement: Placement) -> PyTree:
-    """Return the values of the first device, on all devices."""
+    """Return the first device's values, copied to all devices."""
 
     def of_device(values: PyTree) -> PyTree:
         number = jax.lax.axis_index(DEVICE_AXIS)

@@ -1,4 +1,4 @@
-"""Prove that a traced step is the same on every tower where it says so."""
+"""Prove that the mirrored values of a traced step are the same on every tower."""
 
 import dataclasses
 import functools
@@ -26,14 +26,14 @@ from towerjax.types.trees import (
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the analysis of a traced step found."""
+    """The result of the analysis of a traced step."""
 
     analysis: findings.Analysis  # every output's dependence, and the collectives
-    # Names the sums that depend on the batch's rows and not on which of them are
-    # padding. They are found when a batch is first padded.
+    # Returns the names of sums that depend on the batch's rows but not on which rows
+    # are padding. It is called when a batch is padded for the first time.
     unmasked: Callable[[], list[str]]
-    # For each merged leaf that is not proved equal to one tower, the reason; None if
-    # nobody has asked.
+    # The reason for each merged leaf that is not proved equal to one tower. It is None
+    # if equality was not asked for.
     unproved: Mapping[str, str] | None = None
 
     def __repr__(self) -> str:
@@ -54,22 +54,24 @@ class Checked:
     """The results of proof and audit for a step so far."""
 
     unproved: Mapping[str, str] | None = None  # leaf -> why it is not proved
-    # Numbers of examples, of batches that may be padded, for which it was proved.
+    # The numbers of examples, in batches that may be padded, for which the step was
+    # proved.
     examples: tuple[int, ...] = ()
-    report: Any = None  # an `AuditReport`, of it or of the same program
-    note: str = ""  # what nobody has been told yet
-    is_told: bool = False  # whether a note was told
+    report: Any = None  # an `AuditReport`, of this step or of the same program
+    note: str = ""  # the message that the user has not seen yet
+    is_told: bool = False  # whether the user has seen a note
     seconds: float = 0.0  # of proofs of equality and audits
     is_done: bool = False  # the first call looks no further
-    asked: Any = None  # what `Step.prepare` was asked, in place of the step's options
+    asked: Any = None  # an `Asked` of `Step.prepare`, which replaces the step's options
 
 
 def prove(
     passes: Sequence[TracedPass], finish: ClosedJaxpr, *, update_on_devices: bool
 ) -> Proof:
-    """Prove, without a device, that what a step declares mirrored is the same.
+    """Prove, without a device, that the mirrored values of a step are replicated.
 
-    ``finish`` is its update. ``update_on_devices`` says whether each device runs it.
+    ``finish`` is the step's update. ``update_on_devices`` tells whether each device
+    runs the update by itself.
     """
     proofs = [_prove_pass(x) for x in passes]
     if passes:
@@ -81,7 +83,7 @@ def prove(
 
 
 def join_proofs(proofs: Sequence[Proof]) -> Proof:
-    """Return the proof of one or several passes or steps."""
+    """Join the proofs of several passes or steps to one."""
     if len(proofs) == 1:
         return proofs[0]
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
@@ -99,7 +101,7 @@ def _prove_pass(traced: TracedPass) -> Proof:
     is_free = placement.num_towers == 1 and pass_.of_state
     analysis = towers.analyse(inputs, is_free=is_free)
     body = towers.jaxpr
-    # The leaves of what towers return have names of their own.
+    # A proof names the leaves of the results by their own names, without a root.
     parts = ("", "finite")
     outputs = _names_where(parts, traced.layouts, towers.out, mirrored=True)
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
@@ -120,10 +122,10 @@ def _prove_pass(traced: TracedPass) -> Proof:
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
-    """Return whether a differentiated loss reads no leaf of its batch, nor draws.
+    """Return whether a differentiated loss reads nothing that varies between steps.
 
-    A draw may be all that it needs, as may a tower's own variable, or what an earlier
-    pass has merged.
+    A loss that reads no leaf of the batch is right if it draws random numbers, or reads
+    a tower's variable or the result of an earlier pass.
     """
     is_differentiated = pass_.trained is not None
     name = "micro-batch" if is_differentiated else "tower"
@@ -143,9 +145,10 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
 
 
 def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
-    """Return the numbers of a tower's results that are its loss, if it returns one.
+    """Return the numbers of a tower's results that belong to its loss.
 
-    An earlier pass may have it. ``with_gradient``: only if it returns its gradient.
+    The set is empty if the tower returns no loss. With ``with_gradient`` it is also
+    empty if the tower does not return the gradient.
     """
     numbers = range(returned.num_leaves)
     out = values_of(as_one_tree(returned, numbers))
@@ -158,7 +161,10 @@ def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
 def _names_where(
     roots: Sequence[str], layouts: PyTree, values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
-    """In tree order, the names of leaves with this layout; None for the others."""
+    """Return the names of leaves whose layout is mirrored, or is not; None for others.
+
+    Names are in tree order. ``mirrored`` chooses which leaves are named.
+    """
     of_leaves = jax.tree.leaves(jax.tree.broadcast(tuple(layouts), tuple(values)))
     pairs = zip(names_from(roots, values), of_leaves, strict=True)
     return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

@@ -1,4 +1,4 @@
-"""The step flag, which tells whether a step was refused: a number from call to call."""
+"""The step flag: a number, handed from call to call, that tells of a refused step."""
 
 import contextlib
 import dataclasses
@@ -24,12 +24,12 @@ MOST_STATES = 64
 
 
 def next_step_flag(before: jax.Array, refused: jax.Array) -> jax.Array:
-    """In a program: the step flag of the call before, or else that of this step."""
+    """Return the step flag of the call before, or else of this step; traced."""
     return jnp.where(before != NONE, before, refused)
 
 
 def send_to_host(tree: PyTree, placement: Placement) -> None:
-    """Start the copies of what will be read on the host; CPUs need none."""
+    """Start copies to the host of values that are read later; CPUs need none."""
     if placement.platform != "cpu":
         with jax.transfer_guard_device_to_host("allow"):
             for x in jax.tree.leaves(tree):
@@ -38,7 +38,7 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Lineage:
-    """The step flags of calls, each of which made the state of the next."""
+    """A line of calls, of which each took the state that the call before returned."""
 
     at: Any  # ``state.step`` after the last call, the array itself
     step_flag: Any  # an array, whose stub has no is_ready
@@ -47,36 +47,40 @@ class Lineage:
 
 
 class StepFlags:
-    """The newest step flag of each state of a step, read now and then.
+    """The newest step flag of each state of a step, which is read now and then.
 
-    Nothing is lost by reading late, since a refused step changed nothing; waiting for
-    each step flag would stall the devices. Each eighth call reads what the eighth call
-    before it has asked for, on all of several processes, and asks for the newest, whose
-    copy then begins. CPUs of one process need no copy: each call reads its step flag if
-    the step has run.
+    Nothing is lost by reading late, because a refused step changed nothing. Waiting for
+    each step flag would stall the devices. Every eighth call asks for the newest step
+    flag, whose copy to the host then begins, and reads the one that the eighth call
+    before it asked for. With several processes all read at the same calls. CPUs of one
+    process need no copy: each call reads its step flag as soon as the step has run.
     """
 
     def __init__(
         self, placement: Placement, error: Callable[[int], Exception] | None
     ) -> None:
-        """``error(number)`` is raised for a refused step; with None nothing is."""
+        """Prepare to read step flags; ``error(number)`` makes the error to raise.
+
+        ``number`` is that of the refused step. If ``error`` is None, nothing is raised.
+        """
         self._placement = placement
         self._error = error
         raises = error is not None
         several = placement.num_processes > 1
-        self._is_read = raises or several  # another may have died, which reading tells
+        self._is_read = raises or several  # reading fails if another process has died
         self._polls = placement.platform == "cpu" and not several
-        # Threads at once each take one and bring one back; read twice does no harm.
+        # Each of several threads takes a line and puts it back. Reading a line twice
+        # does no harm.
         self._lines: list[Lineage] = []
 
     @functools.cached_property
     def none(self) -> jax.Array:
-        """`NONE`, on the devices."""
+        """The step flag `NONE`, on the devices."""
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
     def take(self, at: Any) -> Lineage:
-        """Return the line of calls that made the state with this ``state.step``."""
+        """Take out and return the line of calls that made the state with this step."""
         for line in [*self._lines]:
             if line.at is at:
                 self._drop(line)
@@ -84,7 +88,7 @@ class StepFlags:
         return Lineage(at, self.none)
 
     def put(self, line: Lineage) -> None:
-        """Bring back a line, with what a call's program returned if it did not fail."""
+        """Put back a line, with the step flag that the last call's program returned."""
         if not self._is_read:
             return
         self._lines.append(line)
@@ -93,9 +97,10 @@ class StepFlags:
             self._lines += [x for x in old if self._number(x.step_flag) != NONE]
 
     def check(self, at: Any, state: Any = None) -> None:
-        """Read step flags, before a step whose returned state an error would lose.
+        """Read step flags that are due, before the next step takes the state.
 
-        ``state`` is the state of that step, which a refused step has not changed.
+        ``at`` is the ``step`` of that state. A refused step has not changed ``state``,
+        so it names the parameters that were not finite.
         """
         try:
             for line in [*self._lines]:
@@ -129,9 +134,9 @@ class StepFlags:
             raise self._error(number)
 
     def _number(self, x: jax.Array) -> int:
-        """Read a number on the host; a transfer is meant, so transfer guards allow it.
+        """Read a step flag on the host; raise what the devices failed with.
 
-        Raises what the devices failed with.
+        This transfer is meant, so transfer guards allow it.
         """
         if self._placement.platform != "cpu":
             with jax.transfer_guard_device_to_host("allow"):

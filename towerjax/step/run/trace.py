@@ -29,7 +29,7 @@ from towerjax.types.trees import shapes_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced step; called, it is a JAX function of global values."""
+    """A traced step, which can be called as a JAX function of global values."""
 
     plan: Plan
     args: tuple[PyTree, ...]  # their shapes, ``(donated, kept, *batch)``
@@ -40,7 +40,7 @@ class Traced:
 
     @functools.cached_property
     def proof(self) -> Proof:
-        """The proof, without a device, that what is declared mirrored is the same.
+        """The proof, made without a device, that mirrored values are replicated.
 
         Raises:
           ReplicationError: A value differs. Names the leaf and the line.
@@ -52,7 +52,7 @@ class Traced:
 
     @property
     def tower_programs(self) -> list[TowerPrograms]:
-        """The programs of the towers of each pass, which a proof need not trace."""
+        """The traced programs of each pass's towers, which a proof can use again."""
         return [x.towers.programs for x in self.passes]
 
     @property
@@ -65,7 +65,10 @@ class Traced:
 
     @property
     def outs(self) -> PyTree:
-        """A prefix tree for the results: layouts, or names of arguments."""
+        """The layouts of the results, as a prefix tree.
+
+        A name in the tree stands for the layouts of the argument with that name.
+        """
 
         def of(out: str | Layout, results: PyTree) -> PyTree:
             return layouts_of(results) if out is Layout.MIRRORED else out
@@ -74,7 +77,7 @@ class Traced:
 
     @property
     def flops(self) -> Flops:
-        """The arithmetic of a step: of all towers, and of one update."""
+        """The arithmetic of a step: that of all towers, and of one update."""
         total = count_flops(self.finish)
         for of_pass in self.passes:
             towers = of_pass.pass_.strategy.placement.num_towers
@@ -83,11 +86,11 @@ class Traced:
 
     @functools.cached_property
     def update_on_devices(self) -> bool:
-        """Whether each device runs the update; else it runs once, on global values.
+        """Whether each device runs the update, and not one program of global values.
 
-        Each device runs it if shards are updated in the order of one device. It also
-        does if a model function, which has the update in it, was traced in the mesh of
-        a tower.
+        Each device runs it in two cases: if shards are updated in the order of one
+        device, and if a model function, which contains the update, was traced in the
+        mesh of a tower.
         """
         if not self.plan.accepts:
             return False
@@ -97,13 +100,13 @@ class Traced:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether shards of a state are updated in the order of one device."""
+        """Whether a sharded state is updated in the order of one device."""
         strategy = self.plan.strategy
         is_exact = strategy.state == "sharded" and strategy.exact
         return is_exact and strategy.placement.num_devices > 1
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """Return the results for ``(donated, kept, *batch)``, global values."""
+        """Run the step on ``(donated, kept, *batch)``, which are global values."""
         plan = self.plan
         passes = iter(self.passes)
 
@@ -147,7 +150,7 @@ class Traced:
 
 
 def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
-    """Return the step for arguments of these shapes, ``(donated, kept, *batch)``."""
+    """Trace the step for arguments of these shapes, ``(donated, kept, *batch)``."""
     shapes_of_args = shapes_of(tuple(args))
     passes = list[TracedPass]()
 
@@ -172,11 +175,11 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Constrain the results of a pass, so that with `PinnedTree` bits are the same.
+    """Pin a pass's results, so that bits do not depend on the number of devices.
 
-    XLA would add up rows that are split over devices in an order that depends on their
-    number, so rows are gathered first. The barrier keeps XLA from fusing what follows
-    with what came before, which differs with the number of devices.
+    This is done for `PinnedTree` alone. Rows are gathered first, because XLA adds up
+    split rows in an order that depends on the number of devices. The barrier keeps XLA
+    from fusing what follows with what came before.
     """
     strategy = pass_.strategy
     if not (strategy.placement.tower_loop == "scan" and strategy.exact):
@@ -196,9 +199,9 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Return the layouts of an update's arguments: where they lie, and as it uses them.
+    """Return the layouts of an update's arguments: as they lie, and as it uses them.
 
-    ``results`` are those of the passes.
+    ``results`` are the results of the passes.
     """
     mirrored = Layout.MIRRORED
     is_sharded = plan.strategy.state == "sharded"

@@ -1,1 +1,1 @@
-"""The state of a step, its checks, and its next state."""
+"""The state of a step: how it is made, checked, and turned into the next one."""

@@ -1,4 +1,4 @@
-"""Check the state that a step is given, and place leaves that lie elsewhere."""
+"""Check the state that a step gets, and place leaves that lie on other devices."""
 
 from typing import Any
 
@@ -29,17 +29,17 @@ def place_others(
     root: str,
     params: PyTree = None,
     *,
-    own: bool = False,
+    copies_uncommitted: bool = False,
 ) -> PyTree:
-    """Place leaves that lie elsewhere; return the same object if none does.
+    """Place leaves that lie elsewhere; return the same tree if none does.
 
-    With ``own`` a leaf that JAX has put there by default is copied, too. ``params`` are
-    those of `Placement.shardings`.
+    With ``copies_uncommitted`` a leaf that JAX put on the right device by default is
+    copied, too. ``params`` are the parameters that `Placement.shardings` needs.
     """
     shardings = placement.shardings(layouts, tree, params)
 
     def if_elsewhere(x: Any, sharding: Any) -> Any:
-        is_there = has_sharding(x, sharding) and (x.committed or not own)
+        is_there = has_sharding(x, sharding) and (x.committed or not copies_uncommitted)
         return None if is_there else x
 
     others = jax.tree.map(if_elsewhere, tree, shardings)
@@ -53,10 +53,11 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """Return the checked state, with those scalars placed that lie elsewhere.
+    """Return the checked state, with scalars placed that lie elsewhere.
 
-    Such a scalar is a learning rate that was written into the optimizer's state, for
-    example. All processes call this, and get the numbers of the first process.
+    Such a scalar is, for example, a learning rate that the user wrote into the
+    optimizer's state. All processes call this, and get the numbers of the first
+    process.
     """
     leaves, treedef = jax.tree.flatten(state)
     at = set(placement.jax_devices)
@@ -78,7 +79,7 @@ def with_numbers_placed(
 
 
 def _cast_number(name: str, value: Any, dtype: Any) -> Any:
-    """Return the value, cast to ``dtype``; raises if the dtype cannot hold it."""
+    """Return the value, cast to ``dtype``; raise if that dtype cannot hold it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value
     plain = np.asarray(value).item()
@@ -93,8 +94,8 @@ def _cast_number(name: str, value: Any, dtype: Any) -> Any:
 def is_usable(state: Any) -> bool:
     """Return whether ``state`` is a state on devices whose buffers were not donated.
 
-    Looks at one leaf, to be quick: JAX 0.10 aborts the process, and does not raise,
-    when several CPU devices are given a donated array.
+    Only one leaf is looked at, to be quick. The check is needed because JAX 0.10 aborts
+    the process, and does not raise, when several CPU devices get a donated array.
     """
     if type(state) is not TrainState:
         return False
@@ -123,15 +124,18 @@ OF_THIS_STEP = (
 )
 
 
-def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
-    """Raise unless the fields that a step makes have the leaves that it makes."""
+def check_made(state: TrainState, expected: dict[str, PyTree]) -> None:
+    """Raise unless the fields that a step makes have the leaves that it makes.
+
+    ``expected`` has the expected shapes of these fields.
+    """
     wrong = []
     anew = []
-    for field, needed in made.items():
+    for field, needed in expected.items():
         value = getattr(state, field)
         again = f"fresh.{field}"
-        is_per_tower = field == "local"  # `check_num_towers` looks at their first dim
-        if is_per_tower:  # a step does not know the variables of others
+        is_per_tower = field == "local"  # `check_num_towers` checks the first dim
+        if is_per_tower:  # other variables are the user's
             value = {k: x for k, x in value.items() if k in needed}
             again = "{**state.local, **fresh.local}"
         shapes = [
@@ -154,7 +158,10 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
 
 
 def check_made_for(state: TrainState, strategy: Strategy) -> None:
-    """Raise unless all arrays but scalars were made for these towers and devices."""
+    """Raise unless arrays lie where this strategy puts them.
+
+    Scalars may lie elsewhere.
+    """
     placement = strategy.placement
     check_num_towers(state, placement.num_towers)
     shardings = placement.shardings(state_layout(strategy), state, state.params)
@@ -230,9 +237,9 @@ def is_computed(state: TrainState) -> bool:
 
 
 def refuse_donated_twice(donated: PyTree, replicated: PyTree) -> None:
-    """Raise if two leaves are one array, or a leaf was donated before.
+    """Raise if two leaves are one array, or if a leaf was donated to an earlier step.
 
-    JAX raises without a name; on several CPU devices it aborts the process.
+    JAX's own error names no leaf, and on several CPU devices JAX aborts the process.
     """
     leaves = jax.tree.leaves((donated, replicated))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):

@@ -1,4 +1,4 @@
-"""Find devices whose copy of a replicated value differs from the others'."""
+"""Find devices whose copy of a replicated value differs from the others."""
 
 import dataclasses
 import functools
@@ -109,7 +109,7 @@ def check_mirrored(state: PyTree) -> None:
 
 
 def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.ndarray:
-    """``[D, L]`` uint32: the fingerprint of each device's copy of each array."""
+    """Return the fingerprint of each device's copy of each array, ``[D, L]`` uint32."""
     names = tuple(map(canonical_device_name, devices))
     placement = Placement(names, len(names))
     mirrored = placement.sharding(Layout.MIRRORED)
@@ -118,14 +118,14 @@ def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.nd
         copies = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
 
-    # One program for each shape: a single one for all leaves compiles for seconds.
+    # One program for each shape is compiled: a single one for all leaves takes seconds.
     prints = [_of_copies(as_placed(x), placement) for x in arrays]
     return np.asarray(jax.device_get(wait_on_cpus(_stack_on_all(prints, placement))))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _of_copies(x: jax.Array, placement: Placement) -> jax.Array:
-    """``[D]``: the fingerprint of each device's copy, on that device."""
+    """Return the fingerprint of each device's copy, made on that device, ``[D]``."""
 
     def on_device(x: jax.Array) -> jax.Array:
         return fingerprint(x)[None]
@@ -155,7 +155,10 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def outliers(prints: np.ndarray) -> np.ndarray:
-    """``[D, L]`` bool: whether a device's copy of a leaf differs from that of most."""
+    """Return which copies differ from those of most devices, ``[D, L]`` bool.
+
+    ``prints`` has the fingerprints of ``D`` devices' copies of ``L`` leaves.
+    """
     wrong = np.zeros(prints.shape, bool)
     for leaf in np.flatnonzero((prints != prints[:1]).any(axis=0)):
         _, first, group, sizes = np.unique(

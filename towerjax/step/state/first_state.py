@@ -1,4 +1,4 @@
-"""The first state of a step: made and placed, or only its shapes."""
+"""The first state of a step: its values, made and placed, or only its shapes."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from towerjax.types.trees import is_key, native
 
 
 def _refuse_key(params: PyTree) -> None:
-    """Raise if the parameters are a key."""
+    """Raise if a random key was given in place of parameters."""
     if isinstance(params, jax.Array) and is_key(params):
         raise ValueError(
             "step.init takes parameters, or a function of a key that makes them and"
@@ -47,10 +47,10 @@ def first_state(
     extra: PyTree,
     rng: jax.Array | None,
 ) -> TrainState:
-    """Make the first state, from parameters or a function that makes these.
+    """Make the first state from parameters, or from a function that makes them.
 
-    ``makes`` has, by its name, a function for each field that the step makes from the
-    parameters. An ``opt_state`` that is given is not made.
+    ``makes`` has a function, by name, for each field that the step makes of the
+    parameters. If ``opt_state`` is given, it is taken and not made.
     """
 
     def make(params: PyTree) -> PyTree:
@@ -61,7 +61,7 @@ def first_state(
     made_fields = {}
     first = params
     _refuse_key(params)
-    # A function, and not a library's model, which may be called, too.
+    # Only functions count: a library's model may be callable, too.
     is_function = hasattr(params, "__name__") or isinstance(params, functools.partial)
     if is_function:
         made_fields = make_on_devices(strategy, params, make, rng)
@@ -111,7 +111,7 @@ def first_shapes(
 
 
 def placed_state(strategy: Strategy, state: TrainState) -> TrainState:
-    """Copy a state to the devices of a strategy with as many towers."""
+    """Copy a state to the devices of a strategy that has as many towers."""
     check_is_state(state)
     check_not_donated(state)
     check_num_towers(state, strategy.placement.num_towers)

@@ -1,4 +1,4 @@
-"""The next state and metrics from merged values, and whether they are accepted."""
+"""Make the next state and the metrics from merged values, and accept or refuse them."""
 
 import contextlib
 import dataclasses
@@ -42,8 +42,8 @@ class Outcome(NamedTuple):
     donated: PyTree  # the donated fields of the next state, by their names
     now: PyTree  # the other fields that changed
     metrics: PyTree  # name -> its value, or the towers' values as `PerTowerValue`
-    # The number of the refused step, or `NONE`. A program returns the first one of this
-    # call and of the calls before.
+    # The number of the refused step, or `NONE`. A compiled program returns the step
+    # flag of the first refusal among this call and the calls before it.
     step_flag: PyTree
 
 
@@ -63,11 +63,11 @@ A step is refused if its loss or one of these means is not finite.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NextState:
-    """The part of a training step after its towers: one update, and its guard."""
+    """The part of a training step after its towers: the update, and its guard."""
 
     update_fn: Update
-    # What the update is given, from the merged results of all passes.
-    given: Callable[[list[PyTree]], PyTree]
+    # Picks what the update gets from the merged results of all passes.
+    update_input: Callable[[list[PyTree]], PyTree]
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
@@ -80,10 +80,10 @@ class NextState:
         merged: list[PyTree],
         finite: Sequence[jax.Array | None],
     ) -> tuple[jax.Array | bool, PyTree, PyTree]:
-        """``(accepted, donated, rest)``, from which an `Outcome` is made."""
+        """Update the state; return ``(accepted, donated, rest)`` for an `Outcome`."""
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
-            updated = self.update_fn(before, self.given(merged))
+            updated = self.update_fn(before, self.update_input(merged))
         after, metrics, *more = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
@@ -116,7 +116,7 @@ _UPDATE = (
 
 
 def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
-    """Check the next state, the metrics and more that ``update_fn`` returned."""
+    """Check what ``update_fn`` returned: a state, metrics, and perhaps a flag."""
     parts: Any = updated if isinstance(updated, tuple) else (updated,)
     kinds = (TrainState, Mapping, jax.Array)[: max(len(parts), 2)]
     fits = len(parts) == len(kinds) and all(map(isinstance, parts, kinds))
@@ -140,10 +140,10 @@ def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
 def _evaluate_metrics(
     metrics: dict[str, Any], others: Sequence[Weighted]
 ) -> tuple[dict[str, PyTree], PyTree, jax.Array]:
-    """``(values, has_examples, is_finite)``: the metrics' values, and what guards see.
+    """Compute the metrics' values, and whether the guarded ones are finite.
 
-    ``is_finite``: whether the loss and ``others`` are finite; without a loss, whether
-    all values and ``others`` are.
+    Returns ``(values, has_examples, is_finite)``. Guarded are the loss and ``others``;
+    without a loss all values and ``others``.
     """
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
@@ -151,7 +151,8 @@ def _evaluate_metrics(
     terms = loss.terms if isinstance(loss, Means) else (loss,)
     terms = [term for term in terms if isinstance(term, Weighted)]
     for term in terms:
-        # Weight 0 gives the value 0: a sum that is not finite must still show.
+        # The value of a mean of weight 0 is 0, which would hide a sum that is not
+        # finite.
         values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
     if terms:
         guarded = [*terms, *others]
@@ -177,7 +178,7 @@ def _value_of_metric(name: str, x: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def _explain_errors(before: TrainState) -> Iterator[None]:
-    """Explain errors of ``update_fn`` whose cause is known.
+    """Add an explanation to errors of ``update_fn`` whose cause is known.
 
     Such a cause is a collective, a merged value that is used like an array, or an empty
     ``opt_state``.
@@ -210,15 +211,15 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
 def guard_rows(
     walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
 ) -> list[Any] | None:
-    """Return the operands with which an equation writes no rows if the step is refused.
+    """Return operands with which an equation writes nothing if the step is refused.
 
-    None, if the equation does not write rows of a leaf of the state. ``left`` has, by
-    its variable, the leaf that is left there in a refused step; the equation's result
-    is added to it.
+    Returns None if the equation does not write rows into a leaf of the state. ``left``
+    maps a variable to the leaf that stands there after a refused step; the equation's
+    result is added to it.
 
-    To select between the new and the old array needs both at once: a copy of a whole
-    table for a few rows. Here the written rows are selected, so that XLA writes into
-    the donated buffer.
+    To select between the new and the old array, both would exist at once: a copy of a
+    whole table for a few rows. Here the written rows are selected, so that XLA writes
+    into the donated buffer.
     """
     first = eqn.invars[0]
     if isinstance(first, core.Literal) or first not in left:
@@ -229,7 +230,7 @@ def guard_rows(
     name = eqn.primitive.name
     if name.startswith("scatter") and _drops(eqn):
         left[out] = leaf
-        # A scatter drops the index -1.
+        # A scatter in this mode drops the index -1, so a refused step writes nothing.
         return [operands[0], jnp.where(accepted, operands[1], -1), *operands[2:]]
     if name == "dynamic_update_slice":
         left[out] = leaf
@@ -240,7 +241,7 @@ def guard_rows(
 
 
 def _drops(eqn: Any) -> bool:
-    """Return whether a scatter drops the index -1, and its indices can hold it."""
+    """Return whether a scatter drops the index -1, and its indices are signed."""
     indices = eqn.invars[1].aval
     drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
@@ -250,7 +251,10 @@ def _drops(eqn: Any) -> bool:
 def accept_or_keep(
     step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """``(carry, rest)`` of ``step(carry)``, with the old carry if it is refused."""
+    """Run ``step(carry)``; return the old carry in place of a new one if it is refused.
+
+    ``step`` returns ``(accepted, carry, rest)``. Returns ``(carry, rest)``.
+    """
     return accept(*jax.make_jaxpr(step, return_shape=True)(carry), carry)
 
 
@@ -260,15 +264,17 @@ def accept(
     carry: PyTree,
     *others: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """``(carry, rest)`` of a traced step, called with ``(carry, *others)``.
+    """Run a traced step on ``(carry, *others)``, and return ``(carry, rest)``.
 
     The step returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is not
-    accepted, the carry is the old one. The equations that ``accepted`` needs run first.
-    Each new leaf of the carry is selected right where it is made, and later equations
-    use the selected value: the new one if the step is accepted; if not, what they make
-    of it is unused. Selecting at the end would keep old and new leaves alive at once, a
-    copy of the whole state at every step. A ``cond`` would make the update wait for the
-    last gradient.
+    accepted, the old carry is returned. The equations that ``accepted`` needs run
+    first.
+
+    Then each new leaf of the carry is selected right where it is made, and later
+    equations use the selected value. In a refused step that is the old leaf, and the
+    results of these equations are not used. Selecting at the end would keep old and new
+    leaves alive at once, a copy of the whole state at every step. A ``cond`` would make
+    the update wait for the last gradient.
     """
     jaxpr = closed.jaxpr
     before = jax.tree.leaves(carry)
@@ -301,13 +307,14 @@ def _evaluate_guarded(
     is_deciding = {id(eqn) for eqn in deciding}
     updating = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_deciding]
     updated = {var for eqn in updating for var in eqn.outvars}
-    # The old leaf of each variable that is selected where it is made.
+    # For each variable that is selected where it is made, this is its old leaf.
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
-        # A scalar costs no copy, and later equations may divide by the new one.
+        # A scalar is left out: it costs no copy, and later equations may divide by the
+        # new one.
         if not isinstance(var, core.Literal) and var in updated and jnp.ndim(old):
             olds.setdefault(var, old)
-    # The old leaf that a variable holds where the step is refused.
+    # For each variable that holds an old leaf in a refused step, this is the leaf.
     if_refused = dict(zip(jaxpr.invars, before, strict=False))
     for eqn in updating:
         operands = None
@@ -323,8 +330,8 @@ def _evaluate_guarded(
     def leaf(var: Any, old: Any) -> Any:
         if not isinstance(var, core.Literal) and olds.get(var) is old:
             return walk.read(var)
-        # It is a constant, an unchanged input, a value that decides, or one variable
-        # for two leaves: it was not selected yet.
+        # This leaf was not selected yet: it is a constant, an unchanged input, a value
+        # that decides, or a variable that stands for two leaves.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
     return [leaf(*pair) for pair in zip(after, before, strict=True)]

@@ -1,4 +1,4 @@
-"""Find values that are not finite: the error, and where towers have such values."""
+"""Find values that are not finite: the error, and which towers have such values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -82,7 +82,10 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """Return a text with the range of each leaf of integers, which may be labels."""
+    """Return a text with the range of each integer leaf of a batch.
+
+    Such leaves may be labels, and a label out of range makes a loss NaN.
+    """
     named = [
         (name, x)
         for name, x in named_leaves("batch", batch)
@@ -101,7 +104,7 @@ def _limits(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """A flag for each leaf, or for each tower and leaf if towers have their own."""
+    """A flag for each leaf: 0, or what is not finite there; per tower if ``[T, M]``."""
 
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[StepPart, str], ...] = dataclasses.field(
@@ -118,7 +121,7 @@ class Flags:
 
 
 def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
-    """Flags of the leaves of one tower."""
+    """Return the flags of one tower's leaves."""
 
     def flag(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -147,7 +150,7 @@ _all_finite = jax.jit(all_finite)
 
 
 def explain_params(error: NonFiniteError, state: PyTree) -> None:
-    """Add a note that names the parameters, where they are the cause."""
+    """Add a note to the error that names parameters that were not finite before."""
     params = getattr(state, "params", None)
     leaves = jax.tree.leaves(params)
     if any(is_deleted(x) or not x.is_fully_addressable for x in leaves):
@@ -160,7 +163,7 @@ def explain_params(error: NonFiniteError, state: PyTree) -> None:
 
 
 def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
-    """Join each tower's flags to those of replicated leaves, which come first."""
+    """Join the flags of replicated leaves with those of each tower's leaves."""
     rows = jnp.broadcast_to(
         replicated.table, (per_tower.table.shape[0], *replicated.table.shape)
     )
@@ -169,7 +172,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
 
 
 def _towers_text(towers: Sequence[int]) -> str:
-    """Return a text for the towers, such as ``"towers 0, 2-5"``."""
+    """Return a text that names the towers, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
@@ -181,7 +184,7 @@ def _towers_text(towers: Sequence[int]) -> str:
 
 
 def locations_text(locations: Sequence[Location]) -> str:
-    """Write the locations as text; several towers of one leaf are one entry."""
+    """Return the locations as text; several towers with one leaf are one entry."""
     towers: dict[Location, list[int]] = {}
     for location in locations:
         towers.setdefault(dataclasses.replace(location, tower=0), []).append(

@@ -1,4 +1,4 @@
-"""How a step takes a state and returns its results: in training, or when it reads."""
+"""How a step takes a state and returns results: when it trains, or only reads."""
 
 import dataclasses
 import functools
@@ -42,15 +42,15 @@ class StatePolicy:
     """How a training step takes a state, and returns the next one with metrics."""
 
     strategy: Strategy
-    # By its name, a function that makes a field of the first state from parameters.
+    # For each field of the first state that the step makes: a function of parameters.
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
-    # What to write instead of a value that is no state.
+    # The remedy in the error about a value that is not a state.
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
-        """Return the shapes of the fields that the step makes of a state, by name."""
+        """Return the shapes of the state's fields that the step makes, by name."""
         makes = self.makes.items()
         shapes = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := shapes.pop("local", None):
@@ -64,25 +64,34 @@ class StatePolicy:
         return state_layout(self.strategy)
 
     def check(self, state_or_params: PyTree) -> None:
-        """Raise unless it is a whole state, made for as many towers."""
+        """Raise unless the value is a whole state, made for this number of towers."""
         check_is_state(state_or_params, self.advice)
         check_num_towers(state_or_params, self.strategy.placement.num_towers)
         check_leaves(state_or_params)
 
     def copied(self, state: TrainState) -> TrainState:
-        """Return a copy of a state on the strategy's devices."""
+        """Return a copy of the state on the strategy's devices."""
         return place(state, self.strategy.placement, self.layout, state.params)
 
     def placed(
-        self, state: TrainState, root: str = "state", *, own: bool = False
+        self,
+        state: TrainState,
+        root: str = "state",
+        *,
+        copies_uncommitted: bool = False,
     ) -> TrainState:
-        """Return the state with leaves that lie elsewhere placed; itself if none does.
+        """Place leaves that lie elsewhere; return the same state if none does.
 
-        ``root`` names it in errors. With ``own`` a leaf that JAX has put there by
-        default is copied, too.
+        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf
+        that JAX put on the right device by default is copied, too.
         """
         return place_others(
-            state, self.strategy.placement, self.layout, root, state.params, own=own
+            state,
+            self.strategy.placement,
+            self.layout,
+            root,
+            state.params,
+            copies_uncommitted=copies_uncommitted,
         )
 
     def returned(self, out: PyTree, batch: PlacedBatch) -> PyTree:
@@ -92,16 +101,16 @@ class StatePolicy:
         return _without_padding(out, batch)
 
     def as_state(self, state_or_params: PyTree) -> TrainState:
-        """Check a state without placing it: it has shapes or traced values."""
+        """Check a state without placing it, because it has shapes or traced values."""
         check_is_state(state_or_params)
         check_not_donated(state_or_params)
         check_made(state_or_params, self.made(state_or_params.params))
         return state_or_params
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Check a state and place its scalars; return itself if none had to be.
+        """Check a state and place its scalars; return the same state if none moved.
 
-        ``expected`` has the shapes that the last program takes, if there is one.
+        ``expected`` has the shapes that the last program takes, or is None.
         """
         check_is_state(state_or_params)
         check_leaves(state_or_params)
@@ -116,18 +125,21 @@ class StatePolicy:
         return placed
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the given state, if no check is needed; None if `start` must check it.
+        """Return the state if it needs no check; return None if `start` must check it.
 
-        It must with several processes, because each might hold other numbers.
+        With several processes `start` must, because each might hold other numbers.
         """
         return state_or_params if self.strategy.placement.num_processes == 1 else None
 
     def kind(self, state: TrainState) -> Hashable:
-        """Return what tells apart states that need different programs, or None."""
+        """Return a key that differs between states that need different programs.
+
+        States of a plain training step all need one program, so the key is None.
+        """
         return None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """``(state, metrics)``, the result of a call, from its program's results."""
+        """Return ``(state, metrics)``, a call's result, from a program's results."""
         metrics = out.metrics
         if per_tower := {
             name: x.value for name, x in metrics.items() if isinstance(x, PerTowerValue)
@@ -143,7 +155,8 @@ class Read(StatePolicy):
     @functools.cached_property
     def counters(self) -> PyTree:
         """The step number and the key that go with bare parameters."""
-        # The value is cached, so it must not be traced. A key has no explicit transfer.
+        # The value is cached, so it must not be traced. A key cannot be transferred
+        # explicitly, so transfers are allowed.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
@@ -158,7 +171,7 @@ class Read(StatePolicy):
         return _model_part(state_or_params, jnp.int32(0), jax.random.key(0))
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the values that the step reads, checked and placed on the devices."""
+        """Check and place the values that the step reads; return them as a state."""
         refuse_traced("state", state_or_params)
         if not isinstance(state_or_params, TrainState):
             _check_read(state_or_params)
@@ -168,7 +181,7 @@ class Read(StatePolicy):
         return self.placed(model)
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the values that the step reads, unplaced; None for bare parameters."""
+        """Return the values that the step reads; None for bare parameters."""
         return (
             _model_part(state_or_params)
             if isinstance(state_or_params, TrainState)
@@ -176,14 +189,14 @@ class Read(StatePolicy):
         )
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """Return what towers returned under the single name, without padding."""
+        """Return the single result of the towers, without padded rows."""
         (merged,) = out
         (result,) = self.returned(merged, batch).values()
         return result
 
 
 def _check_read(params: PyTree) -> None:
-    """Raise unless devices can hold parameters that are given in place of a state."""
+    """Raise unless devices can hold the parameters that were given for a state."""
     refuse_result(params)
     if params is None:
         raise ValueError(
@@ -194,7 +207,10 @@ def _check_read(params: PyTree) -> None:
 
 
 def _model_part(state_or_params: PyTree, *counters: jax.Array) -> TrainState:
-    """Return a state, or parameters with these counters, without values never read."""
+    """Return the part of a state that an evaluation reads, as a state.
+
+    Bare parameters become a state with these ``counters``: a step number and a key.
+    """
     state = state_or_params
     if not isinstance(state_or_params, TrainState):
         number, rng = counters
@@ -214,7 +230,8 @@ def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
             return x
         if isinstance(x, Tracer):
             return x[np.flatnonzero(is_example)]
-        # The host cuts it: a slice on the devices would compile for every new size.
+        # The host cuts the rows: a slice on the devices would compile for every new
+        # size.
         return like_key(jax.device_put(jax.device_get(key_data(x))[is_example]), x)
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)

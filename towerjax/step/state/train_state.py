@@ -66,13 +66,13 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """Show the fields; for arrays that were donated to a step only their shapes."""
+        """Return the fields as text; of donated arrays only the shapes."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
     def __str__(self) -> str:
-        """One line: the size of the state."""
+        """Return one line that tells the size of the state."""
         return f"TrainState(step={self.step}: {self._table().note})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -104,7 +104,7 @@ class TrainState:
         return leaf_table("TrainState", leaves, rows)
 
     def replace(self, **fields: Any) -> "TrainState":
-        """Return a state with other values of some fields, as ``dataclasses.replace``.
+        """Return a state with other values of some fields, like `dataclasses.replace`.
 
         Example:
           >>> state = TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
@@ -166,13 +166,13 @@ _SHARDED = {
 
 
 def state_layout(strategy: Strategy) -> TrainState:
-    """`STATE_LAYOUT`, with the fields that the strategy shards."""
+    """Return `STATE_LAYOUT`, with the fields that the strategy shards as sharded."""
     sharded: Any = dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
     return dataclasses.replace(STATE_LAYOUT, **sharded)
 
 
 def step_number(state: TrainState) -> int:
-    """Return the steps done, by an explicit transfer, which transfer guards allow.
+    """Return the number of steps done, by a transfer that transfer guards allow.
 
     The state's int32 wraps round after ``2**31`` steps, this number after ``2**32``.
     """
@@ -180,16 +180,17 @@ def step_number(state: TrainState) -> int:
 
 
 def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-    """``(donated, kept)``: the two parts of a state that a program takes.
+    """Split a state into the two parts that a program takes, ``(donated, kept)``.
 
-    The kept fields are not donated, so that old step numbers can still be read.
+    The step number and the key are not donated, so that old step numbers can still be
+    read.
     """
     donated = dict(vars(state))
     return donated, {"step": donated.pop("step"), "rng": donated.pop("rng")}
 
 
 def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainState:
-    """Return the inverse of `split_state`, in half the time of ``TrainState(...)``."""
+    """Join the two parts of `split_state`, in half the time of ``TrainState(...)``."""
     state = object.__new__(TrainState)
     vars(state).update(donated)
     vars(state).update(kept)
@@ -201,7 +202,8 @@ def init_state(
 ) -> TrainState:
     """Return the state of `make_state`, copied and placed on the strategy's devices.
 
-    ``like`` are the parameters, if they are placed already and ``parts`` has others.
+    ``like`` are the parameters for the shardings, if ``parts`` has a placeholder for
+    parameters that are placed already.
     """
     placement = strategy.placement
     state = make_state(placement.num_towers, *parts, **others)
@@ -223,10 +225,10 @@ def make_on_devices(
     make_opt_state: Callable[[PyTree], PyTree],
     rng: jax.Array | None,
 ) -> dict[str, PyTree]:
-    """Return the parameters that a function of a key makes, and their optimizer state.
+    """Make parameters and their optimizer state on the devices, by a function of a key.
 
-    One program makes both on the devices, sharded if the strategy shards them. Draws
-    from JAX's counter-based keys do not depend on how an array is split.
+    One program makes both, sharded if the strategy shards them. Draws from JAX's
+    counter-based keys do not depend on how an array is split.
     """
     check_function("params", fn, "params(rng)")
     placement = strategy.placement
@@ -254,7 +256,7 @@ def make_state(
     rng: jax.Array | None = None,
     extra: PyTree = None,
 ) -> TrainState:
-    """Return the state before the first step, not yet placed."""
+    """Return the state before the first step, not yet placed on devices."""
     params = check_params(params)
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)
@@ -269,7 +271,7 @@ def make_state(
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Join the given tower-local variables and those that a step keeps."""
+    """Join the user's tower-local variables and those that a step adds."""
     local = {} if local is None else local
     if not isinstance(local, Mapping) or local.keys() & more.keys():
         raise ValueError(
@@ -280,7 +282,7 @@ def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
 
 
 def refuse_result(value: Any) -> None:
-    """Raise if the result of a step is given in place of a state or parameters."""
+    """Raise if a step's result was passed in place of a state or parameters."""
     if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
         raise ValueError(
             "A state is expected, but this is the result of a step, (state, metrics)."
@@ -309,7 +311,10 @@ def check_params(params: PyTree) -> PyTree:
 
 
 def _refuse_shared_weights(params: PyTree, kind: type) -> None:
-    """Raise if a variable of a module lies at two places and would train twice."""
+    """Raise if one variable of a Flax module stands at two places in ``params``.
+
+    As two leaves the two copies would train apart.
+    """
     names: dict[int, str] = {}
     flat = jax.tree_util.tree_leaves_with_path(params, lambda x: isinstance(x, kind))
     for path, x in flat:

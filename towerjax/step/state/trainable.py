@@ -1,4 +1,4 @@
-"""Say which parameters train, take them apart from the others, and check gradients."""
+"""Choose the parameters that train, and check that they and gradients fit."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -23,12 +23,16 @@ OF_MODELS = "Put it into tj.TrainState.create(..., extra=...), and read tower.ex
 def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
-    """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
+    """Return for each leaf whether it trains.
+
+    Raises if a leaf that trains has no gradient.
+    """
     leaves, treedef = jax.tree.flatten(params)
     dtypes = list(map(jnp.result_type, leaves))
     if trainable is None:
         _refuse_statistics(params, advice)
-        # A float of 8 bits must be named as fixed, so it is not left out here.
+        # A float of 8 bits cannot train. The user must say that it is fixed, so it is
+        # not left out here.
         chosen = [jnp.issubdtype(x, np.inexact) for x in dtypes]
     elif callable(trainable):
         shapes = map(jax.ShapeDtypeStruct, map(np.shape, leaves), dtypes)
@@ -49,7 +53,7 @@ def trainable_flags(
             "trainable=... chooses none of the params, so nothing would train. Their"
             f" names are {', '.join(few(names))}."
         )
-    # If no leaf trains, the error below names all.
+    # If no leaf trains, the error below names all leaves.
     trains = chosen if any(chosen) else [True] * len(chosen)
     wide = [jnp.issubdtype(d, jnp.inexact) and d.itemsize > 1 for d in dtypes]
     if any([yes and not fits for yes, fits in zip(trains, wide, strict=True)]):
@@ -64,7 +68,7 @@ def trainable_flags(
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """Say where a tree of bool is not a prefix of the parameters."""
+    """Return a text that says where a tree of bool is not a prefix of ``params``."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -106,7 +110,10 @@ def check_trainable(trainable: Any) -> None:
 
 
 def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
-    """Return the trained leaves, None for the others; ``params`` itself if all are."""
+    """Return the trained leaves, with None for others.
+
+    If all leaves train, ``params`` itself is returned.
+    """
     flags = trainable_flags(params, trainable)
     if all(jax.tree.leaves(flags)):
         return params
@@ -114,7 +121,10 @@ def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
 
 
 def with_trained(part: PyTree, params: PyTree) -> PyTree:
-    """``params`` with the leaves of ``part``; a leaf that is None there stays."""
+    """Return ``params`` with the leaves of ``part``.
+
+    Where ``part`` has None, the leaf of ``params`` stays.
+    """
     return jax.tree.map(
         lambda new, old: old if new is None else new,
         part,
@@ -131,7 +141,10 @@ def node_types(tree: PyTree) -> set[str]:
 
 
 def check_like_params(grads: PyTree, params: PyTree) -> None:
-    """Raise unless gradients, which may be rows, form a tree like the parameters."""
+    """Raise unless gradients form a tree like the parameters.
+
+    A gradient may be rows of a table.
+    """
     needed, got = (
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (params, grads)

@@ -65,7 +65,7 @@ class ModelTower:
     options: ModelOptions
     mode: Mode
     wanted: tuple[str, ...]  # the parts of the spec to compute
-    given: Mapping[str, Any]  # params and config
+    params_and_config: Mapping[str, Any]  # params and config
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: TrainState, rows: PyTree, tower: tj.Tower) -> PyTree:
@@ -101,7 +101,9 @@ class ModelTower:
             tower, options.loss_reduction, options.compat, trace, parts
         )
         with bound(towers):  # where TowerOptimizer finds them
-            spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
+            spec = self.model_fn.call(
+                variables, rows, self.mode, tower, self.params_and_config
+            )
         typed = self._typed_parts(spec, variables, towers, tower.rows)
         return {**typed, "hooks": _Hooks(spec.hooks)}
 

@@ -113,7 +113,7 @@ def spread(
     if policy is not VariablePlacement.MIRRORED:
         copy = functools.partial(_copy_stored, strategy=strategy, copies={})
         state = jax.tree.map(copy, state, jax.tree.broadcast(states.layout, state))
-    return states.placed(state, "variables", own=True)
+    return states.placed(state, "variables", copies_uncommitted=True)
 
 
 def _copy_stored(
