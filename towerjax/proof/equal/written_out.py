@@ -50,7 +50,7 @@ from towerjax.types.trees import is_key, key_data
 
 _CALLS = "jit pjit closed_call core_call".split()
 _CHAINS = "add add_any max min".split()
-_MOST_MATCHES = 6  # of one value
+_MOST_MATCHES = 6  # the most matches that are kept of one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
 _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
@@ -64,7 +64,7 @@ class _Constant:
         self.array = np.asarray(key_data(value) if is_key(value) else value)
 
     def is_same(self, other: Any) -> bool:
-        """Whether the other is an equal constant."""
+        """Return whether ``other`` is an equal constant."""
         if not isinstance(other, _Constant):
             return False
         x = self.array
@@ -74,7 +74,7 @@ class _Constant:
 
 
 class _Node(NamedTuple):
-    """An equation of a program whose calls are written out."""
+    """An equation of a program in which calls are replaced by their equations."""
 
     eqn: JaxprEqn
     outer: Site | None
@@ -88,7 +88,7 @@ class _Node(NamedTuple):
         return self.eqn.primitive, tuple(_place(x) for x in self.ins)
 
     def out_shape(self, result: int = 0) -> tuple[int, ...]:
-        """The shape of a result."""
+        """Return the shape of a result."""
         aval: Any = self.eqn.outvars[result].aval
         return aval.shape
 
@@ -98,7 +98,7 @@ def _place(value: Any) -> Any:
 
 
 class _Flat:
-    """A program without calls, in which equal equations of equal values are one."""
+    """A program without calls, in which equal equations of equal values are merged."""
 
     def __init__(self, closed: Any) -> None:
         self.nodes: list[_Node] = []
@@ -150,7 +150,7 @@ class _Flat:
 
 
 def _is_identity(eqn: JaxprEqn) -> bool:
-    """Whether an equation's result is its operand, as that of a slice of all is."""
+    """Return whether an equation's result is its operand, as for a slice of it all."""
     name = eqn.primitive.name
     if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return False
@@ -166,7 +166,7 @@ def _is_identity(eqn: JaxprEqn) -> bool:
 
 
 def _does_the_same(x: _Node, y: _Node) -> bool:
-    """Whether two equations of one primitive and of the same values are equal."""
+    """Return whether two equations of one primitive and the same values are equal."""
     pairs = zip(x.ins, y.ins, strict=True)
     is_equal = all(a.is_same(b) for a, b in pairs if isinstance(a, _Constant))
     keys = x.eqn.params.keys() | y.eqn.params.keys()
@@ -187,14 +187,15 @@ class _Match(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all micro-batches have one value."""
+        """Whether all micro-batches have one and the same value."""
         return len(set(self.values)) == 1
 
 
 class Matched:
-    """The kinds of a program's results, by matches with one of ``n`` micro-batches.
+    """The kinds of a program's results, found by matches with one micro-batch.
 
-    The first program is that of one micro-batch.
+    ``first`` is the program of one micro-batch. ``second`` has ``n`` of them written
+    out.
     """
 
     def __init__(self, walk: Walk, first: Any, second: Any) -> None:
@@ -207,7 +208,7 @@ class Matched:
         self._failed: Kind | None = None  # the first unknown value, with its reason
 
     def results(self, ins: Sequence[Kind]) -> list[Kind]:
-        """The kinds of the results, from those of the arguments."""
+        """Return the kinds of the results, from those of the arguments."""
         for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
             self._add(one, _Match(known, (other,) * self._number), ())
         for node in self._needed():
@@ -220,7 +221,7 @@ class Matched:
         return [self._result(*pair) for pair in pairs]
 
     def _rows(self, towers: tuple[int, int]) -> tuple[int, int]:
-        """The rows of a micro-batch, by the first array that is cut into n."""
+        """Return the rows of a micro-batch, by the first array that is cut into n."""
         n = towers[1]
         for node in self._all.nodes:
             name = node.eqn.primitive.name
@@ -236,7 +237,7 @@ class Matched:
         return n, 1
 
     def _needed(self) -> list[_Node]:
-        """The equations of one micro-batch that some result needs, in order."""
+        """Return the equations of one micro-batch that some result needs, in order."""
         needed = {x for x in self._one.outs if not isinstance(x, _Constant)}
         nodes = []
         for node in reversed(self._one.nodes):
@@ -253,8 +254,6 @@ class Matched:
             if match.is_shared and match.values[0] == other:
                 return match.known
         return self._failed or _unknown(_OTHERS)
-
-    # Equations.
 
     def _match(self, node: _Node) -> None:
         """Add the matches of an equation's results."""
@@ -279,7 +278,7 @@ class Matched:
     def _same_for_each(
         self, node: _Node, operands: Sequence[Any]
     ) -> Iterator[list[_Node]]:
-        """Equations, one for each micro-batch, that may do the same to its operands."""
+        """Yield lists of equations, one per micro-batch, that may match ``node``."""
         lists = [
             self._all.by_key.get((node.eqn.primitive, places), [])
             for places in self._places(operands)
@@ -303,7 +302,7 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """The numbers of the operands, for each micro-batch."""
+        """Yield, for each micro-batch, the numbers of the operands."""
         for i in range(self._number):
             yield tuple(
                 _place(x) if isinstance(x, _Constant) else _place(x.values[i])
@@ -313,7 +312,7 @@ class Matched:
     def _add_results(
         self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
     ) -> None:
-        """Add a match for each result, if the rule says the same of each equation."""
+        """Add a match for each result, if the rule gives all equations one kind."""
         ins = self._kinds_of(node, operands, nodes)
         if ins is None:
             return
@@ -334,7 +333,10 @@ class Matched:
     def _kinds_of(
         self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
     ) -> list[Kind] | None:
-        """The kinds of the operands; None if constants are not the same, or counted."""
+        """Return the kinds of the operands, or None if their constants do not fit.
+
+        Constants fit if they are equal in all micro-batches, or count these.
+        """
         ins = []
         for i, x in enumerate(operands):
             if not isinstance(x, _Constant):
@@ -357,14 +359,12 @@ class Matched:
         return ins
 
     def _set_kind(self, node: _Node, result: int, known: Kind) -> None:
-        """Keep the kind of a variable, for those who look for causes."""
+        """Record the kind of a variable, for `Causes`."""
         kinds = self._walk.kinds.setdefault(id(node.program), {})
         kinds[node.eqn.outvars[result]] = known
 
-    # Sums over micro-batches, and slices of the batch.
-
     def _add_chain(self, node: _Node, operands: Sequence[Any]) -> None:
-        """Add a match with the value to which all micro-batches add theirs in turn."""
+        """Add a match with the value to which the micro-batches add theirs in turn."""
         name = node.eqn.primitive.name
         for start, part in (operands, operands[::-1]):
             if isinstance(part, _Constant):
@@ -390,7 +390,7 @@ class Matched:
             self._add(node.outs[0], match, node.out_shape())
 
     def _add_stack(self, node: _Node, match: Any) -> None:
-        """Add a match with the array in which all values are stacked up."""
+        """Add a match with the array in which all values are stacked."""
         if isinstance(match, _Constant) or not isinstance(match.known, _ONE_EACH):
             return
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
@@ -401,7 +401,7 @@ class Matched:
                 self._add(node.outs[0], stacked, node.out_shape())
 
     def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
-        """The value to which all of these are added in turn, or None."""
+        """Return the value to which all of ``parts`` are added in turn, or None."""
         left = [*parts]
         value = begin
         while left:
@@ -424,7 +424,7 @@ class Matched:
         return None
 
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add a match of a value, and those that follow from it."""
+        """Add a match of a value, and the matches that follow from it."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
         if same and isinstance(same[0].known, Unknown):
@@ -446,7 +446,7 @@ class Matched:
             self._add(value, other, shape)
 
     def _sums(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the sum of all values, or with the largest or smallest."""
+        """Yield matches with the sum of all values, or with the largest or smallest."""
         first, *others = match.values
         users = self._all.users[first]
         for primitive in dict.fromkeys(x.eqn.primitive for x in users):
@@ -462,9 +462,9 @@ class Matched:
             yield _Match(known, (end,) * self._number)
 
     def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
-        """Matches with the array that has all values, one after another.
+        """Yield matches with the array that has all values, one after another.
 
-        ``shape`` is that of the value with one micro-batch.
+        ``shape`` is the shape of the value in the program of one micro-batch.
         """
         rows_of_both = self._walk.sizes.rows
         for node in self._all.users[match.values[0]]:
@@ -482,7 +482,7 @@ class Matched:
                 yield _Match(known, node.outs * self._number)
 
     def _slices(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the n slices that a program takes of the batch."""
+        """Yield matches with the n slices that a program takes of the batch."""
         if not match.is_shared or not isinstance(match.known, Copy | Zero | Stacked):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -499,7 +499,7 @@ class Matched:
                 yield _Match(known, tuple(by_start[x] for x in starts))
 
     def _of_a_slice(self, x: Kind, dim: int, size: int) -> Kind | None:
-        """The kind of a micro-batch's slice of a whole."""
+        """Return the kind of a micro-batch's slice of a whole array, or None."""
         if isinstance(x, Zero):
             return ZERO
         if isinstance(x, Stacked):
@@ -510,13 +510,13 @@ class Matched:
 
 
 def _unknown(why: str, node: _Node | None = None) -> Kind:
-    """An unknown kind, with a reason and the line of an equation."""
+    """Return an unknown kind, with a reason and the line of an equation."""
     line = user_line((node.eqn, node.outer)) if node else ""
     return Unknown(why=f"{why}, at {line}" if line else why)
 
 
 def _total(name: str, x: Kind) -> Kind:
-    """The kind of the sum, or of the largest or smallest, of all towers' values."""
+    """Return the kind of the sum or extreme of all towers' values."""
     if isinstance(x, Zero | Unknown):
         return x
     if name.startswith("add") and isinstance(x, Part | Copy):
@@ -527,7 +527,7 @@ def _total(name: str, x: Kind) -> Kind:
 
 
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
-    """The kind of the end of a chain, from those of its start and of all the others."""
+    """Return the kind of a chain's end, from those of its start and of its addends."""
     for x in (total, start):
         if isinstance(x, Unknown):
             return x
@@ -541,19 +541,23 @@ def _constants_agree(x: _Node, y: _Node) -> bool:
 
 
 def _counts(node: _Node, number: int) -> bool:
-    """Whether the one constant operand that is not 0 is a number, or all are 0."""
+    """Return whether the first constant operand is ``number`` and any others are 0."""
     numbers = [_whole(x) for x in node.ins if isinstance(x, _Constant)]
     return bool(numbers) and numbers[0] == number and set(numbers[1:]) <= {0}
 
 
 def _whole(x: Any) -> int | None:
-    """The whole number that a constant is, or None."""
+    """Return the whole number that a constant is, or None."""
     is_one = isinstance(x, _Constant) and np.ndim(x.array) == 0
     return int(x.array) if is_one and x.array.dtype.kind in "iu" else None
 
 
 def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
-    """The slices along one dim: (it, its new and old size), the start, the slice."""
+    """Yield the slices that an equation takes along one dim.
+
+    Each is a tuple: the dim with the slice's and the whole size, the start, and the
+    slice.
+    """
     name = node.eqn.primitive.name
     if name not in ("slice", "split"):
         return
@@ -577,7 +581,7 @@ def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 def kinds_by_matches(
     walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
 ) -> list[Kind]:
-    """The kinds of two programs' results, if the second is written out.
+    """Return the kinds of two programs' results, if the second is written out.
 
     Raises:
       ProgramsDifferError: The first program is not of one tower, or a rule fails.
