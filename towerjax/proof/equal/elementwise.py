@@ -259,7 +259,7 @@ def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a part times a replicated value, which is a part: the powers add."""
+    """Answer a part times a replicated value, which is a part."""
     return product_of(x, y)
 
 
