@@ -9,7 +9,7 @@ from towerjax.types.trees import key_name
 
 
 class LeafPart(enum.Enum):
-    """The part of a step's results that a leaf belongs to, the first to be told."""
+    """The part of a step's results that a leaf belongs to; errors list loss first."""
 
     LOSS = enum.auto()
     GRADIENT = enum.auto()
@@ -17,10 +17,10 @@ class LeafPart(enum.Enum):
 
 
 GRADIENT = "gradient"
-"""The first key of gradients; in the results of a pass it is another one."""
+"""The first key of a gradient's name; results of a pass have another key for it."""
 
 _GRADIENTS = "grads"
-# The fields of `Sum` and `Weighted` that have a tree.
+# These fields of `Sum` and `Weighted` hold gradients, whose names leave them out.
 _HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
 
 
@@ -54,9 +54,10 @@ class LeafName(str):
 
     @classmethod
     def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "LeafName":
-        """Name the leaf at a path of a pass's results, whose loss has this key.
+        """Name the leaf at ``path`` of a pass's results.
 
-        The type that holds a gradient is not part of its name.
+        ``loss`` is the key of the pass's loss. The type that holds a gradient is not
+        part of its name.
         """
         first = key_name(path[0]) if path else "result"
         rest = path[1:]
@@ -98,10 +99,13 @@ def whole_pass(number: int) -> LeafName:
 
 
 def leaf_of(name: str) -> LeafName:
-    """Return a leaf's name; that of a program that is no step is a place of its own."""
+    """Return a leaf's name; for a program that is no step, make one of the text."""
     return name if isinstance(name, LeafName) else LeafName(name, (name,))
 
 
 def part_of(name: str) -> LeafPart:
-    """Return the part of a leaf; results of a program that is no step have none."""
+    """Return the part of a step's results that a leaf belongs to.
+
+    For a leaf of a program that is no step it is OTHER.
+    """
     return leaf_of(name).part

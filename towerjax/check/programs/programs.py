@@ -1,4 +1,4 @@
-"""Prove that results which a program's maps call the same are so on all devices."""
+"""Prove that results that a program's maps declare equal are equal on all devices."""
 
 import dataclasses
 import itertools
@@ -60,10 +60,10 @@ class ProgramReport:
     Attributes:
       maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many
         results it declares the same (which is proved), and how many it splits.
-      notes: Things that may be mistakes: sums and means of values that are the same on
-        all devices, and copies of a state that do not stay the same. And things that
-        are not portable: draws by rbg, and ``ppermute`` over axes in another order than
-        the mesh's.
+      notes: Notes on what may be a mistake: sums and means of values that are equal on
+        all devices, and copies of a state that do not stay the same. Other notes name
+        what is not portable: draws by rbg, and ``ppermute`` over axes in another order
+        than the mesh's.
       unread: Code that no jaxpr shows, so that its results may differ.
       same: The number of results that are proved the same, over all maps and axes.
       copies: The number of leaves of a state that stay the same on all devices.
@@ -269,7 +269,7 @@ def proved(
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """Notes on code that gives other numbers on other devices or versions of JAX."""
+    """Yield notes on code whose numbers depend on the devices or the version of JAX."""
     for at in _split_draws(jaxpr):
         yield (
             f"{at}: the numbers depend on TPUs on the number of shards, and under vmap"
@@ -291,7 +291,7 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
 
 
 def _split_draws(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """The lines at which rbg's draws depend on the number of shards, or of keys."""
+    """Yield the lines at which rbg's draws depend on the number of shards or keys."""
     for site in all_sites(jaxpr):
         if _draws_by_rbg(site[0], is_manual=_is_manual(_maps_around(site[1]))):
             at = user_line(site) or "a line of a library"
@@ -303,8 +303,8 @@ def _maps_around(outer: Site | None) -> list[JaxprEqn]:
 
 
 def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
-    """Whether rbg draws numbers that the compiler may split, or from several keys."""
-    if eqn.primitive.name == "rng_bit_generator":  # of a raw key
+    """Return whether rbg draws from several keys, or numbers that XLA may split."""
+    if eqn.primitive.name == "rng_bit_generator":  # It draws from a single raw key.
         return not is_manual
     keys: Any = eqn.invars[0].aval if eqn.invars else None
     if eqn.primitive.name in ("random_fold_in", "random_split"):
@@ -384,7 +384,7 @@ def _is_list(out: Any) -> bool:
 
 
 def _is_setting(x: Any) -> bool:
-    """Whether an array has a scalar or a key per device, such as a learning rate."""
+    """Return whether an array has a scalar or key per device, as settings may."""
     is_given = not isinstance(x, jax.ShapeDtypeStruct)
     return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 

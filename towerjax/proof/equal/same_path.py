@@ -1,4 +1,4 @@
-"""Compare a function's traces for two numbers of rows: did they take the same path?
+"""Compare a function's traces for two numbers of rows, to see if it took one path.
 
 JAX itself traces other equations for a dim of one row: it drops the dim from a gather,
 and leaves reshapes and broadcasts out. So the program of a tower of one row cannot be

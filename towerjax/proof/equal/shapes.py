@@ -353,9 +353,9 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
     shape = pair.out_shape()
     old = pair.shape(0)
     [towers] = pair.towers_out
-    [own] = pair.rows_out
-    start = min(towers or 0, own or 0)
-    is_split = own is not None and abs((towers or 0) - own) == 1
+    [row_dim] = pair.rows_out
+    start = min(towers or 0, row_dim or 0)
+    is_split = row_dim is not None and abs((towers or 0) - row_dim) == 1
     is_split &= (shape[:start], shape[start + 2 :]) == (old[:start], old[start + 1 :])
     is_all = shape[towers or 0] == pair.sizes.towers[0]
     if not (is_split and is_all) or pair.sizes.padded:
