@@ -275,7 +275,7 @@ def _gap_of_leaf(
 ) -> tuple[float, Finding]:
     """Find a leaf's largest difference, and its ratio to what rounding explains.
 
-    A ratio above 1 is no rounding.
+    A ratio above 1 is more than rounding explains.
     """
     got = run.got[name]
     want = run.want[name]
@@ -331,7 +331,7 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """Return the message if the loss of one tower is not finite; else None."""
+    """Return an error text if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         is_loss = part_of(name) is LeafPart.LOSS
         if is_loss and x is not None and not np.isfinite(x).all():
@@ -360,7 +360,10 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the absolute differences; infinite if only one of two values is finite."""
+    """Return the absolute differences of two arrays.
+
+    A difference is infinite if only one of the two values is finite.
+    """
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
@@ -381,7 +384,7 @@ def rounding_of(jaxprs: Iterable[Any]) -> float:
 
 
 def rounding_of_dtypes(dtypes: Collection[str]) -> float:
-    """Return the tolerance for rounding in any of these dtypes."""
+    """Return the tolerance for rounding in the narrowest of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
 

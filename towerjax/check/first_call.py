@@ -59,7 +59,10 @@ class Prepared(NamedTuple):
 def prepare(
     step: Step[Any], state: PyTree, batch: PlacedBatch, **fields: Any
 ) -> Prepared:
-    """Compile a step for such a batch, and check it as these fields of `Asked` say."""
+    """Compile a step for batches like this one, and check it as ``fields`` say.
+
+    They are fields of `Asked`.
+    """
     asked = Asked(**fields)
     _found(step, asked=asked)  # It holds for batches of other numbers of examples, too.
     before_s = step.checked.seconds
@@ -139,7 +142,10 @@ def prove_alone(
 def audit_step(
     step: Step[Any], state: PyTree, batch: PyTree, **options: Any
 ) -> AuditReport:
-    """Return the report of an audit with options of `run_audit`; the step keeps it."""
+    """Audit a step with options of `run_audit`, and return the report.
+
+    The step keeps the report.
+    """
     start = time.perf_counter()
     plan, state = step.to_audit(step.start(state))
     try:
@@ -286,10 +292,10 @@ def _sample(
     asked: Asked,
     equality: StepEquality,
 ) -> str:
-    """Return the result of an audit of the leaves that are not proved, as text.
+    """Audit the leaves that are not proved, and return the result as text.
 
-    If towers have variables of their own, a difference is only told. Otherwise it is
-    raised.
+    A difference is raised as an error, unless towers have variables of their own. Then
+    the text tells it.
     """
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
     program = program_hash(traced, **calls_and_pads)

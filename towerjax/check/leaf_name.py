@@ -9,7 +9,7 @@ from towerjax.types.trees import key_name
 
 
 class LeafPart(enum.Enum):
-    """The part of a step's results that a leaf belongs to; errors list loss first."""
+    """The part of a step's results that a leaf belongs to; errors list losses first."""
 
     LOSS = enum.auto()
     GRADIENT = enum.auto()
@@ -45,7 +45,7 @@ class LeafName(str):
         part: LeafPart = LeafPart.OTHER,
         number: int = 0,
     ) -> "LeafName":
-        """Make the name of a leaf; without ``keys`` it stands for a whole pass."""
+        """Create the name of a leaf; without ``keys`` it stands for a whole pass."""
         self = super().__new__(cls, name)
         self.part = part
         self.number = number
@@ -70,18 +70,18 @@ class LeafName(str):
         return cls(root, (root,), part=part).within(rest)
 
     def within(self, path: tuple[Any, ...]) -> "LeafName":
-        """Name the leaf at a path of this one."""
+        """Name the leaf at ``path`` inside this leaf."""
         name = self + jax.tree_util.keystr(path)
         keys = (*self.keys, *path)
         return LeafName(name, keys, part=self.part, number=self.number)
 
     def in_pass(self, number: int) -> "LeafName":
-        """Name the leaf of one of several passes."""
+        """Name this leaf as one of pass ``number``, in a step that has several."""
         name = f"pass {number}: {self}"
         return LeafName(name, self.keys, part=self.part, number=number)
 
     def is_at(self, *keys: Any) -> bool:
-        """Return whether these keys lead to the leaf, or to what holds it."""
+        """Return whether these keys lead to the leaf, or to a tree that holds it."""
         return self.keys[: len(keys)] == keys
 
     def holds(self, other: "LeafName") -> bool:
@@ -94,7 +94,7 @@ WHOLE_STEP = LeafName("step")
 
 
 def whole_pass(number: int) -> LeafName:
-    """Return the name in place of a pass's leaves."""
+    """Return a name that stands for all leaves of a pass."""
     return LeafName(f"pass {number}", number=number)
 
 

@@ -151,7 +151,7 @@ class Parts:
 
     @property
     def last(self) -> int:
-        """The last part that ends at an equation; -1 if none does."""
+        """The number of the last part that ends at an equation; -1 if none does."""
         return max((number for _, number in self._ends), default=-1)
 
     def first_knowing(self, values: Iterable[Any]) -> int:
@@ -177,7 +177,7 @@ class Parts:
         return dependents(self.program.jaxpr, inputs, axis, self._kinds.values())
 
     def source(self, marked: Var) -> Any:
-        """Return the value that a mark was put on."""
+        """Return the value that an equation of the primitive ``marks`` marked."""
         return self._marked[marked]
 
     def interpreter(self, inputs: Sequence[Any]) -> Interpreter:

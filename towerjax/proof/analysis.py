@@ -361,7 +361,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return outs + _propagate(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    # If the body never runs, the results are the initial carry.
+    # If the body never runs, the results are the initial carry, whose marks count, too.
     *outs, predicate = _fixed_point(trip, [*carry, REPLICATED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
@@ -379,7 +379,8 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.noted)
-    # The last trip decides: a carry that the body reduces is reduced.
+    # The last trip decides: a carry that the body reduces over towers no longer differs
+    # after the loop, even if it differed before.
     return outs if length else ins[consts:end] + outs[carry:]
 
 

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
     primitive: str
     axes: tuple[str, ...]
     bytes: int  # the size of its operands
-    trips: int | None  # product of the lengths of the scans around it; None in a while
+    trips: int | None  # lengths of the scans around it, multiplied; None in a while
     line: str
     # This says what a sum does with a value that is the same on all towers: "added
     # up", "counted" for an integer, or "averaged". It is "" for any other collective.

@@ -21,8 +21,8 @@ class Coordinate(NamedTuple):
     every tower. A value that is reduced over one still depends on the other.
     """
 
-    block: int  # L
-    within: bool  # True: the position in the block, i % L; False: its number, i // L
+    block: int  # the number of towers in a block, L
+    within: bool  # True for the position in the block, i % L; False for i // L
 
 
 Along: TypeAlias = frozenset[Coordinate]
@@ -126,7 +126,7 @@ class Context(NamedTuple):
     """The position of the analysis in nested jaxprs, and what it has found."""
 
     axis: str | None  # the axis of the towers; with None no value differs
-    num_towers: int  # T; 0 if unknown
+    num_towers: int  # the number of towers, T; 0 if it is not known
     noted: list[Any]  # the findings so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # lengths of the scans around, multiplied; None in a while

@@ -47,11 +47,11 @@ _ALONG |= dict.fromkeys(
     ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
 )
 
-_TRANSPOSED = "transpose"  # JAX writes this into the scopes of a derivative.
+_TRANSPOSED = "transpose"  # JAX puts this into the name stack of a derivative.
 
 
 class Advice(NamedTuple):
-    """The reason why leaves differ, and what to write."""
+    """The reason why leaves differ, and what to write instead."""
 
     cause: str
     remedy: str
@@ -129,11 +129,11 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """The names of the leaves."""
+        """The names of the leaves that differ."""
         return [x.leaf for x in self.findings]
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """Return the leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree on ``one_tower`` with other random draws."""
         return self.audit.without(self.findings, one_tower, **draws)
 
 
@@ -162,7 +162,7 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
 
 
 def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> list[str]:
-    """Return what ``loss_reduction=`` makes of a bare loss, if a leaf is one."""
+    """Return advice on ``loss_reduction=``, if a leaf is a bare loss or a gradient."""
     passes = case.audit.step.plan.passes.each
     said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
     is_of_loss = any(part_of(x) is not LeafPart.OTHER for x in leaves)
@@ -258,7 +258,8 @@ def _of_padding(case: Case) -> Explained | None:
     """Explain the leaves that agree if the one tower has no more padding than two."""
     if not case.audit.pads:
         return None
-    mended = case.without(case.audit.towers(1))  # It has no more padding than two have.
+    # This one tower has no more padding than two towers have together.
+    mended = case.without(case.audit.towers(1))
     if not mended:
         return None
     why = next(filter(None, (_reason_of(case, x) for x in mended)), "")
@@ -350,7 +351,7 @@ def _numbers_of(site: Site) -> tuple[str, list[Any]]:
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """Return the advice, with these lines added to its cause, if they have any."""
+    """Add the lines of these sites, if they have any, to the cause of an advice."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
@@ -381,7 +382,7 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Return whether each row of a pass meets all other rows by accident."""
+    """Return whether rows of shape ``[b]`` meet rows of ``[b, 1]`` by accident."""
     return any(crossed_rows(_sites_of(traced), rows))
 
 

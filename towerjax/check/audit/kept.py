@@ -61,7 +61,10 @@ def told_not_audited(error: NotAudited) -> str:
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:
-    """Raise, on every process, if a step is audited only when somebody asks."""
+    """Raise `NotAudited` on every process if a step is audited only on request.
+
+    Its tower function calls Python, or it has too many parameters.
+    """
     if problem := call_on_first_process(lambda: _problem_of(traced, params, devices)):
         raise NotAudited(problem)
 
@@ -176,7 +179,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """Return the report made from JSON's fields; raise unless each has its type."""
+    """Return the report that is made of these fields; raise if one has a wrong type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(

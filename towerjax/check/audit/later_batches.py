@@ -23,9 +23,10 @@ _LARGER = 100
 
 
 class Splits:
-    """The splits of a batch's first rows, ``tower_rows`` for either of two towers.
+    """The rows that an audit runs: a batch's first rows, and changed versions of them.
 
-    The rows are on the host. If the batch has too few, its rows are repeated.
+    Either of two towers gets ``tower_rows`` rows. The rows are on the host. If the
+    batch has too few, its rows are repeated.
     """
 
     def __init__(self, batch: PyTree, tower_rows: int) -> None:
@@ -82,7 +83,7 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
 
 
 def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
-    """Return splits with changed values, for batches that have suitable leaves."""
+    """Return splits with changed values, for batches that have leaves to change."""
     changes = {
         "one row on both towers": functools.partial(
             _with_a_row_twice, tower_rows=tower_rows

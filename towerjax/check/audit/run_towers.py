@@ -60,7 +60,7 @@ class RowsToRun:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """The merged values by leaf, and the tolerance for the rounding of sums."""
+    """The merged value of each leaf, and the tolerances for the rounding of sums."""
 
     values: Leaves
     rtols: dict[str, float]
@@ -71,8 +71,8 @@ class Towers:
 
     Each tower function is called once per tower; micro-batches count as towers. Rows
     are padded to a number that all share evenly, at least to ``rows``. ``passes``
-    replaces the plan's passes. A tower of several devices has all of them, or with
-    ``narrow`` one.
+    replaces the plan's passes. If a tower of the step has several devices, a tower here
+    has all of them, or with ``narrow`` only one.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """Return the traced passes; they are traced once."""
+        """Return the traced passes; a second call returns the same trace."""
         if self.traced is None:
             if why := self._plan.passes.why_not_audited:
                 raise NotAudited(why)

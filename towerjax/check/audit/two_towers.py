@@ -73,7 +73,7 @@ class Audit:
         self.pads = pads
         self._state = state
         self.from_batch = Splits(step.batch, tower_rows)
-        self._passes: Passes | None = None  # used instead of the step's
+        self._passes: Passes | None = None  # the passes to run, if not the step's own
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
 
@@ -85,7 +85,7 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **fields: Any) -> Towers:
-        """Return the step on this number of towers."""
+        """Return the step on ``number`` towers of one device."""
         fields = {"rows": 2 * self.tower_rows, "passes": self._passes} | fields
         return Towers(self.step.plan, self.step.strategy, number, self._state, **fields)
 
@@ -166,13 +166,13 @@ class Audit:
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """Return the report of such runs; raise if a leaf differs."""
+        """Return the report of runs that were compared; raise if a leaf differs."""
         return judge(runs, 2 * self.tower_rows, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """Return the leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree on ``one_tower`` with other random draws."""
         failed = {x.split for x in findings}
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
         pairs = [(x, x) for x in splits if x.name in failed]

@@ -185,7 +185,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
 
 
 def _in_pass(equality: Equality, number: int) -> Equality:
-    """Return the answer for a leaf of one of several passes."""
+    """Put the number of a pass into the name of an answer's leaf."""
     leaf = leaf_of(equality.leaf).in_pass(number)
     state = leaf_of(equality.state).in_pass(number) if equality.state else ""
     return dataclasses.replace(equality, leaf=leaf, state=state)
@@ -194,7 +194,7 @@ def _in_pass(equality: Equality, number: int) -> Equality:
 def _asked(
     of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    """Ask the proof for these leaves of a pass."""
+    """Return the proof's answers for the leaves ``outputs`` of a pass."""
     return equal_to_one_tower(
         of_pass.programs,
         of_pass.inputs,
@@ -219,7 +219,7 @@ def advice_on_bare_loss(reduction: Reduction) -> str:
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """Return the refutation of a bare loss, with advice on its ``loss_reduction``."""
+    """Add advice on ``loss_reduction`` to an answer that refutes a bare loss."""
     reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not LeafPart.OTHER
     if reduction is None or not is_loss or equality.says is not Says.REFUTED:
@@ -240,7 +240,8 @@ def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
     """
     if not plan.accepts or plan.passes.hold_update:
         return None
-    return ("extra",) if plan.keeps_local else ()  # update_extra is given that
+    # In a train step, only `update_extra` is given means, those at "extra".
+    return ("extra",) if plan.keeps_local else ()
 
 
 def _with_sums(

@@ -126,7 +126,7 @@ def _of_pair(
 
 
 def _told(value: Kind) -> str:
-    """Return the reason why a value is not the same, in words of devices."""
+    """Return the reason why a value differs between numbers of a tower's devices."""
     if isinstance(value, Unknown):
         return OF_DEVICES.nouns.told(value.why)
     if not value.power:

@@ -26,7 +26,7 @@ _USED_AS_A_NUMBER = (
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """Return the different numbers of devices; raise unless the first is 1."""
+    """Return the numbers of devices without repetition; raise if the first is not 1."""
     different = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = different[0] == 1 and len(different) > 1

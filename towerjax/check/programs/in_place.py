@@ -47,7 +47,7 @@ class Held:
         return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
-        """Return the names of values that are no longer there."""
+        """Return the names of values that the program no longer holds."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
@@ -92,7 +92,10 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """Return a fingerprint of a value that can be written; None for JAX's arrays."""
+    """Return a fingerprint of a value, to see whether the program changes it.
+
+    It is None for a JAX array, which cannot be changed in place.
+    """
     if isinstance(x, jax.Array):
         return None
     x = _read_now(x)
@@ -126,7 +129,7 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return the values that an object holds, with the suffix of their names."""
+    """Return the values that an object holds, each with an addition to its name."""
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__), ("", x.__func__)]
     if isinstance(x, functools.partial):

@@ -214,11 +214,11 @@ def _printed(
     label: str,
     timeout_s: float | None,
 ) -> tuple[int | None, list[str]]:
-    """Return the exit code of a process, and the last lines that it printed.
+    """Run a process, and return its exit code and the last lines that it printed.
 
-    They are shown with the label before each, if there is one. The code is None if the
-    process was killed after the timeout. The process ends when this one does, which
-    holds the other end of a pipe.
+    If there is a label, each line is shown after it. The code is None if the process
+    was killed after the timeout. The process ends when this one does, because it waits
+    at a pipe that this one holds open.
     """
     last = collections.deque[str](maxlen=_LAST)
     read_end, write_end = os.pipe()

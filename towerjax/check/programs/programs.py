@@ -116,7 +116,7 @@ def prove(
     micro_batches: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> ProgramReport:
-    """Prove that results which a program's maps call the same are the same on devices.
+    """Prove that the results which a program declares replicated are so on all devices.
 
     The program is traced and not run. Each `jax.shard_map` and `jax.pmap` in it is
     analysed, at any depth, along each manual axis of more than one device, whatever
@@ -196,7 +196,7 @@ def made_for_parts(
 def proved_on(
     programs: Mapping[int, UserProgram], words: Words = OF_DEVICES
 ) -> tuple[ProgramReport | None, str]:
-    """Return the report of `prove` for a program for several numbers.
+    """Prove a program that was made for several numbers, and return the report.
 
     Returns:
       A report, from which refuted results are not yet raised; or None, and why nothing
@@ -225,9 +225,10 @@ def refuted_in(report: ProgramReport) -> str:
 def proved(
     traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
 ) -> ProgramReport:
-    """Return the report of `prove` on a program that was traced with these arguments.
+    """Return the report of `prove` on a traced program.
 
-    If ``equal`` has an answer for each result, a sum of equal values is not noted.
+    ``args`` are the arguments that it was traced with. If ``equal`` has an answer for
+    each result, a sum of equal values is not noted.
     """
     jaxpr = traced.jaxpr
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
@@ -329,10 +330,10 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """Return what becomes of a state that each device has a copy of, by leaf name.
+    """Return what a program makes of a state that each device has a copy of.
 
-    A leaf that differs from device to device, such as keys, is not a copy. A setting,
-    such as a learning rate, may be one.
+    The result is by leaf name. A leaf that differs from device to device, such as keys,
+    is not a copy. A setting, such as a learning rate, may be one.
     """
     jaxpr = traced.jaxpr
     at_result = state_places(args, traced.out)

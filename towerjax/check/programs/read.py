@@ -80,7 +80,7 @@ def _factor(eqn: JaxprEqn) -> complex | None:
 def digest_of(program: UserProgram) -> str:
     """Return a hash of a traced program's text and arrays; "" if it is not traced.
 
-    Two programs with the same hash are the same program.
+    It tells one program from another.
     """
     traced, _ = program.trace()
     if traced is None:

@@ -31,7 +31,7 @@ _KEY_WORDS = 2, 4  # the numbers of words that a raw key may have
 class Value(NamedTuple):
     """One leaf of a call's results."""
 
-    numbers: np.ndarray | None  # None if it has none
+    numbers: np.ndarray | None  # its numbers; None if it is no array of numbers
     is_state: bool  # whether it replaces an argument, or is changed in place
     is_key: bool
     is_returned: bool  # whether it is returned; otherwise it is changed in place
@@ -158,7 +158,8 @@ class UserProgram:
         """Trace the program with these arguments, and note what it changes in place."""
         watched = Watched(self.fn)
         traced, why = trace_or_say_why(watched, args)
-        # If arguments share arrays, a trace has separate copies of them.
+        # If arguments share arrays, a trace has separate copies of them, so it does not
+        # show that a change of one changes the other.
         new = watched.new if self._is_shared else ()
         if traced is None:
             return None, why
@@ -230,7 +231,7 @@ def _as_array(x: Any, kinds: Any) -> Any:
 
 
 def _let_go(x: Any) -> Any:
-    """Return the shape of an array, in its place; other values stay."""
+    """Return an array's shape, which holds no memory; return other values as is."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed

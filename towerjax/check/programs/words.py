@@ -14,7 +14,7 @@ _BY_JAX = (
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The words for one such number.
+    """The words for a number that must not change results.
 
     Attributes:
       option: The option that has their numbers, and the argument of ``make``.
@@ -46,7 +46,10 @@ class Words:
         return f"Results of the program depend on the number of {self.nouns.many}:"
 
     def of_power(self, power: int, cause: Cause | None) -> str:
-        """Return the factor that a power of their number is, with cause and remedy."""
+        """Return the text for a result that is off by a power of their number.
+
+        It has the factor, and if the cause is known, its line and a remedy.
+        """
         size = self.letter if abs(power) == 1 else f"{self.letter}^{abs(power)}"
         size = size if power > 0 else f"1/{size}"
         text = f"{size} times what it is {self.alone}"
@@ -78,7 +81,7 @@ class Words:
 
 
 def line_of(cause: Cause) -> str:
-    """Return the user's line of a cause."""
+    """Return the line of the user's code at which a cause stands."""
     return user_line(cause.site) or "a line of a library"
 
 

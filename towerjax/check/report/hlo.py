@@ -46,14 +46,14 @@ class Operation:
     name: str
     opcode: str
     shapes: tuple[Shape, ...]  # the shapes of the results; several for a tuple
-    operands: tuple[str, ...]  # names; a parameter's number, or a constant's value
-    inputs: tuple[Shape, ...]  # the operands' shapes, tuples spread
-    attributes: str  # the rest of the line
+    operands: tuple[str, ...]  # their names; a parameter's number, a constant's value
+    inputs: tuple[Shape, ...]  # the shapes of the operands, with tuples spread out
+    attributes: str  # the rest of the operation's line
 
     def called(self) -> dict[str, str]:
         """Return the computations that the operation runs, with their attributes."""
         if self.opcode.endswith(("-done", "-update")):
-            return {}  # The operation that starts it has named them.
+            return {}  # The operation that ends in "-start" names them.
         return {
             name: kind
             for kind, text in _CALLED.findall(self.attributes)
@@ -71,10 +71,10 @@ class Operation:
 class Module:
     """A compiled program's text, parsed."""
 
-    header: str  # its first line
-    computations: dict[str, dict[str, Operation]]  # operations in order
+    header: str  # the first line of the text
+    computations: dict[str, dict[str, Operation]]  # each one's operations by name
     entry: str
-    frames: dict[int, tuple[str, int, str, int]]  # file, line, function, parent
+    frames: dict[int, tuple[str, int, str, int]]  # its file, line, function and parent
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
         """Yield ``(file, line, function)`` of each frame, innermost first."""
@@ -139,18 +139,18 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
 class CompiledCollective:
     """One collective of the compiled program, as one device sees it in one call."""
 
-    opcode: str  # such as "all-reduce"
+    opcode: str  # the name of the operation, such as "all-reduce"
     bytes: int  # the bytes of its operands, per execution
     sent: int  # the bytes sent per execution, if it runs as a ring; see ring_bytes
     dtypes: tuple[str, ...]  # the dtypes of the operands, without repetition
     num_devices: int  # the devices in a group
-    trips: int  # executions per call; 1 in a loop of unknown trips
+    trips: int  # the executions per call; 1 if the loop's number of trips is unknown
     trips_known: bool
-    start: int  # its place in the schedule: working operations before it
-    end: int  # start, plus the working operations that run at the same time
-    length: int  # working operations in its computation
-    beside: int  # bytes read and written between start and end: what hides it
-    line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
+    start: int  # the number of working operations before it in the schedule
+    end: int  # start plus the number of working operations that run beside it
+    length: int  # the number of working operations in its computation
+    beside: int  # the bytes that operations beside it read and write, which hide it
+    line: str  # the line of user code, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of this collective's row in the shown table."""

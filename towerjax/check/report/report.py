@@ -66,7 +66,7 @@ def time_calls(
 class Memory:
     """The bytes that one device holds while the program runs, as the compiler plans."""
 
-    by_kind: dict[str, int]  # "parameters", "batch", ..., "temporaries"; together all
+    by_kind: dict[str, int]  # the bytes of "parameters", "batch", ..., "temporaries"
     arguments: int  # the bytes of the arguments that the program reads
     aliased: int  # the bytes of results in arguments' buffers, which count only there
     peak: int  # the most bytes at once
@@ -95,7 +95,7 @@ class StepReport(Shown):
 
     towers: int
     devices: int
-    platform: str  # the kind of absent devices
+    platform: str  # the platform of the devices, or the kind of absent devices
     collectives: tuple[CompiledCollective, ...]
     flops: float | None
     memory: Memory

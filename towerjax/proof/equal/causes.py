@@ -31,7 +31,8 @@ class Cause(NamedTuple):
 class _Place(NamedTuple):
     """A variable of a program, and the equation that runs this program.
 
-    The equation is one of ``around``, the place outside. Both are None at the top.
+    ``around`` is a place in the program that has this equation. ``eqn`` and ``around``
+    are None in the outermost program.
     """
 
     program: Jaxpr

@@ -197,9 +197,10 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 
 @rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
-    """Answer a row's number plus its tower's first row's: its number in the batch.
+    """Answer the number of a row in its tower plus that of the tower's first row.
 
-    This needs equally many rows on all towers, and all of them at once.
+    The sum is the row's number in the batch. This needs equally many rows on all
+    towers, and all of them at once.
     """
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
@@ -265,7 +266,10 @@ def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
 def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
-    """Answer a tower's number times its number of rows: its first row's number."""
+    """Answer a tower's number times its number of rows.
+
+    The product is the number of the tower's first row in the batch.
+    """
     if y.number == 1:
         return x
     if isinstance(x, TowerId) and is_rows_of_tower(y):
@@ -375,5 +379,5 @@ def _bits_of(pair: EquationPair, x: Kind) -> Kind:
     sizes = {np.dtype(pair.dtype(0)).itemsize}
     sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
     if len(sizes) > 1 and pair.rows_in[0] is not None:
-        raise NotOfOneKindError("bits of rows are joined or split")
+        raise NotOfOneKindError("no rule for a bitcast that joins or splits {its} rows")
     return function_of([x], pair.name)

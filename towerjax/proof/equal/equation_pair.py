@@ -60,7 +60,9 @@ class Sizes(NamedTuple):
         """
         axes: dict[str, int] = {}
         if len(first.shape) != len(second.shape):
-            raise ProgramsDifferError("the number of dims differs")
+            raise ProgramsDifferError(
+                "an array has another number of dims for another number of {many}"
+            )
         pairs = zip(first.shape, second.shape, strict=True)
         for i, (m, n) in enumerate(pairs):
             if is_size(m) and is_size(n) and m == n:
@@ -125,7 +127,7 @@ class EquationPair:
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
     towers_out: Sequence[int | None]
-    is_swapped: bool = False  # whether its two operands are the second and the first
+    is_swapped: bool = False  # whether its two operands are exchanged
 
     @property
     def site(self) -> Site:

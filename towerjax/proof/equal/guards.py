@@ -54,7 +54,7 @@ def flag_of(pair: EquationPair, value: Kind) -> Kind:
 
 
 def counted_flag(value: Kind) -> Any:
-    """Return the flag whose rows a value counts; None if it is no such count."""
+    """Return the flag whose rows a value counts; None if the value is no count."""
     is_count = isinstance(value, Part) and isinstance(value.fact, Count)
     return value.fact.flag if is_count else None  # type: ignore
 

@@ -66,11 +66,11 @@ def _of_this_row(x: Kind) -> Kind:
 def _with_this_row(x: Buffer, new: Kind) -> Kind:
     """Return the kind of a loop's buffer after its current row is written."""
     if not isinstance(new, Row | Copy | Zero):
-        raise NotOfOneKindError(f"{new} is written to a row")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a row")
     if isinstance(new, Zero):
         return x
     if x.power not in (None, new.power):
-        raise NotOfOneKindError(f"{new} is written to a row of {x}")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a row of {x}")
     return x.replace(power=new.power, zeros=x.zeros & new.zeros)
 
 
@@ -200,7 +200,10 @@ def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
 
 
 def _columns_of(pair: EquationPair) -> list[Any]:
-    """Return the kind of each column of indices; for an order, all that is known."""
+    """Return the type of each column's kind in an array of indices.
+
+    For row numbers in another order it is the `RowOrder` itself.
+    """
     at = pair.ins[1]
     if isinstance(at, Columns):
         return [*at.columns]
@@ -208,7 +211,7 @@ def _columns_of(pair: EquationPair) -> list[Any]:
 
 
 def _as_array(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a gather's array, with a replicated value or rows for 0."""
+    """Return the kind of a gather's array, for which 0 counts as any array."""
     if not isinstance(x, Zero):
         return x
     return copy() if pair.rows_in[0] is None else rows()
@@ -225,7 +228,7 @@ def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
 def _refuse_fill(pair: EquationPair, x: Kind) -> None:
     """Raise if a gather fills in a number of another kind beyond its array."""
     if not _keeps_by_fill(pair, x):
-        raise NotOfOneKindError(f"a number fills in for elements beyond {x}")
+        raise NotOfOneKindError(f"no rule for a fill value of elements beyond {x}")
 
 
 @rule("gather", Stacked, every=OF_ONE_TOWER | SPECIAL)
@@ -408,7 +411,7 @@ def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
     """
     _refuse_function(pair)
     if at.power or max(map(blocks_of, pair.ins)) > 1:
-        raise NotOfOneKindError(f"elements are written at indices that are {at}")
+        raise NotOfOneKindError(f"no rule for a write at indices that are {at}")
     if pair.name == "scatter-mul":
         if new.power or not (isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)):
             raise NotOfOneKindError(f"no rule for elements of {x} times {new}")
@@ -432,13 +435,13 @@ def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
         and isinstance(new, TowerRows | Zero)
     ):
         return _into_table(pair, x, at, new)
-    raise NotOfOneKindError(f"{new} is written to a table")
+    raise NotOfOneKindError(f"no rule for a write of {new} to a table")
 
 
 def _refuse_function(pair: EquationPair) -> None:
     """Raise if a scatter applies a user's function to what it writes."""
     if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
-        raise NotOfOneKindError("a function is applied to only some elements")
+        raise NotOfOneKindError("no rule for a scatter with a function of the user's")
 
 
 def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
@@ -447,7 +450,7 @@ def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
         return added([x, new])
     are_elements = isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)
     if pair.name != "scatter" and not are_elements:
-        raise NotOfOneKindError(f"{new} is written to a table")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a table")
     return joined([x, new], "together with")
 
 
@@ -471,7 +474,7 @@ def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
             return Maximum(x.power)
         if pair.name == "scatter-min":
             return Minimum(x.power)
-    raise NotOfOneKindError(f"{new} is written to a table")
+    raise NotOfOneKindError(f"no rule for a write of {new} to a table")
 
 
 def _writes_own_rows(

@@ -122,7 +122,7 @@ class Kind:
     in_padding: InPadding = dataclasses.field(default=InPadding.ANY, kw_only=True)
 
     name: ClassVar[str]  # its text in reasons, with fields that `Nouns` fills in
-    # These are the fields that say which value it is, as set if that is unknown.
+    # These fields say which value it is. Here is what they hold if that is unknown.
     no_identity: ClassVar[dict[str, None]] = {"fact": None}
 
     def replace(self, **fields: Any) -> Any:
@@ -130,15 +130,15 @@ class Kind:
         return dataclasses.replace(self, **fields)
 
     def bare(self) -> Any:
-        """Return this kind without the facts that hold only in one trip of a loop."""
+        """Forget what holds only in one trip of a loop, and return the kind."""
         return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
 
     def times_tower(self, power: Any) -> Any:
-        """Return this kind with another power, for another value of the program."""
+        """Return this kind with another power of T, for another value."""
         return self.replace(power=power, **self.no_identity)
 
     def without_identity(self) -> Any:
-        """Return this kind without the facts which value it is and where it is 0."""
+        """Forget which value of the program this is, and where it is 0."""
         return self.replace(zeros=NO_ZEROS, **self.no_identity)
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ class Copy(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class TowerRows(Kind):
-    """The kind of rows: joined along their dim, the towers' rows are one tower's.
+    """The kind of rows: all towers' rows, joined along their dim, are one tower's.
 
     ``blocks`` is the number of blocks in that dim. Each block has all rows in order.
     """
@@ -211,7 +211,7 @@ class TowerRows(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Part(Kind):
-    """The kind of one tower's addend: the towers' parts add up to the value."""
+    """The kind of one tower's addend: the towers' parts add up to one tower's value."""
 
     name = "a sum over {its} rows"
 
@@ -250,14 +250,14 @@ class Groups(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Maximum(Kind):
-    """The kind of a value whose largest over all towers is one tower's value."""
+    """The kind of a maximum: the largest of all towers' values is one tower's value."""
 
     name = "a maximum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Minimum(Kind):
-    """The kind of a value whose smallest over all towers is one tower's value."""
+    """The kind of a minimum: the least of all towers' values is one tower's value."""
 
     name = "a minimum over {its} rows"
 
@@ -538,7 +538,7 @@ def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
         other = odd[0] if odd else live[-1]
         raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
     if len({x.blocks for x in live if isinstance(x, TowerRows)}) > 1:
-        raise NotOfOneKindError("rows meet rows in another order")
+        raise NotOfOneKindError("rows are combined with rows in another order")
     most = next((x for x in live if not isinstance(x, Copy)), live[0])
     if isinstance(most, TowerRows):
         return TowerRows(most.power, most.blocks)

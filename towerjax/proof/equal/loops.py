@@ -117,7 +117,9 @@ def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 def _without_number(pair: EquationPair, value: Kind) -> Kind:
     if isinstance(value, Mean):
-        return pair.unknown(f"a function with its own derivative has {value}")
+        return pair.unknown(
+            f"no rule for a function with its own derivative of {value}"
+        )
     return value.replace(fact=None)
 
 
@@ -209,9 +211,11 @@ def _settled(
         if new == kinds:
             return kinds
         kinds = new
-    return [pair.unknown("the kind of a loop's carry changes from trip to trip")] * len(
-        carry
-    )
+    return [
+        pair.unknown(
+            "no rule for a loop that changes a carry in another way in each trip"
+        )
+    ] * len(carry)
 
 
 def _refuse_special(ins: Sequence[Kind]) -> None:
@@ -260,7 +264,10 @@ def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _each_for_itself(carry: Sequence[Kind]) -> list[Kind]:
-    """Return carries with rows for replicated values, as each row has its own trips."""
+    """Return the kinds of carries of which each row makes trips of its own.
+
+    A replicated value then becomes rows, because it may differ from row to row.
+    """
     return [rows(x.power) if isinstance(x, Copy) else x for x in carry]
 
 
@@ -448,7 +455,7 @@ def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
 
 
 def _rows_of(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of an output of which a loop over rows stacks one per row."""
+    """Return the kind of an output that a loop over rows stacks, an entry per row."""
     if isinstance(x, Row):
         all_rows = rows(x.power).replace(zeros=x.bare().zeros)
         return all_rows.replace(in_padding=x.in_padding)

@@ -144,7 +144,7 @@ def _of_all_devices(
         if isinstance(value, Copy) and own_rows is None:
             return copy(value.power)
         return pair.unknown(
-            f"out_specs of a shard_map call the same on all {{many}} {value}"
+            f"out_specs of a shard_map declare {value} the same on all {{many}}"
         )
     if not isinstance(value, _STACKABLE) or blocks_of(value) > 1:
         return pair.unknown(f"out_specs of a shard_map join {value}")

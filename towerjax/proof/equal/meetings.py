@@ -60,7 +60,9 @@ def _refuse_other_axes(pair: EquationPair) -> None:
     may_be_within = pair.name in _IN_ANY_ORDER or (pair.name in _INNERMOST and is_last)
     is_of_all = towers in pair.walk.axes and (axes == towers or may_be_within)
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
-        raise NotOfOneKindError(f"{pair.name} is along another axis, or in groups")
+        raise NotOfOneKindError(
+            f"{pair.name} is over another axis, or over groups of {{many}}"
+        )
 
 
 @rule("axis_index", every=Kind)
@@ -148,7 +150,7 @@ def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
     for eqn, towers in programs:
         ends = [sorted(side) for side in zip(*eqn.params["perm"], strict=True)]
         if ends != [[*range(towers)]] * 2:
-            raise NotOfOneKindError("a permutation leaves {many} out")
+            raise NotOfOneKindError("a permutation leaves some {many} out")
     if any(blocks_of(x) > 1 for x in ins):
         raise refused(pair)
     order = pair.walk.new_identity()
@@ -182,7 +184,8 @@ def _key_of_seed(pair: EquationPair, x: Kind) -> Kind:
 def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
     """Answer a tower's own key with a number for each row folded in: its own key.
 
-    One number for several rows would be that of other rows on other towers.
+    Other values of the rows are refused: rows with equal values would get one key on
+    one tower, and several keys on several towers.
     """
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
     if not (isinstance(y, RowNumbers) or is_of_each):
@@ -192,7 +195,7 @@ def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
 
 @rule("random_fold_in", SAME_FOR_ALL, TowerId)
 def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
-    """Answer a replicated key with the tower's number folded in: its own key."""
+    """Answer a replicated key with the tower's number folded in: a key of its own."""
     if pair.rows_out[0] is not None or not pair.walk.has_keys:
         raise refused(pair)
     return Key()

@@ -43,7 +43,7 @@ _SHARED: TypeAlias = Copy | Zero | Unknown | Stacked
 
 
 def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> bool:
-    """Return whether a scan has one trip for each tower, and is around all of them."""
+    """Return whether a scan runs over all micro-batches, which count as towers."""
     return lengths == pair.sizes.towers and not pair.walk.axes
 
 

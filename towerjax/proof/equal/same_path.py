@@ -169,7 +169,7 @@ class _Pair:
 
 
 def _sources_of(jaxpr: Any) -> dict[Any, Any]:
-    """Return, for each result of an equation that only reshapes, the value it shows."""
+    """Map each result of an equation that only reshapes to the operand it reshapes."""
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in jaxpr.eqns

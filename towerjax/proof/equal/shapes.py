@@ -119,7 +119,7 @@ def _is_of_one_size(pair: EquationPair) -> bool:
 
 
 def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
-    """Return a repeated value's kind; it is another value, unless it is there once."""
+    """Return the kind of a repeated value, a new value if it has more elements."""
     return x if _is_of_one_size(pair) else x.replace(fact=None)
 
 
@@ -182,9 +182,9 @@ def _repeated(pair: EquationPair, x: Kind) -> Kind:
         from_one = changed == [r_out] and pair.sizes_along(0, changed[0]) == (1, 1)
         if from_one:
             return repeated
-        raise NotOfOneKindError(f"{x} is repeated along rows")
+        raise NotOfOneKindError(f"no rule for {x} repeated along rows")
     if r_in != r_out:
-        raise NotOfOneKindError(f"{x} is repeated")
+        raise NotOfOneKindError(f"no rule for a tile of {x}")
     if r_in is None or not isinstance(x, TowerRows):
         return repeated
     return repeated.replace(blocks=x.blocks * times[r_in][0])
@@ -258,7 +258,7 @@ def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("reshape", Groups, knows_identity=True)
 def _from_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Answer a reshape of groups of rows to one dim of rows, in their first order."""
+    """Answer a reshape of groups of rows back to rows along one dim."""
     pair = _in_order_of_read(pair)
     [groups] = pair.ins
     assert isinstance(groups, Groups)

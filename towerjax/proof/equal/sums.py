@@ -291,7 +291,7 @@ def _best(pair: EquationPair, x: Kind) -> list[Kind]:
 
 @rule("dot_general", ELEMENTS, ELEMENTS)
 def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a product of rows or replicated values: the powers of T add.
+    """Answer a matrix product of rows or replicated values: the powers of T add.
 
     If rows are multiplied by rows and summed over the rows, the product is a part.
     """
@@ -303,7 +303,7 @@ def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     if not pair.are(Copy | TowerRows):
         raise refused(pair)
     if pair.out_dtype(0).kind == "b":
-        raise NotOfOneKindError("a product of bools tests whether any row has a flag")
+        raise NotOfOneKindError("no rule for a product of bools over {its} rows")
     both = product_of(x, y)
     if isinstance(both, TowerRows):
         if pair.has_padding(zeros_of(pair, 0)):
@@ -316,7 +316,10 @@ def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("dot_general", Part, SAME_FOR_ALL, commutes=True)
 def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a part multiplied by a replicated value, which is linear in the part."""
+    """Answer a matrix product of a part with a replicated value, which is a part.
+
+    The product is linear in the part.
+    """
     return product_of(x, y)
 
 
@@ -346,7 +349,10 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
 def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a convolution of a part with a replicated value: linear in the part."""
+    """Answer a convolution of a part with a replicated value, which is a part.
+
+    A convolution is linear in each operand.
+    """
     if pair.rows_in[1] is not None:
         raise NotOfOneKindError("no rule for a convolution along {its} rows")
     return product_of(x, y)
@@ -398,7 +404,7 @@ def _refuse_windows_of_rows(pair: EquationPair) -> None:
 
 @rule("fft", LINEAR, copies_as_rows=True)
 def _transformed(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a Fourier transform along dims without rows: linear, so the kind stays."""
+    """Answer a Fourier transform along dims without rows, which is linear."""
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if pair.rows_in[0] in last or pair.rows_in[0] != pair.rows_out[0]:

@@ -262,7 +262,9 @@ class Walk:
             return value
         has_rows = pair.rows_out[result] is not None
         if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
-            return pair.unknown(f"{pair.name} makes {value}, but not in its shape")
+            return pair.unknown(
+                f"the result of {pair.name} is {value}, which does not fit its shape"
+            )
         if why := widths.why_not_held(pair, result, value):
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None

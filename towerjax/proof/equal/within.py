@@ -68,7 +68,9 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
     if len(splits) > 1:
-        raise NotOfOneKindError("rows meet rows that are split over other devices")
+        raise NotOfOneKindError(
+            "rows are combined with rows that are split over other devices"
+        )
     split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(

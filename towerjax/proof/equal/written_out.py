@@ -183,7 +183,7 @@ class _Match(NamedTuple):
     """A value of one micro-batch's program, and its values in the other program."""
 
     known: Kind
-    values: tuple[Any, ...]  # one for each micro-batch; all the same if it is shared
+    values: tuple[Any, ...]  # a value for each micro-batch; or one, repeated, for all
 
     @property
     def is_shared(self) -> bool:
@@ -256,7 +256,10 @@ class Matched:
         return self._failed or _unknown(_OTHERS)
 
     def _match(self, node: _Node) -> None:
-        """Add the matches of an equation's results."""
+        """Find equations that do for all micro-batches what ``node`` does for one.
+
+        Their results are noted as matches of the results of ``node``.
+        """
         choices = [
             [x] if isinstance(x, _Constant) else self._matches[x] for x in node.ins
         ]
@@ -302,7 +305,7 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield, for each micro-batch, the numbers of the operands."""
+        """Yield, for each micro-batch, the numbers of its values for the operands."""
         for i in range(self._number):
             yield tuple(
                 _place(x) if isinstance(x, _Constant) else _place(x.values[i])
@@ -312,7 +315,7 @@ class Matched:
     def _add_results(
         self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
     ) -> None:
-        """Add a match for each result, if the rule gives all equations one kind."""
+        """Note matches of the results of ``node``, if all ``nodes`` get one kind."""
         ins = self._kinds_of(node, operands, nodes)
         if ins is None:
             return
@@ -364,7 +367,7 @@ class Matched:
         kinds[node.eqn.outvars[result]] = known
 
     def _add_chain(self, node: _Node, operands: Sequence[Any]) -> None:
-        """Add a match with the value to which the micro-batches add theirs in turn."""
+        """Match a sum with the value to which all micro-batches add theirs in turn."""
         name = node.eqn.primitive.name
         for start, part in (operands, operands[::-1]):
             if isinstance(part, _Constant):
@@ -390,7 +393,7 @@ class Matched:
             self._add(node.outs[0], match, node.out_shape())
 
     def _add_stack(self, node: _Node, match: Any) -> None:
-        """Add a match with the array in which all values are stacked."""
+        """Match a stack of one value with the stack of all micro-batches' values."""
         if isinstance(match, _Constant) or not isinstance(match.known, _ONE_EACH):
             return
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
@@ -424,7 +427,7 @@ class Matched:
         return None
 
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add a match of a value, and the matches that follow from it."""
+        """Note a match of a value, and the matches that follow from it."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
         if same and isinstance(same[0].known, Unknown):
@@ -437,7 +440,7 @@ class Matched:
         self._follow(value, match, shape)
 
     def _follow(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add the matches that follow from one: sums, arrays of all, and slices."""
+        """Note the matches that follow from one: sums, arrays of all, and slices."""
         for other in self._sums(match):
             self._add(value, other, shape)
         for other in self._joined(match, shape):
@@ -527,7 +530,7 @@ def _total(name: str, x: Kind) -> Kind:
 
 
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
-    """Return the kind of a chain's end, from those of its start and of its addends."""
+    """Return the kind of ``start`` and ``total`` together: their sum, or the larger."""
     for x in (total, start):
         if isinstance(x, Unknown):
             return x
@@ -581,7 +584,9 @@ def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 def kinds_by_matches(
     walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
 ) -> list[Kind]:
-    """Return the kinds of two programs' results, if the second is written out.
+    """Return the kinds of two programs' results; the second has no loop.
+
+    Its equations are written out once for each micro-batch, as a Python loop is traced.
 
     Raises:
       ProgramsDifferError: The first program is not of one tower, or a rule fails.

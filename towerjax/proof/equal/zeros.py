@@ -275,7 +275,10 @@ def _is_finite(x: Kind) -> bool:
 
 
 def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
-    """Return what is known of a result in padding rows, from its operands there."""
+    """Return what is known of a result in padding rows: that it is finite, or not.
+
+    It follows from what is known of the operands there.
+    """
     dtype = pair.out_dtype(result)
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     least = InPadding.ANY if is_inexact else InPadding.FINITE
@@ -283,8 +286,8 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
         is_guarded = isinstance(value, Mean) and value.fact is not None
         return InPadding.FINITE if is_guarded else least
     if isinstance(value, _WITHOUT_ROWS):
-        # Such a value is one that one tower has, so it is finite unless it is computed
-        # from a constant that is infinite.
+        # A replicated value, and the sum of all parts, is a value that one tower has.
+        # So it is finite, unless it is computed from an infinite constant.
         ends = [_is_finite(x) for x in pair.ins if isinstance(x, _WITHOUT_ROWS)]
         return InPadding.AS_EXAMPLE if all(ends) else least
     if pair.name == "select_n" and any(value is x for x in pair.ins):
