@@ -93,7 +93,7 @@ def _called(
 
 
 def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
-    """Return whether an inner program has the equation's inputs and outputs as its own.
+    """Return whether an inner program's inputs and outputs are the equation's.
 
     In a map over devices they may be shards of those of the equation.
     """

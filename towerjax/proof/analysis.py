@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.flow import refs
+from towerjax.jaxprs.flow import inner_programs, refs
 from towerjax.jaxprs.params import (
     given_name,
     is_foreign,
@@ -324,11 +324,10 @@ def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     They come from its jaxpr `solve`. The equation has four jaxprs, and each has
     constants of its own among the operands.
     """
-    lengths = eqn.params["const_lengths"]
-    [solve] = sub_jaxprs(eqn)
-    start = lengths.matvec + lengths.vecmat
-    ins = ins[start : start + lengths.solve] + ins[sum(lengths) :]
-    return _propagate(solve, ins, context.enter(eqn))[0]
+    [solve] = inner_programs(eqn)
+    marks = dict(zip(map(id, eqn.invars), ins, strict=True))
+    of_solve = [marks[id(x)] for x in solve.operands]
+    return _propagate(solve.jaxpr, of_solve, context.enter(eqn))[0]
 
 
 @_rule("cond")

@@ -385,7 +385,7 @@ def _is_list(out: Any) -> bool:
 
 
 def _is_setting(x: Any) -> bool:
-    """Return whether an array has a scalar or key per device, as settings may."""
+    """Return whether an array may be a setting: a scalar or a key per device."""
     is_given = not isinstance(x, jax.ShapeDtypeStruct)
     return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 

@@ -51,7 +51,10 @@ class Operation:
     attributes: str  # the rest of the operation's line
 
     def called(self) -> dict[str, str]:
-        """Return the computations that the operation runs, with their attributes."""
+        """Return the names of the computations that the operation runs.
+
+        Each name has the attribute that says what it is, such as "body" or "condition".
+        """
         if self.opcode.endswith(("-done", "-update")):
             return {}  # The operation that ends in "-start" names them.
         return {
@@ -72,7 +75,7 @@ class Module:
     """A compiled program's text, parsed."""
 
     header: str  # the first line of the text
-    computations: dict[str, dict[str, Operation]]  # each one's operations by name
+    computations: dict[str, dict[str, Operation]]  # the operations of each, by name
     entry: str
     frames: dict[int, tuple[str, int, str, int]]  # its file, line, function and parent
 

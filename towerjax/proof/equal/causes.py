@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.flow import inner_programs
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import Site
 from towerjax.proof.equal.kinds import (
     Copy,
@@ -144,20 +145,16 @@ class Causes:
         """Yield the variables that a variable is computed from, also across calls."""
         eqn = self._maker(place)
         if eqn is not None:
-            number = eqn.outvars.index(place.var)
-            inner = [x for x in sub_jaxprs(eqn) if _is_call(eqn, x)]
-            for program in inner:
-                yield _Place(program, program.outvars[number], eqn, place)
+            inner = [x for x in inner_programs(eqn) if place.var in x.results]
+            for x in inner:
+                out = x.jaxpr.outvars[x.results.index(place.var)]
+                yield _Place(x.jaxpr, out, eqn, place)
             if not inner:
                 yield from (place._replace(var=v) for v in eqn.invars)
         elif place.eqn is not None and place.var in place.program.invars:
-            number = place.program.invars.index(place.var)
-            offset = len(place.eqn.invars) - len(place.program.invars)
-            yield place.around._replace(var=place.eqn.invars[number + offset])
-
-
-def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
-    """Return whether an equation's operands and results are its inner program's."""
-    more = len(eqn.invars) - len(program.invars)
-    is_branch = eqn.primitive.name == "cond" and more == 1
-    return (more == 0 or is_branch) and len(eqn.outvars) == len(program.outvars)
+            programs = [
+                x for x in inner_programs(place.eqn) if x.jaxpr is place.program
+            ]
+            operand = programs[0].operands[place.program.invars.index(place.var)]
+            if operand is not None:
+                yield place.around._replace(var=operand)

@@ -254,7 +254,7 @@ def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
 def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
     """Return the infinity that a choice puts into padding rows, or None.
 
-    In padding rows the predicate must be 0, which chooses case 0.
+    The predicate must be 0 in padding rows, so that they get case 0.
     """
     is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
     if not isinstance(chosen, TowerRows) or not is_chosen:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towerjax.jaxprs.flow import inner_programs
 from towerjax.jaxprs.params import (
     given_name,
     is_hidden,
@@ -10,7 +11,6 @@ from towerjax.jaxprs.params import (
     named_axes,
     open_jaxpr,
     program_of_class,
-    sub_jaxprs,
     trace_hidden,
 )
 from towerjax.jaxprs.sites import all_eqns
@@ -471,10 +471,8 @@ def _rows_of(pair: EquationPair, x: Kind) -> Kind:
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
 def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Answer a `custom_linear_solve` with the kinds of its program `solve`."""
-    lengths = pair.params["const_lengths"]
-    start = lengths.matvec + lengths.vecmat
-    used = [*ins[start : start + lengths.solve], *ins[sum(lengths) :]]
-    programs = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
-    solve = [eqn.params["jaxprs"].solve for eqn in (pair.first, pair.second)]
-    assert [open_jaxpr(x) for x in solve] == programs
-    return pair.inside(solve, used)
+    [first] = inner_programs(pair.first)
+    [second] = inner_programs(pair.second)
+    kinds = dict(zip(map(id, pair.first.invars), ins, strict=True))
+    used = [kinds[id(x)] for x in first.operands]
+    return pair.inside((first.jaxpr, second.jaxpr), used)

@@ -182,10 +182,10 @@ def _key_of_seed(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("random_fold_in", Key, ELEMENTS | RowNumbers)
 def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
-    """Answer a tower's own key with a number for each row folded in: its own key.
+    """Answer a tower's own key with a number folded in: its own key.
 
-    Other values of the rows are refused: rows with equal values would get one key on
-    one tower, and several keys on several towers.
+    If the key is not one per row, numbers of rows must be the row numbers. Rows with
+    equal numbers would otherwise share a key on one tower, but not across towers.
     """
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
     if not (isinstance(y, RowNumbers) or is_of_each):
@@ -215,7 +215,11 @@ def _keys_of_own_key(pair: EquationPair, x: Key) -> Kind:
 
 @rule("random_split", ELEMENTS)
 def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the keys that are split from a key: rows need one key each."""
+    """Answer the keys that are split from a key, as a function of that key.
+
+    Keys for rows must be split from a key per row. Otherwise all towers would use the
+    same keys for their rows.
+    """
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
         raise NotOfOneKindError("all {many} use the same keys for their rows")
     return function_of([x], "a key")
@@ -225,7 +229,7 @@ def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
 def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
     """Answer a random draw: a tower's own key draws numbers for each row.
 
-    A replicated key draws replicated numbers, which must not be used as rows.
+    A replicated key draws the same numbers on all towers, which are not used as rows.
     """
     has_rows = pair.rows_out[0] is not None
     if isinstance(key, Key):

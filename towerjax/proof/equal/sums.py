@@ -418,7 +418,7 @@ def _transformed(pair: EquationPair, x: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a function of each matrix in the last two dims, as a decomposition."""
+    """Answer a function of each matrix in the last two dims, such as `qr`."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
             raise NotOfOneKindError(f"no rule for {pair.name} of {{its}} rows")

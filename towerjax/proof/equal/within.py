@@ -63,7 +63,8 @@ def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     """Return the mesh axes over which a tower's rows are split, equal for all operands.
 
-    Nothing else may differ over these axes, because it would weigh rows by their place.
+    Nothing else may differ over these axes, because a row would then be combined only
+    with the values of its own device.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}

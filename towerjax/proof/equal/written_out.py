@@ -104,7 +104,7 @@ class _Flat:
         self.nodes: list[_Node] = []
         self.by_key: dict[Any, list[_Node]] = defaultdict(list)
         self.users: dict[Any, list[_Node]] = defaultdict(list)
-        self.names: list[tuple[Jaxpr, Any, Any]] = []  # (program, variable, value)
+        self.names: list[tuple[Jaxpr, Any, Any]] = []  # programs, variables and values
         self._count = itertools.count()
         jaxpr = open_jaxpr(closed)
         self.ins = [next(self._count) for _ in jaxpr.invars]
