@@ -73,9 +73,12 @@ def real_number(x: Any) -> float | None:
 
 
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
-    """The kind of a literal, or of an array that a program closes over."""
+    """Return the kind of a literal, or of an array that a program closes over.
+
+    ``first`` and ``second`` are its values in the two programs.
+    """
     if isinstance(first, Tracer) or isinstance(second, Tracer):
-        # A value of the program around a step, which has no number yet.
+        # The constant is a value of a program around the step, so it has no number yet.
         why = "the program closes over other values for another number of {many}"
         return copy() if first is second else Unknown(why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
@@ -114,14 +117,14 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
 
 
 def size_of_rows(sizes: Sizes) -> Kind:
-    """The kind of the number of a tower's rows."""
+    """Return the kind of the number of a tower's rows."""
     if sizes.padded:
         return SIZE
     return copy(-1, ROWS_OF_TOWER)
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
-    """The power of T by which two constants differ; None if there is none."""
+    """Return the power of T by which two constants differ; None if there is none."""
     ratio = sizes.towers[1] / sizes.towers[0]
     for power in POWERS:
         factor = ratio ** float(power)
@@ -145,5 +148,5 @@ def _as_numbers(x: Any) -> np.ndarray | None:
 
 
 def _is_filled(x: np.ndarray) -> bool:
-    """Whether an array is one number throughout."""
+    """Return whether all elements of an array are one number."""
     return bool(x.size) and bool((x == x.flat[0]).all())

@@ -50,7 +50,7 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.walk import Walk
 
 _CHAINS = "add add_any max min".split()
-_MOST_MATCHES = 6  # of one value
+_MOST_MATCHES = 6  # the most matches that are kept of one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
 _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
@@ -60,18 +60,19 @@ class _Match(NamedTuple):
     """A value of one micro-batch's program, and its values in the other program."""
 
     known: Kind
-    values: tuple[Any, ...]  # one for each micro-batch; all the same if it is shared
+    values: tuple[Any, ...]  # a value for each micro-batch; or one, repeated, for all
 
     @property
     def is_shared(self) -> bool:
-        """Whether all micro-batches have one value."""
+        """Whether all micro-batches have one and the same value."""
         return len(set(self.values)) == 1
 
 
 class Matched:
-    """The kinds of a program's results, by matches with one of ``n`` micro-batches.
+    """The kinds of a program's results, found by matches with one micro-batch.
 
-    The first program is that of one micro-batch.
+    ``first`` is the program of one micro-batch. ``second`` has ``n`` of them written
+    out.
     """
 
     def __init__(self, walk: Walk, first: Any, second: Any) -> None:
@@ -85,7 +86,7 @@ class Matched:
         self._failed: Kind | None = None  # the first unknown value, with its reason
 
     def results(self, ins: Sequence[Kind]) -> list[Kind]:
-        """The kinds of the results, from those of the arguments."""
+        """Return the kinds of the results, from those of the arguments."""
         for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
             self._add(one, _Match(known, (other,) * self._number), ())
         for node in self._needed():
@@ -98,7 +99,7 @@ class Matched:
         return [self._result(*pair) for pair in pairs]
 
     def _needed(self) -> list[Node]:
-        """The equations of one micro-batch that some result needs, in order."""
+        """Return the equations of one micro-batch that some result needs, in order."""
         needed = {x for x in self._one.outs if not isinstance(x, ConstValue)}
         nodes = []
         for node in reversed(self._one.nodes):
@@ -116,10 +117,11 @@ class Matched:
                 return match.known
         return self._failed or _unknown(_OTHERS)
 
-    # Equations.
-
     def _match(self, node: Node) -> None:
-        """Add the matches of an equation's results."""
+        """Find equations that do for all micro-batches what ``node`` does for one.
+
+        Their results are noted as matches of the results of ``node``.
+        """
         choices = [
             [x] if isinstance(x, ConstValue) else self._matches[x] for x in node.ins
         ]
@@ -141,7 +143,7 @@ class Matched:
     def _same_for_each(
         self, node: Node, operands: Sequence[Any]
     ) -> Iterator[list[Node]]:
-        """Equations, one for each micro-batch, that may do the same to its operands."""
+        """Yield lists of equations, one per micro-batch, that may match ``node``."""
         lists = [
             [
                 x
@@ -169,7 +171,7 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """The numbers of the operands, for each micro-batch."""
+        """Yield, for each micro-batch, the numbers of its values for the operands."""
         for i in range(self._number):
             yield tuple(
                 place_of(x) if isinstance(x, ConstValue) else place_of(x.values[i])
@@ -179,7 +181,7 @@ class Matched:
     def _add_results(
         self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> None:
-        """Add a match for each result, if the rule says the same of each equation."""
+        """Note matches of the results of ``node``, if all ``nodes`` get one kind."""
         ins = self._kinds_of(node, operands, nodes)
         if ins is None:
             return
@@ -200,7 +202,10 @@ class Matched:
     def _kinds_of(
         self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> list[Kind] | None:
-        """The kinds of the operands; None if constants are not the same, or counted."""
+        """Return the kinds of the operands, or None if their constants do not fit.
+
+        Constants fit if they are equal in all micro-batches, or count these.
+        """
         ins = []
         for i, x in enumerate(operands):
             if not isinstance(x, ConstValue):
@@ -223,14 +228,12 @@ class Matched:
         return ins
 
     def _set_kind(self, node: Node, result: int, known: Kind) -> None:
-        """Keep the kind of a variable, for those who look for causes."""
+        """Record the kind of a variable, for `Causes`."""
         kinds = self._walk.kinds.setdefault(id(node.program), {})
         kinds[node.eqn.outvars[result]] = known
 
-    # Sums over micro-batches, and slices of the batch.
-
     def _add_chain(self, node: Node, operands: Sequence[Any]) -> None:
-        """Add a match with the value to which all micro-batches add theirs in turn."""
+        """Match a sum with the value to which all micro-batches add theirs in turn."""
         name = node.eqn.primitive.name
         for start, part in (operands, operands[::-1]):
             if isinstance(part, ConstValue):
@@ -256,7 +259,7 @@ class Matched:
             self._add(node.outs[0], match, node.out_shape())
 
     def _add_stack(self, node: Node, match: Any) -> None:
-        """Add a match with the array in which all values are stacked up."""
+        """Match a stack of one value with the stack of all micro-batches' values."""
         if isinstance(match, ConstValue) or not isinstance(match.known, _ONE_EACH):
             return
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
@@ -267,7 +270,7 @@ class Matched:
                 self._add(node.outs[0], stacked, node.out_shape())
 
     def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
-        """The value to which all of these are added in turn, or None."""
+        """Return the value to which all of ``parts`` are added in turn, or None."""
         left = [*parts]
         value = begin
         while left:
@@ -290,7 +293,7 @@ class Matched:
         return None
 
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add a match of a value, and those that follow from it."""
+        """Note a match of a value, and the matches that follow from it."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
         if same and isinstance(same[0].known, Unknown):
@@ -303,7 +306,7 @@ class Matched:
         self._follow(value, match, shape)
 
     def _follow(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add the matches that follow from one: sums, arrays of all, and slices."""
+        """Note the matches that follow from one: sums, arrays of all, and slices."""
         for other in self._sums(match):
             self._add(value, other, shape)
         for other in self._joined(match, shape):
@@ -314,7 +317,7 @@ class Matched:
             self._add(multiple, other, shape)
 
     def _sums(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the sum of all values, or with the largest or smallest."""
+        """Yield matches with the sum of all values, or with the largest or smallest."""
         first, *others = match.values
         users = self._all.users[first]
         for primitive in dict.fromkeys(x.eqn.primitive for x in users):
@@ -356,9 +359,9 @@ class Matched:
                     yield place, _Match(known, (end,) * self._number)
 
     def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
-        """Matches with the array that has all values, one after another.
+        """Yield matches with the array that has all values, one after another.
 
-        ``shape`` is that of the value with one micro-batch.
+        ``shape`` is the shape of the value in the program of one micro-batch.
         """
         rows_of_both = self._walk.sizes.rows
         for node in self._all.users[match.values[0]]:
@@ -376,7 +379,7 @@ class Matched:
                 yield _Match(known, node.outs * self._number)
 
     def _slices(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the n slices that a program takes of the batch."""
+        """Yield matches with the n slices that a program takes of the batch."""
         if not match.is_shared or not isinstance(match.known, Copy | Zero | Stacked):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -393,7 +396,7 @@ class Matched:
                 yield _Match(known, tuple(by_start[x] for x in starts))
 
     def _of_a_slice(self, x: Kind, dim: int, size: int) -> Kind | None:
-        """The kind of a micro-batch's slice of a whole."""
+        """Return the kind of a micro-batch's slice of a whole array, or None."""
         if isinstance(x, Zero):
             return ZERO
         if isinstance(x, Stacked):
@@ -423,13 +426,13 @@ def _rows_of_micro_batch(closed: Any, n: int) -> tuple[int, int]:
 
 
 def _unknown(why: str, node: Node | None = None) -> Kind:
-    """An unknown kind, with a reason and the line of an equation."""
+    """Return an unknown kind, with a reason and the line of an equation."""
     line = user_line((node.eqn, node.outer)) if node else ""
     return Unknown(why=f"{why}, at {line}" if line else why)
 
 
 def _total(name: str, x: Kind) -> Kind:
-    """The kind of the sum, or of the largest or smallest, of all towers' values."""
+    """Return the kind of the sum or extreme of all towers' values."""
     if isinstance(x, Zero | Unknown):
         return x
     if name.startswith("add") and isinstance(x, Part | Copy):
@@ -453,7 +456,7 @@ def _power_of(number: int, factor: float, divisor: float) -> int | None:
 
 
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
-    """The kind of the end of a chain, from those of its start and of all the others."""
+    """Return the kind of ``start`` and ``total`` together: their sum, or the larger."""
     for x in (total, start):
         if isinstance(x, Unknown):
             return x
@@ -488,13 +491,17 @@ def _constants_agree(x: Node, y: Node) -> bool:
 
 
 def _counts(node: Node, number: int) -> bool:
-    """Whether the one constant operand that is not 0 is a number, or all are 0."""
+    """Return whether the first constant operand is ``number`` and any others are 0."""
     numbers = [whole_number(x) for x in node.ins if isinstance(x, ConstValue)]
     return bool(numbers) and numbers[0] == number and set(numbers[1:]) <= {0}
 
 
 def _cuts_of(node: Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
-    """The slices along one dim: (it, its new and old size), the start, the slice."""
+    """Yield the slices that an equation takes along one dim.
+
+    Each is a tuple: the dim with the slice's and the whole size, the start, and the
+    slice.
+    """
     name = node.eqn.primitive.name
     if name not in ("slice", "split"):
         return
@@ -518,7 +525,9 @@ def _cuts_of(node: Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 def kinds_by_matches(
     walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
 ) -> list[Kind]:
-    """The kinds of two programs' results, if the second is written out.
+    """Return the kinds of two programs' results; the second has no loop.
+
+    Its equations are written out once for each micro-batch, as a Python loop is traced.
 
     Raises:
       ProgramsDifferError: The first program is not of one tower, or a rule fails.
