@@ -7,6 +7,7 @@ is unknown, 0, or positive. Overflow and underflow are not looked at.
 
 import enum
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -36,22 +37,23 @@ _FINITE_FROM = {
 }
 """The functions that are finite for values of at least this sign."""
 
-_OF_NUMBERS: dict[str, Callable[..., float]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "neg": operator.neg,
     "div": lambda x, y: x / y if y else math.nan,
     "pow": lambda x, y: x**y if x > 0 else math.nan,
-    "neg": lambda x: -x,
-    "convert_element_type": lambda x: x,
-    "broadcast_in_dim": lambda x: x,
+    "convert_element_type": float,
+    "broadcast_in_dim": float,
 }
+"""What these functions return for numbers, which need not be arrays."""
 
-
-_READS = ELEMENTWISE | {
+_BY_ELEMENT = ELEMENTWISE | {
     *"""broadcast_in_dim concatenate convert_element_type expand_dims iota reshape
     select_n slice split squeeze stack transpose unstack""".split()
 }
+"""Functions each of whose elements is computed from one element of each operand."""
 
 
 class FiniteValues:
@@ -64,7 +66,8 @@ class FiniteValues:
     def __init__(self, arguments: Sequence[int], of_rows: Collection[int]) -> None:
         self._finite = {*arguments}
         self._of_rows = of_rows
-        self._by_element = {*arguments}  # each element is made from those of arguments
+        # Each element of these is computed from single elements of arguments.
+        self._by_element = {*arguments}
         self._signs: dict[Any, Sign] = {}
         self._numbers: dict[Any, float] = {}
         self._made_by: dict[Any, tuple[Any, Sequence[Any]]] = {}
@@ -74,7 +77,7 @@ class FiniteValues:
         self._made_by |= dict.fromkeys(outs, (eqn, ins))
         if self._keeps_finite(eqn, ins, frozenset()):
             self._finite.update(outs)
-        if eqn.primitive.name in _READS and all(map(self._is_by_element, ins)):
+        if eqn.primitive.name in _BY_ELEMENT and all(map(self._is_by_element, ins)):
             self._by_element.update(outs)
         self._signs |= dict.fromkeys(outs, self._sign_of_result(eqn, ins))
         numbers = [self._number(x) for x in ins]
@@ -87,12 +90,13 @@ class FiniteValues:
         return self._is_finite(value, frozenset())
 
     def _number(self, value: Any) -> float | None:
+        """Return the number that all elements of a value are, or None."""
         if isinstance(value, ConstValue):
             return real_number(value)
         return self._numbers.get(value)
 
     def _is_finite(self, value: Any, positive: frozenset[Any]) -> bool:
-        """Return whether a value is finite where the values ``positive`` are so."""
+        """Return whether a value is finite where ``positive`` values are above 0."""
         if isinstance(value, ConstValue):
             return value.is_finite
         if value in self._numbers:
@@ -100,7 +104,7 @@ class FiniteValues:
         if value in self._finite or not positive or value not in self._made_by:
             return value in self._finite
         eqn, ins = self._made_by[value]
-        # What a guard protects is a quotient, and at most a product of it.
+        # A guard protects a quotient, or a product of one.
         return eqn.primitive.name in ("mul", "div") and self._keeps_finite(
             eqn, ins, positive
         )
@@ -137,6 +141,7 @@ class FiniteValues:
         return self._number(value) == -math.inf
 
     def _is_by_element(self, value: Any) -> bool:
+        """Return whether no element of a value depends on several of an argument."""
         return isinstance(value, ConstValue) or value in self._by_element
 
     def _reads_inside(self, eqn: Any, index: Any) -> bool:
@@ -169,6 +174,7 @@ class FiniteValues:
         return self.is_finite(chosen) and self._is_finite(otherwise, positive)
 
     def _sign(self, value: Any) -> Sign:
+        """Return the least sign of a value's elements."""
         number = self._number(value)
         if number is None:
             return self._signs.get(value, Sign.ANY)
