@@ -206,6 +206,17 @@ def test_a_program_that_draws_anew_is_told():
     assert type(error.value).__name__ == "NotAudited"
 
 
+@pytest.mark.parametrize("other", [np.nan, np.inf])
+def test_zeros_are_not_the_same_as_what_is_not_finite(other):
+    def make(workers):
+        return lambda x: x + (other if workers > 1 else 0), [np.zeros(4, "f")]
+
+    with pytest.raises(
+        tj.testing.SplitError, match=f"result is {other} with workers=2"
+    ):
+        tj.testing.same_for(make, workers=(1, 2))
+
+
 @pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 1), (1, 16)])
 def test_numbers_of_devices_that_cannot_be_compared_are_refused(wrong):
     with pytest.raises(ValueError, match="must begin with 1|are only 8 dev"):

@@ -17,20 +17,21 @@ from towerjax.types.refusals import Portable, listed
 from towerjax.types.trees import is_key
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
-"""The merged value of each leaf, real numbers; None if it has no one value."""
+"""The merged value of each leaf, as real numbers; None if towers differ in it."""
 
 # A difference counts if it exceeds this many times the effect of rounding the inputs
-# once more. In 16 bits the inputs were already rounded as much (True).
+# once more. The number is smaller for 16 bits (True), where the inputs are rounded
+# more.
 _ROUNDINGS = {False: 32, True: 4}
-# The same for 32-bit sums of 16-bit values: each value was rounded by half of its last
-# bit, and rounding once more changes it by up to two bits.
+# This is that number for 32-bit sums of 16-bit values. Each value was rounded by half
+# of its last bit, and rounding once more changes it by up to two bits.
 _ROUNDINGS_OF_SUMS = 0.5
 _TOLERANCE = 1e-4
-# The relative change that a leaf may have when a program is run again, for example by
-# atomic sums.
+# A leaf may change by this relative amount when a program is run again, for example
+# because a device adds up in another order.
 _OF_RERUNS = 1e-6
 _SHOWN = 3
-_PLACES = "towers", "devices"  # the numbers of things that a program runs on
+_PLACES = "towers", "devices"  # A program runs "on" these, and "with" other numbers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class AuditReport:
 
 
 def _where(of: str, numbers: str) -> str:
-    """Return the numbers with which a program was run, as text."""
+    """Return the text for what a program was run with, such as "on 4 towers"."""
     return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
 
 
@@ -186,13 +187,13 @@ class SplitError(Portable, ReplicationError):
 
 
 class Compared(NamedTuple):
-    """The merged results of several towers and of one tower, for one split."""
+    """The merged results of several towers and of one tower, for one split of rows."""
 
     towers: int
     split: str
     got: Leaves
     want: Leaves
-    nearby: Callable[[], Sequence[Leaves]]  # for inputs rounded once more
+    nearby: Callable[[], Sequence[Leaves]]  # the results for inputs rounded once more
     rtols: Mapping[str, float] = MappingProxyType({})  # the tolerances of some leaves
 
 
@@ -241,7 +242,7 @@ def judge(
 
 
 def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
-    """One report made of several reports on the same towers and leaves."""
+    """Join several reports on the same towers and leaves into one report."""
     most = max(reports, key=lambda x: x.largest)
     by_rounding = dict.fromkeys(name for x in reports for name in x.by_rounding)
     compared = {name for x in reports for name in x.compared}
@@ -258,8 +259,8 @@ def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
 def compared_of(leaves: Leaves) -> tuple[str, ...]:
     """Return the names of the leaves that have a finite value.
 
-    A value that is not finite, such as a gradient whose scale is still too large, says
-    nothing.
+    A value that is not finite, such as a gradient whose scale is still too large,
+    cannot be compared.
     """
     values = {name: x for name, x in leaves.items() if x is not None}
     return tuple(sorted(name for name, x in values.items() if np.isfinite(x).all()))
@@ -274,7 +275,7 @@ def _gap_of_leaf(
 ) -> tuple[float, Finding]:
     """Find a leaf's largest difference, and its ratio to what rounding explains.
 
-    A ratio above 1 is no rounding.
+    A ratio above 1 is more than rounding explains.
     """
     got = run.got[name]
     want = run.want[name]
@@ -286,7 +287,7 @@ def _gap_of_leaf(
         )
     size = max(_largest(got), sizes[name])
     gap = gaps(got, want)
-    if gap.size == 0 or size == 0:
+    if not gap.any():
         return 0.0, same
     at = np.unravel_index(np.argmax(gap), gap.shape)
     difference = float(gap[at])
@@ -295,8 +296,10 @@ def _gap_of_leaf(
         value=float(got[at]),
         one_tower=float(want[at]),
         difference=difference,
-        relative=difference / size,
+        relative=difference / size if size else np.inf,
     )
+    if size == 0:  # one of the two is 0, and the other infinite or no number
+        return np.inf, finding
     rtol_of_leaf = run.rtols.get(name, rtol)
     if finding.relative <= rtol_of_leaf:
         return finding.relative / rtol_of_leaf if rtol_of_leaf else 0.0, finding
@@ -330,7 +333,7 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """Return the message if the loss of one tower is not finite; else None."""
+    """Return an error text if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         is_loss = part_of(name) is LeafPart.LOSS
         if is_loss and x is not None and not np.isfinite(x).all():
@@ -359,7 +362,10 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the absolute differences; infinite if only one of two values is finite."""
+    """Return the absolute differences of two arrays.
+
+    A difference is infinite if only one of the two values is finite.
+    """
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
@@ -370,14 +376,17 @@ def _largest(x: np.ndarray) -> float:
 
 
 def rounding_of(jaxprs: Iterable[Any]) -> float:
-    """The tolerance for rounding: eight times the epsilon of the narrowest dtype."""
+    """Return the tolerance for rounding in programs, from their narrowest dtype.
+
+    It is eight times the epsilon of that dtype.
+    """
     eqns = (eqn for jaxpr in jaxprs for eqn in all_eqns(jaxpr))
     avals = [v.aval for eqn in eqns for v in eqn.outvars]
     return rounding_of_dtypes({str(getattr(x, "dtype", None)) for x in avals})
 
 
 def rounding_of_dtypes(dtypes: Collection[str]) -> float:
-    """Return the tolerance for rounding in any of these dtypes."""
+    """Return the tolerance for rounding in the narrowest of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
 
@@ -385,7 +394,7 @@ def rounding_of_dtypes(dtypes: Collection[str]) -> float:
 def rounded(
     tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
 ) -> PyTree:
-    """The tree with its floats changed by a relative amount, up and down in turn.
+    """Return the tree with its floats moved by a relative amount, up and down in turn.
 
     With ``only_broken`` whole numbers stay, because functions compare with them. Floats
     of fewer than ``least_bytes`` stay, too.
@@ -406,7 +415,10 @@ def rounded(
 
 
 def as_reals(x: Any) -> np.ndarray | None:
-    """The array in 32 or 64 bits, real and imaginary parts stacked; None for a key."""
+    """Return an array in 32 or 64 bits, with real and imaginary parts stacked.
+
+    The result is None for a random key and for None.
+    """
     if x is None or is_key(x):
         return None
     x = np.asarray(x)

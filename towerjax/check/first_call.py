@@ -36,8 +36,8 @@ from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
-_PATIENCE_S = 5.0  # after which a proof says that it runs
-_MOST_EXAMPLES = 8  # of which batches that may be padded are proved
+_PATIENCE_S = 5.0  # the seconds after which a proof prints that it is running
+_MOST_EXAMPLES = 8  # the most numbers of examples for which padded batches are proved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +59,18 @@ class Prepared(NamedTuple):
 def prepare(
     step: Step[Any], state: PyTree, batch: PlacedBatch, **fields: Any
 ) -> Prepared:
-    """Compile a step for such a batch, and check it as these fields of `Asked` say."""
+    """Compile a step for batches like this one, and check it as ``fields`` say.
+
+    They are fields of `Asked`.
+    """
     asked = Asked(**fields)
-    _found(step, asked=asked)  # for later batches with other numbers of examples, too
+    _found(step, asked=asked)  # It holds for batches of other numbers of examples, too.
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch)
     kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
-    if asked.audit and step.unproved is None:  # it was compiled before
+    if asked.audit and step.unproved is None:  # The program was compiled before.
         hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
     _found(step, note="", is_told=True)
@@ -82,7 +85,7 @@ def before_first(
 ) -> None:
     """Prove a step equal to one tower before its first call, if its options say so.
 
-    A refuted leaf is refused. An unproved leaf is audited, and one line says so. Where
+    A refuted leaf is refused. An unproved leaf is audited, and one line says so. If
     towers merge nothing, there is nothing to prove.
     """
     asked = step.checked.asked or Asked()
@@ -102,7 +105,7 @@ def before_first(
 def tell_once(step: Step[Any]) -> None:
     """Print what proof and audit of a training found, if nobody was told so far.
 
-    `run` tells it by itself; this is for loops that call a step.
+    `run` prints this by itself. A loop that calls the step itself needs this function.
     """
     checked = step.checked
     if checked.is_told or not (checked.note and step.plan.gives_step_flag):
@@ -120,7 +123,10 @@ def prove_alone(
     why: str,
     examples: int | None = None,
 ) -> None:
-    """Prove a step equal to one tower, if its options say so, where nothing can run."""
+    """Prove a step equal to one tower, if its options say so, where nothing can run.
+
+    ``why`` says why no audit can run, for example because the devices are absent.
+    """
     wanted = _wanted(step, Asked())
     if wanted is not False and step.num_calls > 1:
 
@@ -136,11 +142,15 @@ def prove_alone(
 def audit_step(
     step: Step[Any], state: PyTree, batch: PyTree, **options: Any
 ) -> AuditReport:
-    """Return the report of an audit with options of `run_audit`; the step keeps it."""
+    """Audit a step with options of `run_audit`, and return the report.
+
+    The step keeps the report.
+    """
     start = time.perf_counter()
     plan, state = step.to_audit(step.start(state))
     try:
-        # The audit makes values of its own, and judges those that are not finite, too.
+        # The audit makes arrays of its own, and judges values that are not finite
+        # itself. So guards that the user has set would stop it.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
             how_called = {
@@ -156,7 +166,10 @@ def audit_step(
 
 
 def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
-    """The report of an audit that a user asked for; the first call then makes none."""
+    """Return the report of an audit that a user asked for.
+
+    The first call then makes no audit of its own.
+    """
     report = audit_step(step, state, batch)
     _found(step, is_done=True)
     return report
@@ -176,7 +189,7 @@ def equality_of_step(
     examples in the batch, if it may be padded; None is a full batch.
     """
     rows, _, replicated = args
-    with jax.transfer_guard("allow"):  # of constants, which are read
+    with jax.transfer_guard("allow"):  # The proof reads the programs' constants.
         plan, state = step.to_audit(state)
         to_prove = StepToProve(
             plan,
@@ -195,8 +208,8 @@ def equality_of_step(
     equality = equality.with_leaves(per_tower_values_read(traced))
     if line := line_of_own_devices(traced):
         why = why_not_as_on_one_device(to_prove)
-        told = f"a shard_map over a tower's own devices, {line}: {why}" if why else ""
-        equality = equality.not_of_own_devices(told)
+        text = f"a shard_map over a tower's own devices, {line}: {why}" if why else ""
+        equality = equality.not_of_own_devices(text)
     return equality
 
 
@@ -207,12 +220,12 @@ def _wanted(step: Step[Any], asked: Asked) -> bool | None:
 
 
 def _found(step: Step[Any], **fields: Any) -> None:
-    """Add findings to the step."""
+    """Add these fields to the results of checks that the step keeps."""
     step.checked = dataclasses.replace(step.checked, **fields)
 
 
 def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
-    """Return whether too many other numbers of examples were proved; say so once."""
+    """Return whether too many other numbers of examples were proved; warn once."""
     examples = step.checked.examples
     if len(examples) < _MOST_EXAMPLES or batch.num_examples in examples:
         return False
@@ -266,7 +279,7 @@ def _prove(
 
 
 def _say_that_it_is_proved() -> None:
-    """Print why a first call takes so long."""
+    """Print that a proof is running, because the first call takes long."""
     if jax.process_index() == 0:
         print_line(f"proving that the step is equal to one tower. {LEAVE_OUT}")
 
@@ -279,10 +292,10 @@ def _sample(
     asked: Asked,
     equality: StepEquality,
 ) -> str:
-    """Return the result of an audit of the leaves that are not proved, as text.
+    """Audit the leaves that are not proved, and return the result as text.
 
-    If towers have variables of their own, a difference is only told. Otherwise it is
-    raised.
+    A difference is raised as an error, unless towers have variables of their own. Then
+    the text tells it.
     """
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
     program = program_hash(traced, **calls_and_pads)

@@ -9,7 +9,7 @@ from towerjax.types.trees import key_name
 
 
 class LeafPart(enum.Enum):
-    """The part of a step's results that a leaf belongs to, the first to be told."""
+    """The part of a step's results that a leaf belongs to; errors list losses first."""
 
     LOSS = enum.auto()
     GRADIENT = enum.auto()
@@ -17,10 +17,10 @@ class LeafPart(enum.Enum):
 
 
 GRADIENT = "gradient"
-"""The first key of gradients; in the results of a pass it is another one."""
+"""The first key of a gradient's name; results of a pass have another key for it."""
 
 _GRADIENTS = "grads"
-# The fields of `Sum` and `Weighted` that have a tree.
+# These fields of `Sum` and `Weighted` hold gradients, whose names leave them out.
 _HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
 
 
@@ -45,7 +45,7 @@ class LeafName(str):
         part: LeafPart = LeafPart.OTHER,
         number: int = 0,
     ) -> "LeafName":
-        """Make the name of a leaf; without ``keys`` it stands for a whole pass."""
+        """Create the name of a leaf; without ``keys`` it stands for a whole pass."""
         self = super().__new__(cls, name)
         self.part = part
         self.number = number
@@ -54,9 +54,10 @@ class LeafName(str):
 
     @classmethod
     def at(cls, path: tuple[Any, ...], loss: str = "loss") -> "LeafName":
-        """Name the leaf at a path of a pass's results, whose loss has this key.
+        """Name the leaf at ``path`` of a pass's results.
 
-        The type that holds a gradient is not part of its name.
+        ``loss`` is the key of the pass's loss. The type that holds a gradient is not
+        part of its name.
         """
         first = key_name(path[0]) if path else "result"
         rest = path[1:]
@@ -69,18 +70,18 @@ class LeafName(str):
         return cls(root, (root,), part=part).within(rest)
 
     def within(self, path: tuple[Any, ...]) -> "LeafName":
-        """Name the leaf at a path of this one."""
+        """Name the leaf at ``path`` inside this leaf."""
         name = self + jax.tree_util.keystr(path)
         keys = (*self.keys, *path)
         return LeafName(name, keys, part=self.part, number=self.number)
 
     def in_pass(self, number: int) -> "LeafName":
-        """Name the leaf of one of several passes."""
+        """Name this leaf as one of pass ``number``, in a step that has several."""
         name = f"pass {number}: {self}"
         return LeafName(name, self.keys, part=self.part, number=number)
 
     def is_at(self, *keys: Any) -> bool:
-        """Return whether these keys lead to the leaf, or to what holds it."""
+        """Return whether these keys lead to the leaf, or to a tree that holds it."""
         return self.keys[: len(keys)] == keys
 
     def holds(self, other: "LeafName") -> bool:
@@ -93,15 +94,18 @@ WHOLE_STEP = LeafName("step")
 
 
 def whole_pass(number: int) -> LeafName:
-    """Return the name in place of a pass's leaves."""
+    """Return a name that stands for all leaves of a pass."""
     return LeafName(f"pass {number}", number=number)
 
 
 def leaf_of(name: str) -> LeafName:
-    """Return a leaf's name; that of a program that is no step is a place of its own."""
+    """Return a leaf's name; for a program that is no step, make one of the text."""
     return name if isinstance(name, LeafName) else LeafName(name, (name,))
 
 
 def part_of(name: str) -> LeafPart:
-    """Return the part of a leaf; results of a program that is no step have none."""
+    """Return the part of a step's results that a leaf belongs to.
+
+    For a leaf of a program that is no step it is OTHER.
+    """
     return leaf_of(name).part

@@ -34,7 +34,7 @@ from towerjax.types.options import check_whole
 
 
 def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
-    """The proof, from shapes alone, that towers stay the same and equal one tower."""
+    """Prove, from shapes alone, that towers stay the same and equal one tower."""
     state = step.plan.states.as_state(state)
     args = step.placer.shapes(batch)
     traced = trace(step.plan, (*split_state(state), *args))
@@ -59,13 +59,13 @@ def _examples_of(step: Step[Any], batch: PyTree) -> int | None:
 def prove_traced(
     step: Step[Any], traced: Traced, state: TrainState, batch: PlacedBatch
 ) -> None:
-    """Prove a step that is traced into another program, where there are no rows."""
+    """Prove a step that is traced into another program, without rows to audit."""
     examples = batch.num_examples if batch.may_pad else None
     prove_alone(step, traced, state, batch.args, NO_ROWS, examples)
 
 
 def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
-    """The compiled program for such a batch; for absent devices from shapes alone."""
+    """Compile the program for such a batch; for absent devices from shapes alone."""
     placement = step.strategy.placement
     if placement.absent is not None:
         return _compile_for_absent(step, state, batch)
@@ -101,7 +101,7 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
 def report_step(
     step: Step[Any], state: PyTree, batch: PyTree, timed_calls: int
 ) -> StepReport:
-    """A report on a step's compiled program, with times of ``timed_calls`` calls."""
+    """Return a report on a step's compiled program; it times ``timed_calls`` calls."""
     check_whole("timed_calls", timed_calls, 0)
     placement = step.strategy.placement
     if not timed_calls:
@@ -133,4 +133,4 @@ def locate_nonfinite(
     program = locator.program(donated_kept, placed)
     (flags,) = locator(program, donated_kept, placed)
     locations = [y for x in jax.device_get(flags) for y in x.locations(number)]
-    return tuple(dict.fromkeys(locations))  # each pass has the parameters
+    return tuple(dict.fromkeys(locations))  # Each pass finds a NaN in the parameters.

@@ -56,10 +56,11 @@ NO_FLOPS = Flops(0, 0)
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
-    """Count the products of a program; a ``shard_map`` counts on all its devices.
+    """Count the FLOPs of a program's dot products and convolutions.
 
     The largest branch of a ``cond`` counts. The number of trips of a ``while`` is
-    unknown, so its body counts once. Operations that no result needs are left out.
+    unknown, so its body counts once. A ``shard_map`` counts on all its devices.
+    Operations that no result needs are left out.
 
     Args:
       jaxpr: The result of ``jax.make_jaxpr(fn)(*args)``, or ``.jaxpr`` of a traced
@@ -84,14 +85,17 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
     return _count(body, [True] * len(body.outvars), False, None)
 
 
-# The scope that JAX gives to operations that a derivative computes once more.
+# JAX gives this scope to operations that a derivative computes once more.
 _REMATTED = "rematted_computation"
 
 
 def _count(
     jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
 ) -> Flops:
-    """Count the products that used results need; ``is_again``: it is recomputation."""
+    """Count the products that the ``used`` results of a jaxpr need.
+
+    ``is_again`` tells whether the jaxpr computes them once more for a derivative.
+    """
     total = NO_FLOPS
     results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     wanted = {x for x in results if not isinstance(x, Literal)}
@@ -181,7 +185,7 @@ def _of_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_ragged_dot(eqn: JaxprEqn) -> int:
-    """The FLOPs of a product in which each row on the left meets one group's matrix."""
+    """Count the FLOPs of a product of each row on the left with its group's matrix."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     other = {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -191,9 +195,9 @@ def _of_ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_conv(eqn: JaxprEqn) -> int:
-    """Two FLOPs for each pair of a number of the kernel and one of the image.
+    """Count two FLOPs for each number of the image and number of the kernel that meet.
 
-    Pairs with padding do not count.
+    Numbers of the kernel that meet padding do not count.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -224,7 +228,8 @@ _PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
     "ragged_dot_general": _of_ragged_dot,
     "conv_general_dilated": _of_conv,
 }
-# What multiplies no pairs of numbers; others are named as not counted.
+# These primitives compute no products. Any other primitive that has no rule here is
+# reported as not counted.
 _FREE_NAMES = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh

@@ -36,7 +36,7 @@ class InnerProgram(NamedTuple):
 
 
 def inner_programs(eqn: JaxprEqn) -> list[InnerProgram]:
-    """Find the programs that run when an equation runs, and whose their inputs are."""
+    """Find the programs that run when an equation runs, and what their inputs are."""
     programs = sub_jaxprs(eqn)
     name = eqn.primitive.name
     if name == "while":
@@ -59,7 +59,10 @@ def inner_programs(eqn: JaxprEqn) -> list[InnerProgram]:
 
 
 def _of_while(eqn: JaxprEqn) -> list[InnerProgram]:
-    """Return the test and the body of a loop; a result of the test is none of it."""
+    """Return the test and the body of a loop.
+
+    The test's output is the predicate, which is no result of the equation.
+    """
     tests = eqn.params["cond_nconsts"]
     bodies = eqn.params["body_nconsts"]
     carry = eqn.invars[tests + bodies :]
@@ -80,14 +83,20 @@ def _called(
     num_consts: int = 0,
     num_carried: int = 0,
 ) -> InnerProgram:
-    """Return a program whose inputs are ``operands``, of which a loop carries some."""
+    """Return an inner program whose inputs are ``operands``.
+
+    After the first ``num_consts`` inputs come ``num_carried`` that a loop carries.
+    """
     carried: list[Any] = [None] * len(operands)
     carried[num_consts : num_consts + num_carried] = eqn.outvars[:num_carried]
     return InnerProgram(program, tuple(operands), tuple(carried), tuple(eqn.outvars))
 
 
 def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
-    """Whether a program's inputs and outputs are an equation's, or shards of them."""
+    """Return whether an inner program's inputs and outputs are the equation's.
+
+    In a map over devices they may be shards of those of the equation.
+    """
     same_inputs = len(eqn.invars) == len(program.invars)
     same_outputs = len(eqn.outvars) == len(program.outvars)
     if not (same_inputs and same_outputs):
@@ -108,7 +117,7 @@ def _shape(var: Any) -> Any:
 
 
 def _unknown(program: Jaxpr) -> InnerProgram:
-    """Return a program of which no value is known to be one of the equation."""
+    """Return an inner program none of whose values is known to be the equation's."""
     no_inputs = (None,) * len(program.invars)
     return InnerProgram(program, no_inputs, no_inputs, (None,) * len(program.outvars))
 
@@ -118,7 +127,11 @@ def needed_eqns(
     results: Iterable[Any],
     always: Iterable[Any] = (),
 ) -> list[Any]:
-    """The equations, in order, that ``results`` depend on or that ``always`` run."""
+    """Return, in order, the equations that are needed to compute ``results``.
+
+    Equations in ``always`` run anyway, so they and the equations that they depend on
+    are needed, too.
+    """
     wanted = {x for x in results if not isinstance(x, Literal)}
     runs = set(map(id, always))
     needed = []
@@ -133,18 +146,20 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 
 
 def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
-    """Return for each output the entry of the input that it is; None if it is none.
+    """Return, for each output that is an unchanged input, the entry of that input.
 
-    ``entries`` has an entry for each input. Calls and scans are looked into.
+    ``entries`` has an entry for each input. The answer is None for an output that the
+    program computes. Calls and scans are looked into.
     """
     forwarded = dict(zip(map(id, jaxpr.invars), entries, strict=True))
     for eqn in jaxpr.eqns:
         inner = inner_programs(eqn) if eqn.primitive.name in _CALLS else []
         hidden = trace_hidden(eqn, {}) if is_hidden(eqn) else None
-        if hidden is not None:  # with jax_remat3
+        if hidden is not None:  # JAX hides a checkpoint under the flag jax_remat3.
             inner = [_called(eqn, open_jaxpr(hidden), eqn.invars)]
         for program in inner:
-            # What a loop carries is another value in the next trip.
+            # A carry of a loop may hold another value in the next trip, so it
+            # forwards no input.
             inside = [
                 forwarded.get(id(x)) if after is None else None
                 for x, after in zip(program.operands, program.carried, strict=True)
@@ -174,9 +189,10 @@ def dependents(
     axis: str,
     ends: Collection[Any] = (),
 ) -> set[Any]:
-    """Return the values that depend on some inputs or on an axis.
+    """Return the values that depend on ``inputs`` or on the mesh axis ``axis``.
 
-    Results of the primitives ``ends`` do not.
+    A result of a primitive in ``ends`` counts as independent, whatever its operands
+    are.
     """
     depend: set[Any] = set(inputs)
     for eqn in body.eqns:

@@ -33,10 +33,14 @@ class Interpreter:
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
-        """Evaluate an equation and store its results; ``operands`` replace its own."""
+        """Evaluate an equation and store its results.
+
+        ``operands``, if there are any, replace the values of the equation's own
+        operands.
+        """
         if operands is None:
             operands = []
-            for x in eqn.invars:  # this calls no function, because there are many
+            for x in eqn.invars:  # A call of `read` for each of many would be slower.
                 operands.append(x.val if isinstance(x, Literal) else self.values[x])
         try:
             results = evaluate_eqn(eqn, operands)
@@ -47,7 +51,10 @@ class Interpreter:
 
 
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation for ``operands``, in its `eqn_context`."""
+    """Return the results of an equation for ``operands``, traced as at its own line.
+
+    Its line, name stack and JAX settings are those of `eqn_context`.
+    """
     params = eqn.primitive.get_bind_params(eqn.params)
     at = eqn.source_info
     names = current_name_stack() + at.name_stack
@@ -58,7 +65,7 @@ def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def eqn_context(eqn: Any) -> Iterator[None]:
-    """A context for tracing with an equation's line, name stack and JAX settings."""
+    """Trace what is inside with an equation's line, name stack and JAX settings."""
     at = eqn.source_info
     names = current_name_stack() + at.name_stack
     with user_context(at.traceback, name_stack=names), eqn.ctx.manager:
@@ -68,7 +75,10 @@ def eqn_context(eqn: Any) -> Iterator[None]:
 def as_call(
     eqn: JaxprEqn, fn: Callable[..., Any], axes: Sequence[tuple[str, int]] = ()
 ) -> JaxprEqn:
-    """An equation that calls ``fn``, in place of ``eqn``; ``axes`` are bound in it."""
+    """Return an equation that calls ``fn``, to be put in the place of ``eqn``.
+
+    ``axes`` are the names and sizes of mesh axes that ``fn`` may use.
+    """
     avals: list[Any] = [v.aval for v in eqn.invars]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     closed = jax.make_jaxpr(fn, axis_env=[*axes])(*shapes)
@@ -80,7 +90,7 @@ def as_call(
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
-    """The equation, with ``change(jaxpr)`` in place of each jaxpr in its params."""
+    """Return the equation with ``change(jaxpr)`` for each jaxpr in its params."""
     if eqn.primitive in PLAIN:
         return eqn
     params = {key: _changed(value, change) for key, value in eqn.params.items()}
@@ -118,19 +128,19 @@ class Parts:
         self.eqns: list[JaxprEqn] = []
         self._marks = marks
         self._first_known: dict[Var, int] = {}  # the first part that knows a value
-        self._ends: list[tuple[JaxprEqn, int]] = []  # each with the part it ends
-        self._kinds: dict[int, Primitive] = {}  # all ends of a part have one
+        self._ends: list[tuple[JaxprEqn, int]] = []  # equations, and the part they end
+        self._kinds: dict[int, Primitive] = {}  # the primitive at which a part ends
         self._marked: dict[Var, Any] = {}
         for eqn in program.jaxpr.eqns:
             self._place(eqn, ends)
 
     def _place(self, eqn: JaxprEqn, ends: Collection[Primitive]) -> None:
-        """Note an equation, and the first part that knows its results."""
+        """Assign an equation to a part; note the first part that knows its results."""
         number = self.first_knowing(eqn.invars)
         kind = eqn.primitive
         if kind in ends:
             while self._kinds.setdefault(number, kind) is not kind:
-                number += 1  # this part ends with equations of another primitive
+                number += 1  # This part ends with equations of another primitive.
             self._ends.append((eqn, number))
             number += 1
         else:
@@ -141,7 +151,7 @@ class Parts:
 
     @property
     def last(self) -> int:
-        """The last part that ends at an equation; -1 if none does."""
+        """The number of the last part that ends at an equation; -1 if none does."""
         return max((number for _, number in self._ends), default=-1)
 
     def first_knowing(self, values: Iterable[Any]) -> int:
@@ -162,12 +172,12 @@ class Parts:
     def dependents(self, inputs: Sequence[Var], axis: str) -> set[Any]:
         """Return the values that depend on some inputs or an axis, within one part.
 
-        The results of an equation at which a part ends depend on none.
+        The results of an equation at which a part ends count as independent.
         """
         return dependents(self.program.jaxpr, inputs, axis, self._kinds.values())
 
     def source(self, marked: Var) -> Any:
-        """Return the value that a mark was put on."""
+        """Return the value that an equation of the primitive ``marks`` marked."""
         return self._marked[marked]
 
     def interpreter(self, inputs: Sequence[Any]) -> Interpreter:
@@ -177,9 +187,10 @@ class Parts:
     def evaluate(
         self, walk: Interpreter, wanted: Iterable[Any], shown: Iterable[JaxprEqn] = ()
     ) -> None:
-        """Evaluate what ``wanted`` values need and ``walk`` does not know yet.
+        """Evaluate the equations that ``wanted`` need and that are not evaluated yet.
 
-        Of the equations ``shown``, which have effects, those not known are evaluated.
+        ``walk`` holds the results so far. The equations in ``shown`` have effects, so
+        they are evaluated even if no wanted value needs them.
         """
         unknown = [x for x in self.eqns if walk.values.keys().isdisjoint(x.outvars)]
         for eqn in needed_eqns(unknown, wanted, always=shown):

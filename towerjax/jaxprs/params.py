@@ -18,8 +18,8 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 
 
 def param_leaves(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs, plain values and functions inside the objects of params."""
-    # One loop: it runs several times for each equation of a program.
+    """Return the jaxprs, plain values and functions inside an equation's params."""
+    # This runs several times for each equation, so it is one loop without recursion.
     leaves = []
     todo = [*params.values()][::-1]
     seen = set()
@@ -55,7 +55,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def is_hidden(eqn: JaxprEqn) -> bool:
-    """Whether a function among an equation's params hides what the equation does."""
+    """Return whether a function among its params hides what an equation does."""
     if eqn.primitive in PLAIN or eqn.primitive.name in TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
@@ -73,11 +73,12 @@ def given_name(eqn: JaxprEqn) -> str | None:
     """Return the name that ``checkpoint_name`` gives a value, if this equation does."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
-    high: Any = eqn.params.get("_prim")  # with jax_remat3
+    high: Any = eqn.params.get("_prim")  # Only the flag jax_remat3 sets this param.
     return high.name if type(high).__name__.startswith("CheckpointName") else None
 
 
-# What a function raises if it cannot take tracers, JAX's own errors included.
+# A function that cannot take tracers raises one of these. JAX's own errors are
+# subclasses of them.
 _UNTRACEABLE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
     *(NameError, NotImplementedError, RecursionError, TypeError, ValueError),
@@ -85,7 +86,10 @@ _UNTRACEABLE = (
 
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
-    """The jaxpr of the code that a primitive hides; None if it cannot be traced."""
+    """Trace the code that a primitive hides; return None if that fails.
+
+    ``sizes`` has the size of each mesh axis that the code may use.
+    """
     primitive = eqn.primitive
     code: Callable = primitive.to_lojax if _is_high(primitive) else primitive.impl
     avals: list[Any] = [v.aval for v in eqn.invars]
@@ -96,11 +100,11 @@ def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
             axis_env=list(sizes.items()),
         )(*shapes)
     except _UNTRACEABLE:
-        return None  # It needs arrays, a device, or an axis: what it does is unknown.
+        return None  # It needs arrays, a device, or an axis, so it stays unknown.
     return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
 
 
-# Effects on Refs, which are values of the program itself.
+# These are effects on Refs. A Ref is a value of the program, so the proof reads it.
 _HARMLESS_EFFECTS = frozenset(
     "InternalMutableArrayEffect ReadEffect WriteEffect AccumEffect".split()
 )
@@ -120,7 +124,8 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
 
 
 def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """The axes over which each dim is split, by number: a spec may be no iterable."""
+    """Return, for each dim of a value, the mesh axes over which the dim is split."""
+    # Some versions of JAX have specs that are not iterable.
     dims = [spec[i] for i in range(len(spec))]
     return [x if isinstance(x, tuple) else (x,) for x in dims]
 
@@ -138,14 +143,14 @@ def meshes_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
-    """Whether results may differ between towers although the operands are the same.
+    """Return whether results may differ between towers although operands are the same.
 
-    True for side effects, for foreign code, and for an unknown primitive with the
-    towers' axis among its params.
+    They may after a side effect, in foreign code, and in an unknown primitive that has
+    the towers' axis among its params.
     """
     name = eqn.primitive.name
     if _is_high(eqn.primitive):
-        return False  # its code is looked at
+        return False  # Its code can be traced, so the analysis looks at that.
     effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
     named = [x for x in param_leaves(eqn.params) if isinstance(x, str)]
     is_known = name in FOREIGN or name.startswith("thunky.")
@@ -153,16 +158,19 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
-    """The ``axis_index_groups`` of a collective; None if one group has all towers."""
+    """Return the ``axis_index_groups`` of a collective, or None for one group of all.
+
+    ``size`` is the number of towers.
+    """
     all_groups = eqn.params.get("axis_index_groups")
     if all_groups is None or len(all_groups) > 1:
         return all_groups
-    # With one tower, a group of one may stand for all towers or for each alone.
+    # If there is one tower, a group of one tower may mean all or each alone.
     return None if len(all_groups[0]) == size > 1 else all_groups
 
 
 def is_full(eqn: JaxprEqn, size: int) -> bool:
-    """Return whether a ppermute sends a value to every tower; the others get zeros."""
+    """Return whether a ``ppermute`` sends a value to every tower; else some get 0."""
     return len({target for _, target in eqn.params["perm"]}) == size
 
 
@@ -177,13 +185,13 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """Return the inner jaxprs of `sub_jaxprs`, with their constants."""
+    """Return the inner jaxprs that run when an equation runs, with their constants."""
     if eqn.primitive in PLAIN:
         return []
     params = eqn.params
     if "_prim" in params:
         return [x for x in [program_of_class(params["_prim"])] if x is not None]
-    if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
+    if eqn.primitive.name == "custom_linear_solve":  # Only `solve` computes results.
         params = {"solve": params["jaxprs"].solve}
     return [x for x in param_leaves(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 

@@ -2,8 +2,8 @@
 
 from jax.extend.core import Primitive, primitives
 
-# Primitives of JAX whose params hold functions that hide nothing: those of derivatives,
-# of partitioning or of random keys, or code that the params hold as a jaxpr, too.
+# The params of these primitives hold functions that hide nothing. The functions are
+# for derivatives, partitioning or random keys, or the params have them as jaxprs, too.
 TRUSTED = frozenset(
     "checkpoint composite core_map custom_jvp_call custom_lin custom_partitioning "
     "custom_vjp_call custom_vmap_call debug_callback inspect_sharding jit linear_call "
@@ -13,8 +13,8 @@ TRUSTED = frozenset(
 )
 
 
-# Primitives that depend on their operands alone: their params hold no code, no jaxpr
-# and no axis.
+# The results of these primitives depend on their operands alone. Their params hold no
+# code, no jaxpr and no mesh axis.
 _PLAIN_NAMES = """
     abs acos acosh add add_jaxvals and argmax argmin asin asinh atan atan2 atanh
     bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
@@ -29,7 +29,7 @@ _PLAIN_NAMES = """
 """
 
 
-_KNOWN = vars(primitives)  # a version of JAX may lack some
+_KNOWN = vars(primitives)  # Some versions of JAX lack some of the names above.
 
 
 PLAIN: frozenset[Primitive] = frozenset(
@@ -46,14 +46,14 @@ REDUCTIONS = frozenset(
 
 
 SUMS = frozenset("psum psum_invariant unreduced_psum".split())
-"""Those of `REDUCTIONS` that add up: a value that towers share counts ``T`` times."""
+"""Those of `REDUCTIONS` that add up; a value that is the same on ``T`` towers counts
+``T`` times."""
 
 
 EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
-"""Those of `REDUCTIONS` that take the largest or smallest: copies change nothing."""
+"""Those of `REDUCTIONS` that take the largest or smallest value of all towers."""
 
 
-# Output i is operand i; some have an `axes` param, but none communicates.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     cbrt ceil clamp clz complex conj convert_element_type cos cosh digamma div eq eq_to
@@ -64,9 +64,11 @@ ELEMENTWISE = frozenset(
     select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square sub tan tanh xor zeta""".split()
 )
-"""Primitives that compute each element from the elements at its place, or numbers."""
+"""Primitives that compute an element from the operands' elements at the same place."""
 
 
+# Result i of these primitives is operand i. Some have a param `axes`, but none
+# communicates.
 IDENTITIES = (
     "optimization_barrier pvary pcast preduced vary_unreduced_cast_p "
     "vary_unreduced_cast reduced_vary_cast_p reduced_vary_cast device_put copy "
@@ -74,8 +76,8 @@ IDENTITIES = (
 ).split()
 
 
-# Primitives whose code no jaxpr shows, because it is in another language or on another
-# device. Their results may differ even if the operands are the same.
+# No jaxpr shows the code of these primitives, because it is in another language or on
+# another device. Their results may differ even if their operands are the same.
 FOREIGN = frozenset(
     "ffi_call call_exported buffer_callback cudnn_fusion custom_fusion "
     "tpu_custom_call mosaic_gpu_p triton_kernel_call rng_uniform "

@@ -26,12 +26,12 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Return the equations of a jaxpr and of its inner jaxprs."""
+    """Return an iterator over the equations of a jaxpr and of its inner jaxprs."""
     return (eqn for program in all_jaxprs(jaxpr) for eqn in open_jaxpr(program).eqns)
 
 
 def eqns_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Return the equations of an equation's inner jaxprs."""
+    """Return an iterator over the equations of an equation's inner jaxprs."""
     return (x for inner in jaxprs_in_params(eqn) for x in all_eqns(inner))
 
 
@@ -42,10 +42,10 @@ def all_sites(
     plain: bool = False,
     outer: "Site | None" = None,
 ) -> list["Site"]:
-    """The site of each equation of a jaxpr, and of the inner jaxprs that are entered.
+    """List the site of each equation of a jaxpr and of the inner jaxprs it enters.
 
-    ``enter(eqn)``: whether to enter the jaxprs inside an equation. ``plain``: whether
-    equations of `PLAIN` primitives are listed, too.
+    ``enter(eqn)`` tells whether to enter the jaxprs inside an equation. If ``plain`` is
+    true, equations of `PLAIN` primitives are listed, too.
     """
     sites: list[Site] = []
     for eqn in open_jaxpr(jaxpr).eqns:
@@ -65,7 +65,7 @@ _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
 def sites_over(
     jaxpr: Jaxpr | ClosedJaxpr, axes: Collection[str] | None = None
 ) -> list[Site]:
-    """List the sites that name one of these axes of a mesh, or for None any axis."""
+    """List the sites of equations that name one of ``axes``; for None, any axis."""
     sites = [site for site in all_sites(jaxpr) if named_axes(site[0])]
     if axes is None:
         return sites
@@ -92,7 +92,7 @@ def scopes_of(site: Site) -> list[str]:
 
 
 def user_line(site: Site | None) -> str:
-    """The innermost line of user code around an equation; "" if there is none."""
+    """Return the innermost line of user code around an equation; "" if none."""
     for eqn in outwards(site):
         traceback = eqn.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
@@ -109,7 +109,7 @@ def is_in_mean(eqn: JaxprEqn) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to Python, an installed package or towerjax itself."""
+    """Return whether a file belongs to Python, an installed package or towerjax."""
     library = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
     return bool(library) or file.startswith(_LIBRARY)
 
@@ -125,7 +125,7 @@ def format_line(file: str, line: int, function: str) -> str:
 
 
 def arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
+    """Yield the arrays among the constants and literals of a jaxpr and inner jaxprs."""
     for program in all_jaxprs(jaxpr):
         body = open_jaxpr(program)
         yield from getattr(program, "consts", ())

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs import tags
-from towerjax.jaxprs.flow import refs
+from towerjax.jaxprs.flow import inner_programs, refs
 from towerjax.jaxprs.params import (
     given_name,
     is_foreign,
@@ -50,8 +50,8 @@ from towerjax.proof.marks import (
 _Marks: TypeAlias = list[Mark]
 _Specs: TypeAlias = Sequence[PartitionSpec]
 _Rule: TypeAlias = Callable[[JaxprEqn, _Marks, Context], _Marks]
-_NO_AXIS = ""  # an axis that no collective names, so that none ends a dependence
-COPIES = "copies"  # the source of an input of which each device has the same copy
+_NO_AXIS = ""  # No collective names this axis, so none ends a dependence.
+COPIES = "copies"  # This is the source of an input that each device has a copy of.
 
 
 def analyse(
@@ -61,11 +61,15 @@ def analyse(
     num_towers: int,
     outer: Site | None = None,
 ) -> findings.Analysis:
-    """The findings: which values differ from tower to tower, communicate, or hang.
+    """Find which outputs of a traced tower function may differ from tower to tower.
 
-    ``inputs`` has a name for each per-tower input, and None for an input that is the
-    same on all towers. ``axis`` is the axis of the towers; with None nothing differs.
-    ``outer`` is the site around the jaxpr.
+    The analysis also finds the collectives in the program, and those that only some
+    towers reach. It reads the program and runs nothing.
+
+    ``inputs`` has a name for each input that is each tower's own, and None for an input
+    that is the same on all towers. ``axis`` is the mesh axis of the towers; if it is
+    None, no value differs. ``outer`` is the site of the equation that contains
+    ``jaxpr``.
     """
     along = NOTHING if axis is None else ALL
     noted = list[Any]()
@@ -81,30 +85,33 @@ def analyse(
 def depends(
     jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
 ) -> findings.Analysis:
-    """The findings on which named inputs each output depends on.
+    """Find on which named inputs each output depends, collectives included.
 
-    Here a reduction over towers does not end a dependence.
+    In `analyse`, a value that is reduced over the towers no longer depends on its
+    inputs. Here it still does.
     """
     return analyse(jaxpr, inputs, _NO_AXIS, 0)
 
 
 def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
-    """For each output of a program, what a `shard_map` makes of copies on the devices.
+    """Find, for each output of a program, what a `shard_map` makes of equal copies.
 
-    It is COPIES if all devices still have the same value, and otherwise the source of
-    the difference; "" if the output does not come from a `shard_map`.
+    ``copied`` tells for each input whether every device has the same copy of it. The
+    answer for an output is COPIES if all devices still have the same value, and
+    otherwise the source of the difference. It is "" if the output does not come from a
+    `shard_map`.
     """
     ins = [Mark(source=COPIES * is_copied) for is_copied in copied]
     return [m.source for m in _propagate(jaxpr.jaxpr, ins, Context(None, 0, []))[0]]
 
 
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
-    """The marks of a jaxpr's outputs, and the marks of all its variables."""
+    """Return the marks of a jaxpr's outputs, and a dict of all variables' marks."""
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
         ins = []
-        for v in eqn.invars:  # without a call for each equation: there are many
+        for v in eqn.invars:  # A loop is faster than a call for each equation.
             ins.append(REPLICATED if isinstance(v, Literal) else known(v, REPLICATED))
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
@@ -120,12 +127,12 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     return outs, env
 
 
-# A rule gets an equation, the marks of its operands, and the context.
+# Each rule is called with an equation, the marks of its operands, and the context.
 _RULES: dict[str, _Rule] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
-    """A decorator that registers the rule for primitives of these names."""
+    """Return a decorator that registers a rule for primitives of these names."""
 
     def register(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
@@ -135,7 +142,7 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of an equation without a rule, from its inner jaxprs if it has any."""
+    """Return the marks of an equation without a rule, from its inner jaxprs if any."""
     inner = sub_jaxprs(eqn)
     names = named_axes(eqn)
     if not inner and not names and is_foreign(eqn, context.axis):
@@ -144,7 +151,8 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _hidden(eqn, ins, context)
     if names and not inner and not refs(eqn):
         return _communicate(eqn, ins, context)
-    # The jaxprs of kernels and reducers see slices of the operands.
+    # The inner jaxprs of kernels and reducers see slices of the operands, so only
+    # inner jaxprs whose shapes are those of the equation are read as calls.
     sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
     shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
     is_call = shapes[1:] == shapes[:1] and not refs(eqn)
@@ -152,6 +160,7 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return the marks of a collective's results, and record a call over towers."""
     name = eqn.primitive.name
     scopes = scopes_of((eqn, None))
     is_sum = name in SUMS or name == "reduce_scatter"
@@ -160,21 +169,25 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
         known = (tags.BATCH_NORM, *tags.TOWER_CALLS)
-        what = next((x for x in known if x in scopes), name)
+        call = next((x for x in known if x in scopes), name)
         for m in ins:
-            passes = not m.along or (what not in tags.TOWER_CALLS and is_flag(m))
+            passes = not m.along or (call not in tags.TOWER_CALLS and is_flag(m))
             source = "" if passes else m.source
-            context.noted.append(findings.TowerCall(what, line, is_sum, source))
+            context.noted.append(findings.TowerCall(call, line, is_sum, source))
     return apply_collective(eqn, ins, context)
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """The mark, once for each result and for each Ref that the equation may write."""
+    """Repeat a mark for each result and each Ref that the equation may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
 @_rule("axis_index")
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return marks of results that may differ between towers whatever the operands are.
+
+    Such a result comes from `axis_index`, or from code that no jaxpr shows.
+    """
     source = eqn.primitive.name
     site = (eqn, context.outer)
     differs = context.axis is not None
@@ -191,12 +204,16 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     "random_bits", "random_fold_in", "random_gamma", "random_split", "rng_bit_generator"
 )
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of random numbers; under ``vmap``, rbg draws for all keys at once."""
+    """Return the marks of random numbers, and record a draw that depends on ``vmap``.
+
+    Under ``vmap``, an rbg generator draws for all keys at once, so its numbers depend
+    on how many towers share a device.
+    """
     key: Any = eqn.invars[0].aval
     kind = str(key.dtype)
     derives = eqn.primitive.name in ("random_fold_in", "random_split")
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
-    # vmap batches the carry of a while whose predicate differs, keys included.
+    # If the predicate of a while differs, vmap batches the carry, keys included.
     if is_rbg and (context.control or any(m.along for m in ins[: 1 + derives])):
         context.noted.append(findings.Draw(user_line((eqn, context.outer))))
     return _for_each_result(made_at(join(ins), (eqn, context.outer)), eqn)
@@ -204,7 +221,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("name")
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The mark of a value that towerjax named; see `towerjax.jaxprs.tags`."""
+    """Return the mark of a value that towerjax named; see `towerjax.jaxprs.tags`."""
     name = given_name(eqn)
     [mark] = ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
@@ -215,8 +232,11 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of hidden code, if it can be traced; else its results may differ."""
-    if given_name(eqn) is not None:  # with jax_remat3
+    """Return the marks of the results of hidden code, which is traced if it can be.
+
+    If it cannot be traced, the results may differ between towers.
+    """
+    if given_name(eqn) is not None:  # JAX hides a name under the flag jax_remat3.
         return _of_name(eqn, ins, context)
     env = {} if context.axis is None else {context.axis: context.num_towers}
     hidden = None if context.is_inside(eqn) else trace_hidden(eqn, env)
@@ -227,12 +247,13 @@ def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return the marks of the results of a call, from those of its inner jaxpr."""
     return _propagate(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
 @_rule("shard_map", "sharding_constraint")
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of a program's own `shard_map`, or of a sharding."""
+    """Return the marks of the results of the user's `shard_map`, or of a sharding."""
     name = eqn.primitive.name
     line = user_line((eqn, context.outer))
     is_map = name == "shard_map"
@@ -247,18 +268,20 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     split = len(along) * len(eqn.outvars) - replicated
     for mesh in meshes_of(eqn):
         typed = eqn.params.get("check_vma", False)
-        what = name, mesh.axis_names, mesh.size, line, along, replicated, split, typed
-        context.noted.append(findings.OwnMesh(*what))
+        own_mesh = findings.OwnMesh(
+            name, mesh.axis_names, mesh.size, line, along, replicated, split, typed
+        )
+        context.noted.append(own_mesh)
     return _call(eqn, ins, context) if is_map else ins
 
 
 def along_each_axis(
     site: Site, ins: _Specs | None = None, outs: _Specs | None = None
 ) -> dict[str, findings.Analysis]:
-    """By axis, the analysis of a `shard_map` in which its devices are the towers.
+    """Analyse a `shard_map` along each of its axes, as if its devices were towers.
 
-    An output that ``out_specs`` split may differ. ``ins`` and ``outs`` are specs in
-    place of the equation's own.
+    The result has an `Analysis` for each axis. An output that ``out_specs`` split along
+    the axis may differ. ``ins`` and ``outs`` replace the specs of the equation.
     """
     params = site[0].params
     analyses = {}
@@ -277,7 +300,7 @@ def along_each_axis(
 
 
 def _map_copies(site: Site, ins: _Marks) -> _Marks:
-    """The marks of a `shard_map` that gets copies, one row for each device."""
+    """Return the marks of a `shard_map` whose operands hold a copy for each device."""
     params = site[0].params
     body = params["jaxpr"]
     outs = [PartitionSpec()] * len(params["out_specs"])
@@ -289,35 +312,41 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
     if specs == [*params["in_specs"]]:
         return [REPLICATED] * len(outs)
     along = along_each_axis(site, specs, outs).values()
-    each = list(zip(*[x.outputs for x in along], strict=True)) or [()] * len(outs)
-    differs = [next(filter(None, x), None) for x in each]
+    by_output = list(zip(*[x.outputs for x in along], strict=True)) or [()] * len(outs)
+    differs = [next(filter(None, x), None) for x in by_output]
     return [Mark(source=x.told() if x else COPIES) for x in differs]
 
 
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of the results of `solve`, one of four jaxprs with constants."""
-    lengths = eqn.params["const_lengths"]
-    [solve] = sub_jaxprs(eqn)
-    start = lengths.matvec + lengths.vecmat
-    ins = ins[start : start + lengths.solve] + ins[sum(lengths) :]
-    return _propagate(solve, ins, context.enter(eqn))[0]
+    """Return the marks of the results of a `custom_linear_solve`.
+
+    They come from its jaxpr `solve`. The equation has four jaxprs, and each has
+    constants of its own among the operands.
+    """
+    [solve] = inner_programs(eqn)
+    marks = dict(zip(map(id, eqn.invars), ins, strict=True))
+    of_solve = [marks[id(x)] for x in solve.operands]
+    return _propagate(solve.jaxpr, of_solve, context.enter(eqn))[0]
 
 
 @_rule("cond")
 def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return the marks of a `cond`, which joins all branches and the predicate."""
     inner = context.enter(eqn, predicate=ins[0])
     outs = [_propagate(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
     return _pick(eqn, [join(m) for m in zip(*outs, strict=True)], ins[0], context)
 
 
 def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
+    """Return marks of results that also depend on the predicate that chose them."""
     predicate = made_at(predicate, (eqn, context.outer))
     return [join([mark, predicate]) for mark in outs]
 
 
 @_rule("while")
 def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return the marks of a `while` loop's results, from a fixed point of its carry."""
     tests = eqn.params["cond_nconsts"]
     bodies = eqn.params["body_nconsts"]
     test = open_jaxpr(eqn.params["cond_jaxpr"])
@@ -327,17 +356,18 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         *carry, predicate = marks
         inner = context.enter(eqn, trips=None, predicate=predicate)
         outs = _propagate(body, ins[tests : tests + bodies] + carry, inner)[0]
-        # The test also sees the initial carry, even if the body never runs.
+        # The test reads the initial carry even if the body never runs.
         return outs + _propagate(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    # If the body never runs, the results are the initial carry.
+    # If the body never runs, the results are the initial carry, whose marks count, too.
     *outs, predicate = _fixed_point(trip, [*carry, REPLICATED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
 
 @_rule("scan")
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Return the marks of a `scan`'s results, from a fixed point of its carry."""
     length = eqn.params["length"]
     body = open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
@@ -348,15 +378,19 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.noted)
-    # The last trip decides: a carry that the body reduces is reduced.
+    # The last trip decides: a carry that the body reduces over towers no longer differs
+    # after the loop, even if it differed before.
     return outs if length else ins[consts:end] + outs[carry:]
 
 
 def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _Marks]:
-    """The marks after a trip that changes none any more, and those before it."""
+    """Repeat a loop's trip until the marks of its carry no longer change.
+
+    Returns the marks after the last trip, and those of the carry before it.
+    """
     start = len(noted)
     while True:
-        del noted[start:]  # keep only the findings of the last round
+        del noted[start:]  # Only the findings of the last round are kept.
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if [m.along for m in more] == [m.along for m in marks]:
@@ -365,7 +399,7 @@ def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _M
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """The marks of an equation whose results may each depend on each operand.
+    """Return the marks of an equation whose results may each depend on each operand.
 
     Such an equation is a kernel, or writes Refs.
     """

@@ -9,13 +9,16 @@ from towerjax.types.version import page
 
 
 class Dependence(NamedTuple):
-    """The source of a difference (an input, "tower.id" or a primitive) and its line."""
+    """Why a value differs between towers, and the line that made it.
+
+    The source is an input, "tower.id" or a primitive.
+    """
 
     source: str
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
     def told(self) -> str:
-        """The dependence as one text, worded for a `shard_map`."""
+        """Return the dependence as one text, worded for a `shard_map`."""
         return self.source.replace("tower.id", "axis_index") + (
             f" at {self.line}" if self.line else ""
         )
@@ -26,11 +29,11 @@ class Collective(NamedTuple):
 
     primitive: str
     axes: tuple[str, ...]
-    bytes: int  # of its operands
-    trips: int | None  # product of the lengths of the scans around it; None in a while
+    bytes: int  # the size of its operands
+    trips: int | None  # lengths of the scans around it, multiplied; None in a while
     line: str
-    # How it sums a value that is the same on all towers: "added up", "counted" for an
-    # integer, or "averaged"; "" if it does not.
+    # This says what a sum does with a value that is the same on all towers: "added
+    # up", "counted" for an integer, or "averaged". It is "" for any other collective.
     of_equals: str
 
 
@@ -50,16 +53,16 @@ class Draw(NamedTuple):
 
 
 class OwnMesh(NamedTuple):
-    """An equation that puts values on a mesh of the user's."""
+    """An equation in the user's code that puts values on a mesh of the user's."""
 
     primitive: str
     axes: tuple[str, ...]
     size: int  # the number of devices
     line: str
-    along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
+    along: Mapping[str, "Analysis"]  # for a `shard_map`, its analysis along each axis
     replicated: int  # the number of results declared replicated, added up over axes
     split: int  # the number of results declared split
-    typed: bool  # whether check_vma=True, with which jax.grad adds up over devices
+    typed: bool  # True for check_vma=True, with which jax.grad adds up over devices
 
 
 class Unread(NamedTuple):
@@ -80,7 +83,10 @@ class TowerCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """All findings; `outputs[i]` is None if output i is MIRRORED."""
+    """All findings of an analysis.
+
+    ``outputs[i]`` is None if output ``i`` is MIRRORED.
+    """
 
     outputs: tuple[Dependence | None, ...]
     hangs: tuple[Hang, ...]
@@ -93,7 +99,7 @@ class Analysis:
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
-        """The findings of one analysis, in the order of the program."""
+        """Sort what one analysis noted by its type, in the order of the program."""
 
         def each(kind: type) -> tuple[Any, ...]:
             return tuple([x for x in noted if isinstance(x, kind)])
@@ -103,7 +109,7 @@ class Analysis:
 
     @classmethod
     def concat(cls, parts: Sequence["Analysis"]) -> "Analysis":
-        """The findings of several analyses, concatenated."""
+        """Concatenate the findings of several analyses."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(*[sum([getattr(x, name) for x in parts], ()) for name in names])
 
@@ -139,7 +145,10 @@ class ReplicationError(ValueError):
 def prove_mirrored(
     analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
 ) -> None:
-    """Raise unless outputs with a name are MIRRORED, and nothing hangs."""
+    """Raise unless each output that has a name is MIRRORED and no collective hangs.
+
+    ``names`` has None for an output that may differ between towers.
+    """
     differing = [
         f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
         + (f"made at {d.line}" if d.line else "returned unchanged")

@@ -21,8 +21,8 @@ class Coordinate(NamedTuple):
     every tower. A value that is reduced over one still depends on the other.
     """
 
-    block: int  # L
-    within: bool  # True: the position in the block, i % L; False: its number, i // L
+    block: int  # the number of towers in a block, L
+    within: bool  # True for the position in the block, i % L; False for i // L
 
 
 Along: TypeAlias = frozenset[Coordinate]
@@ -34,7 +34,11 @@ ALL: Along = frozenset([Coordinate(1, within=False)])
 
 
 def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
-    """The coordinate that differs within each group, where the other is the same."""
+    """Find the coordinate that differs in each group, where the other is the same.
+
+    ``groups`` are lists of towers, and ``size`` is the number of towers. The result is
+    None if the groups are no rows or columns of a grid of blocks.
+    """
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):
@@ -47,9 +51,10 @@ def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | No
 
 
 def without_coordinate(along: Along, over: Coordinate | None) -> Along:
-    """The coordinates left of ``along`` by a reduction in the groups of ``over``.
+    """Return the coordinates that a reduction within groups leaves of ``along``.
 
-    None in place of ``over`` is a reduction over all towers.
+    ``over`` is the coordinate that differs within each group. None stands for a
+    reduction over all towers, which leaves no coordinate.
     """
     if over is None or along <= {over}:
         return NOTHING
@@ -59,9 +64,9 @@ def without_coordinate(along: Along, over: Coordinate | None) -> Along:
 class Mark(NamedTuple):
     """The coordinates that a value may depend on, and the origin of the dependence."""
 
-    along: Along = NOTHING  # nothing for a MIRRORED value
+    along: Along = NOTHING  # NOTHING for a MIRRORED value
     source: str = ""  # why it may differ: an input, "tower.id" or a primitive
-    site: Site | None = None  # that made it; None for an input
+    site: Site | None = None  # the equation that made it; None for an input
     before: Any = None  # the mark of the operand that the dependence comes from
 
 
@@ -70,7 +75,10 @@ REPLICATED = Mark()
 
 
 def join(marks: Iterable[Mark]) -> Mark:
-    """The mark of a value made from several; the first that differs is its origin."""
+    """Join the marks of several operands into the mark of a value made from them.
+
+    The first operand that differs between towers is the origin of the difference.
+    """
     joined = REPLICATED
     for mark in marks:
         if mark.along and mark is not joined:
@@ -80,12 +88,16 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def made_at(mark: Mark, site: Site) -> Mark:
-    """The mark of an equation's result, from the mark of its operand."""
+    """Return the mark of an equation's result, from the mark of its operand."""
     return mark._replace(site=site, before=mark) if mark.along else mark
 
 
 def origin_line(mark: Mark | None) -> str:
-    """The last line of user code that made the value; library code may follow it."""
+    """Return the last line of user code that made a value.
+
+    Equations of library code may follow that line. The result is "" if no user code
+    made the value.
+    """
     while mark is not None:
         if line := user_line(mark.site):
             return line
@@ -94,7 +106,10 @@ def origin_line(mark: Mark | None) -> str:
 
 
 def is_flag(mark: Mark) -> bool:
-    """Whether the value comes from one bool, in which a row may count twice."""
+    """Return whether a value comes from a single bool through scalars alone.
+
+    Such a flag does not change if a row of the batch is counted twice.
+    """
     at: Any = mark
     while at is not None and at.site is not None:
         eqn = at.site[0]
@@ -110,17 +125,17 @@ def is_flag(mark: Mark) -> bool:
 class Context(NamedTuple):
     """The position of the analysis in nested jaxprs, and what it has found."""
 
-    axis: str | None  # of the towers; None: nothing differs
-    num_towers: int  # T; 0 if unknown
+    axis: str | None  # the axis of the towers; with None no value differs
+    num_towers: int  # the number of towers, T; 0 if it is not known
     noted: list[Any]  # the findings so far
     outer: Site | None = None  # the equation that holds the jaxpr
-    trips: int | None = 1  # product of the lengths of the scans around; None in a while
+    trips: int | None = 1  # lengths of the scans around, multiplied; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs
 
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = REPLICATED
     ) -> "Context":
-        """The context inside an equation."""
+        """Return the context of the jaxprs inside an equation."""
         site = (eqn, self.outer)
         outer = self.trips
         trips = None if trips is None or outer is None else trips * outer
@@ -128,7 +143,10 @@ class Context(NamedTuple):
         return self._replace(outer=site, trips=trips, control=control)
 
     def is_inside(self, eqn: JaxprEqn) -> bool:
-        """Whether ``eqn`` contains itself, so that opening it would never end."""
+        """Return whether ``eqn`` is one of the equations around this jaxpr.
+
+        Opening such an equation would never end.
+        """
         for outer in outwards(self.outer):
             params = zip(outer.params.values(), eqn.params.values(), strict=False)
             if outer.primitive is eqn.primitive and all(a is b for a, b in params):
@@ -136,12 +154,12 @@ class Context(NamedTuple):
         return False
 
     def is_derived(self, eqn: JaxprEqn) -> bool:
-        """Whether a derivative or a step, and not the user, wrote the equation."""
+        """Return whether a derivative or the step, not the user, wrote the equation."""
         scopes = scopes_of((eqn, self.outer))
         return tags.TRANSPOSED in scopes or tags.SUMMED_BY_STEP in scopes
 
     def note_hang(self, eqn: JaxprEqn) -> None:
-        """Record that a collective hangs, if not every tower reaches it."""
+        """Record that a collective hangs, if a predicate keeps some towers from it."""
         if control := self.control:
             line = user_line((eqn, self.outer))
             name = control[0].primitive.name
@@ -149,7 +167,7 @@ class Context(NamedTuple):
             self.noted.append(hang)
 
     def note_call(self, eqn: JaxprEqn, ins: Sequence[Mark]) -> None:
-        """Record a collective, and whether it hangs."""
+        """Record a collective, and that it would hang if only some towers reach it."""
         names = named_axes(eqn)
         avals = list[Any]([v.aval for v in eqn.invars])
         pairs = zip(eqn.invars, ins, strict=True)
@@ -172,7 +190,7 @@ class Context(NamedTuple):
 
 
 def _use_of_sum(eqn: JaxprEqn, avals: Sequence[Any]) -> str:
-    """Return what a sum of equal values is for, as `Collective.of_equals` says it."""
+    """Return what a sum of equal values is used for, as `Collective.of_equals` says."""
     if is_in_mean(eqn):
         return "averaged"
     is_count = all(x.dtype.kind in "iu" for x in avals)
@@ -180,7 +198,7 @@ def _use_of_sum(eqn: JaxprEqn, avals: Sequence[Any]) -> str:
 
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
-    """The marks of a collective's results; the collective is recorded."""
+    """Record a collective, and return the marks of its results."""
     context.note_call(eqn, ins)
     names = named_axes(eqn)
     site = (eqn, context.outer)
@@ -196,20 +214,21 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         left = [without_coordinate(x.along, over) for x in ins]
         pairs = zip(outs, left, strict=True)
         return [x._replace(along=a) if is_over_towers else x for x, a in pairs]
-    # A dependence on one coordinate becomes one on both.
+    # After any other collective, a value that depends on one coordinate depends on
+    # both.
     marks = [m._replace(along=ALL if m.along else NOTHING) for m in ins]
     if is_over_towers and not _keeps_equals(eqn, name, of_axis, num_towers):
         marks.append(Mark(ALL, name, site))
     return [made_at(join(marks), site)] * len(eqn.outvars)
 
 
-def _keeps_equals(eqn: JaxprEqn, name: str, given: Any, num_towers: int) -> bool:
-    """Whether a collective makes equal results from equal operands.
+def _keeps_equals(eqn: JaxprEqn, name: str, members: Any, num_towers: int) -> bool:
+    """Return whether a collective makes equal results from operands that are equal.
 
     ``all_to_all``, ``reduce_scatter`` and others do not, because each tower gets
-    another piece.
+    another piece. ``members`` are the groups of towers within which it communicates.
     """
     if name in REDUCTIONS:
         # Sums over groups of unequal size differ even when their operands are equal.
-        return given is not None and len({len(group) for group in given}) == 1
+        return members is not None and len({len(group) for group in members}) == 1
     return name == "ppermute" and is_full(eqn, num_towers)

@@ -35,10 +35,10 @@ _WITHIN = (
 def refuse_in_towers(
     analysis: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int, axes: Sequence[str]
 ) -> None:
-    """Raise if towers use a mesh of another size, or a Ref from outside.
+    """Raise if a tower function uses a mesh that is not its own, or a Ref from outside.
 
-    ``on`` is the number of devices. ``axes`` are the axes within a tower, which it may
-    use.
+    ``on`` is the number of devices. ``axes`` are the axes of the devices within a
+    tower, over which it may map.
     """
     if towers > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -61,7 +61,8 @@ def refuse_in_towers(
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
     """Raise if code that is not lowered to the devices names the towers' axis.
 
-    ``shared``: whether towers share devices. Then a kernel does not know their axis.
+    ``shared`` tells whether several towers share a device. A kernel then does not know
+    the axis of the towers on a device.
     """
     for site in all_sites(jaxpr):
         eqn, outer = site
@@ -79,9 +80,10 @@ def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
 
 
 def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
-    """Raise if the update communicates over ``axis``, or its copies would differ.
+    """Raise if the update communicates over ``axis``, or if its results would differ.
 
-    ``jaxpr`` is the step's program on ``on`` devices; the towers' part is skipped.
+    The copies of a result on all devices must be equal. ``jaxpr`` is the step's program
+    on ``on`` devices. The equation that runs the towers is skipped.
     """
     if on > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -104,7 +106,7 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
 
 
 def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
-    """Raise if an update that each device runs on its shards maps over a mesh."""
+    """Raise if an update that each device runs on its own shards has a `shard_map`."""
     for site in all_sites(jaxpr):
         if site[0].primitive.name == "shard_map":
             line = user_line(site) or "a line of a library"
@@ -116,7 +118,7 @@ def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
 
 
 def _prove_mapped(site: Site, on: int) -> None:
-    """Analyse a `shard_map` of the update along each of its axes."""
+    """Raise if a `shard_map` of the update has a mistake along one of its axes."""
     params = site[0].params
     mesh = params["mesh"]
     line = user_line(site) or "a line of a library"
@@ -140,18 +142,21 @@ def _prove_mapped(site: Site, on: int) -> None:
 
 
 def of_equals(analysis: Analysis, *uses: str) -> str:
-    """The lines where a value that is the same on all devices is added or averaged."""
+    """Return the lines where a value that is the same on all devices is summed.
+
+    ``uses`` are the purposes of the sums to list, as `Collective.of_equals` says them.
+    """
     lines = [x.line for x in analysis.collectives if x.of_equals in uses]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 
 def mistakes(analysis: Analysis, axis: str) -> list[str]:
-    """A text for each mistake along an axis: what is wrong, and what to write."""
-    told = []
+    """Return a text for each mistake along an axis, with what to write instead."""
+    texts = []
     if any(analysis.outputs):
         outputs = enumerate(analysis.outputs)
         lines = [f"result {i} depends on {x.told()}" for i, x in outputs if x]
-        told.append(
+        texts.append(
             "its out_specs call results the same on all devices, but these differ along"
             f" {axis!r}, so copies would drift apart: {listed(lines)}. Write"
             f" out_specs=P({axis!r}), or reduce them with jax.lax.psum or pmean(x,"
@@ -159,15 +164,15 @@ def mistakes(analysis: Analysis, axis: str) -> list[str]:
         )
     if analysis.hangs:
         lines = [f"{x.primitive} at {x.line}" for x in analysis.hangs]
-        told.append(
+        texts.append(
             f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, so"
             " they would hang. Make the predicate the same on all devices."
         )
-    return told
+    return texts
 
 
 def _is_of_towers(eqn: JaxprEqn) -> bool:
-    """Whether the step itself maps its towers over devices with this equation."""
+    """Return whether this equation is the step's own map of its towers over devices."""
     mesh = eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None
     return mesh is not None and DEVICE_AXIS in mesh.axis_names
 

@@ -349,7 +349,7 @@ UNKNOWN = {
             lambda x: x.reshape((8, 3, *(1,) * len(devices))),
             (X,),
         ),
-        r"the number of dims differs",
+        r"another number of dims for another number of devices",
     ),
     "a branch of Python": (
         lambda devices: mapped(

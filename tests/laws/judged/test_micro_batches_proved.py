@@ -384,6 +384,10 @@ class Wrong:
         totals = [errors(w, parts[i]).sum() for i in range(n)]
         return sum(totals[: max(n - 1, 1)])
 
+    def the_first_alone(n, w, x, mask):
+        first, *_ = (errors(w, part).sum() for part in split(n, x))
+        return first, first + (w**2).sum()
+
     def a_copy_of_each(n, w, x, mask):
         return sum((w**2).sum() for _ in range(n))
 

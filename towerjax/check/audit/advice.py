@@ -29,8 +29,8 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction
 from towerjax.types.refusals import listed
 
-# Primitives that run along a dim, or order it. Along rows, the result depends on which
-# rows a tower has.
+# These primitives run along a dim, or order it. Along the dim of rows, the result
+# depends on which rows a tower has.
 _ALONG = {
     "sort": "sorts",
     "top_k": "takes the largest of",
@@ -47,11 +47,11 @@ _ALONG |= dict.fromkeys(
     ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
 )
 
-_TRANSPOSED = "transpose"  # in the scope of a derivative
+_TRANSPOSED = "transpose"  # JAX puts this into the name stack of a derivative.
 
 
 class Advice(NamedTuple):
-    """The reason why leaves differ, and what to write."""
+    """The reason why leaves differ, and what to write instead."""
 
     cause: str
     remedy: str
@@ -129,11 +129,11 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """The names of the leaves."""
+        """The names of the leaves that differ."""
         return [x.leaf for x in self.findings]
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """Return the leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree on ``one_tower`` with other random draws."""
         return self.audit.without(self.findings, one_tower, **draws)
 
 
@@ -145,7 +145,7 @@ class Explained(NamedTuple):
 
 
 def advise(audit: Audit, error: SplitError) -> SplitError:
-    """The `SplitError` of an audit, with the first cause found and its remedy."""
+    """Add the first cause that explains an audit's `SplitError`, with its remedy."""
     sites = _sites_of(audit.one_tower.trace(audit.from_batch.first))
     case = Case(audit, error.findings, sites)
     leaves, advice = next(filter(None, (cause(case) for cause in _CAUSES)))
@@ -162,7 +162,7 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
 
 
 def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> list[str]:
-    """What ``loss_reduction=`` makes of a bare loss, if one of the leaves is one."""
+    """Return advice on ``loss_reduction=``, if a leaf is a bare loss or a gradient."""
     passes = case.audit.step.plan.passes.each
     said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
     is_of_loss = any(part_of(x) is not LeafPart.OTHER for x in leaves)
@@ -171,12 +171,14 @@ def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> lis
 
 
 def _crossed(case: Case) -> Explained | None:
+    """Explain the leaves by an equation in which rows meet all rows by accident."""
     crossed = [*crossed_rows(case.sites, case.audit.one_tower.rows)]
     advice = _with_lines(_BY_CROSSED_ROWS, crossed)
     return Explained(case.names, advice) if crossed else None
 
 
 def _traced_anew(case: Case) -> Explained | None:
+    """Explain the leaves by a function that gives another program in a second trace."""
     audit = case.audit
     traced = audit.one_tower.trace(audit.from_batch.first)
     again = audit.new_tower(narrow=audit.is_narrow).trace(audit.from_batch.first)
@@ -189,7 +191,10 @@ def _traced_anew(case: Case) -> Explained | None:
 
 
 def _refuted(case: Case) -> Explained | None:
-    """The leaves whose factor the proof knows; a gradient has that of its loss."""
+    """Explain the leaves that the proof knows to be off by a factor.
+
+    A gradient is off by the factor of its loss.
+    """
     known = dict[str, Advice]()
     refuted = _refuted_in(case.audit)
     for name in case.names:
@@ -213,7 +218,7 @@ def _refuted_in(audit: Audit) -> list[Equality]:
             step.strategy,
             step.state,
             step.batch,
-            rows=audit.each,
+            rows=audit.tower_rows,
             padded=audit.pads,
         )
     )
@@ -221,6 +226,7 @@ def _refuted_in(audit: Audit) -> list[Equality]:
 
 
 def _of_several_devices(case: Case) -> Explained | None:
+    """Explain the leaves that agree if the one tower has several devices, too."""
     if not case.audit.is_narrow:
         return None
     mended = case.without(case.audit.new_tower())
@@ -228,6 +234,7 @@ def _of_several_devices(case: Case) -> Explained | None:
 
 
 def _of_a_shared_key(case: Case) -> Explained | None:
+    """Explain the leaves that agree if there is no key that all towers share."""
     if not _draws_in(case):
         return None
     mended = case.without(case.audit.one_tower, shared=False)
@@ -236,6 +243,7 @@ def _of_a_shared_key(case: Case) -> Explained | None:
 
 
 def _of_an_own_key(case: Case) -> Explained | None:
+    """Explain the leaves by a random key that the function itself makes."""
     draws = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
     advice = _with_lines(_BY_OWN_KEY, draws)
     return Explained(case.names, advice) if any(map(user_line, draws)) else None
@@ -247,9 +255,11 @@ def _draws_in(case: Case) -> list[Site]:
 
 
 def _of_padding(case: Case) -> Explained | None:
+    """Explain the leaves that agree if the one tower has no more padding than two."""
     if not case.audit.pads:
         return None
-    mended = case.without(case.audit.towers(1))  # with two towers' padding
+    # This one tower has no more padding than two towers have together.
+    mended = case.without(case.audit.towers(1))
     if not mended:
         return None
     why = next(filter(None, (_reason_of(case, x) for x in mended)), "")
@@ -258,7 +268,7 @@ def _of_padding(case: Case) -> Explained | None:
 
 
 def _reason_of(case: Case, leaf: str) -> str:
-    """The reason, with a line, for which the proof stopped for a leaf; "" for none."""
+    """Return the reason, with a line, why the proof stopped for a leaf; "" if none."""
     reasons = case.audit.step.reasons
     asked = leaf_of(leaf)
     whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
@@ -268,9 +278,9 @@ def _reason_of(case: Case, leaf: str) -> str:
 
 
 def _of_the_proof(case: Case) -> Explained | None:
-    """The leaves for which the proof stopped at one place, with its reason and line.
+    """Explain the leaves for which the proof stopped at one place, with its reason.
 
-    A gradient follows from the loss, so that it has the loss's reason.
+    A gradient follows from the loss, so it has the reason of the loss.
     """
     known = {leaf: why for leaf in case.names if (why := _reason_of(case, leaf))}
     if not known:
@@ -281,7 +291,7 @@ def _of_the_proof(case: Case) -> Explained | None:
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
-    """The leaves, if gradients or values made from them differ, and no loss does."""
+    """Explain the leaves, if gradients or values made from them differ, and no loss."""
     parts = [part_of(x) for x in case.names]
     is_made_of_it = case.audit.is_own or LeafPart.GRADIENT in parts
     has_gradients = any(
@@ -292,23 +302,27 @@ def _of_own_gradients(case: Case) -> Explained | None:
 
 
 def _of_uneven_rows(case: Case) -> Explained | None:
+    """Explain the leaves, if they differ only where towers have unequal rows."""
     is_it = all(x.split == "unevenly" for x in case.findings)
     return Explained(case.names, _BY_UNEVEN_ROWS) if is_it else None
 
 
 def _along_rows(case: Case) -> Explained | None:
+    """Explain the leaves by an operation along a tower's own rows, such as a sort."""
     lines = _lines_along(case.sites, case.audit.one_tower.rows)
     advice = _BY_OWN_ROWS._replace(cause=lines)
     return Explained(case.names, advice) if lines else None
 
 
 def _of_the_first_tower(case: Case) -> Explained | None:
+    """Explain the variables that are read as the first tower's value."""
     local = _of_first_tower(case.audit.one_tower.state.local)
     leaves = [x for x in case.names if x in local]
     return Explained(leaves, _BY_FIRST_TOWER) if leaves else None
 
 
 def _of_own_rows(case: Case) -> Explained:
+    """Explain any leaf: it may be computed from the rows of one tower alone."""
     return Explained(case.names, _BY_OWN_ROWS)
 
 
@@ -325,7 +339,7 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _of_uneven_rows,
     _along_rows,
     _of_the_first_tower,
-    _of_own_rows,  # the last one, which explains all leaves
+    _of_own_rows,  # It explains all leaves, so it must be the last.
 )
 
 
@@ -337,7 +351,7 @@ def _numbers_of(site: Site) -> tuple[str, list[Any]]:
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """Return the advice, with these lines added to its cause, if they have any."""
+    """Add the lines of these sites, if they have any, to the cause of an advice."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
@@ -358,7 +372,7 @@ def _of_first_tower(local: PyTree) -> list[str]:
 
 
 def _lines_along(sites: Sequence[Site], rows: int) -> str:
-    """The lines whose results may depend on which rows a tower has, in which order."""
+    """Return the lines whose results may depend on a tower's rows or on their order."""
     lines: dict[str, None] = {}
     for site in sites:
         name = site[0].primitive.name
@@ -368,15 +382,15 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Return whether each row of a pass meets all other rows by accident."""
+    """Return whether rows of shape ``[b]`` meet rows of ``[b, 1]`` by accident."""
     return any(crossed_rows(_sites_of(traced), rows))
 
 
 def crossed_rows(sites: Sequence[Site], rows: int) -> Iterator[Site]:
-    """Equations in which each row meets all rows: ``[b]`` is broadcast to ``[b, 1]``.
+    """Yield equations in which each row meets all rows: ``[b]`` meets ``[b, 1]``.
 
-    Equations in which both operands come from ``[b]``, as in ``x[:, None] - x[None]``,
-    are left out, because they are meant.
+    If both operands come from ``[b]``, as in ``x[:, None] - x[None]``, it is meant, and
+    the equation is left out.
     """
     shaped = [
         x for x, _ in sites if x.primitive.name in ("broadcast_in_dim", "reshape")

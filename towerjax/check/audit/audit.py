@@ -25,7 +25,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
 from towerjax.types.trees import map_parts
 
-_ROWS = 6  # of each of two towers, if the function works for so few
+_ROWS = 6  # the rows of each of two towers, if the function accepts so few
 
 
 def run_audit(
@@ -70,12 +70,12 @@ def run_audit(
         audit = audit.unpadded()
     try:
         report = _run_or_advise(audit)
-        if -(-len(feed.batches(rows, 1)) // calls) == 1 < audit.each:
+        if -(-len(feed.batches(rows, 1)) // calls) == 1 < audit.tower_rows:
             alone = _run_or_advise(Audit(step, 1, pads=audit.pads))
             report = join_reports([report, alone])
         return report
     except NotAudited:
-        if audit.pads:  # a leaf that differs without padding is wrong in any case
+        if audit.pads:  # A leaf that differs without padding is wrong in any case.
             _run_or_advise(audit.unpadded())
         raise
 
@@ -89,11 +89,11 @@ def _run_or_advise(audit: Audit) -> AuditReport:
 
 
 def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
-    """The audit, traced for the smallest number of rows that the function accepts."""
+    """Return the audit for the smallest number of rows that the function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // calls), total // 2)
-    # Rows that do not fill all shards are dropped, unless the step pads them.
+    # The step drops rows that do not fill all shards, unless it pads them.
     called_with -= 0 if pads else called_with % split
     if not called_with:
         raise NotAudited(

@@ -1,4 +1,4 @@
-"""Which programs can be audited, and which were: audit results, one per program."""
+"""Tell which programs can be audited, and keep audit results, one per program."""
 
 import contextlib
 import dataclasses
@@ -32,14 +32,14 @@ from towerjax.types.version import __version__
 MOST_PARAMETERS = 250_000_000
 """The most parameters of a step audited unasked, if the free memory is unknown."""
 
-_MOST_BYTES = 10_000_000  # of a record; a longer one is cut, and so invalid
+_MOST_BYTES = 10_000_000  # the most bytes of a record; a longer one is cut and invalid
 
 _SMALL = ". Run step.audit(state, batch) with a small model of its kind"
 
 
 @contextlib.contextmanager
 def noting_its_audit() -> Iterator[None]:
-    """A context of an audit that nobody asked for: errors say how to leave it out."""
+    """Add to errors of an audit that nobody asked for how to leave it out."""
     try:
         yield
     except ReplicationError:
@@ -55,12 +55,16 @@ def told_not_audited(error: NotAudited) -> str:
     """Return the reason why a step is not audited, as one line."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
-    ours = [x for x in notes if not x.startswith(("-", "The audit"))]  # "-": JAX's
+    # Notes of JAX begin with "-".
+    ours = [x for x in notes if not x.startswith(("-", "The audit"))]
     return " ".join([f"Not audited: {why}", *ours])
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:
-    """Raise, on every process, if a step is audited only when somebody asks."""
+    """Raise `NotAudited` on every process if a step is audited only on request.
+
+    Its tower function calls Python, or it has too many parameters.
+    """
     if problem := call_on_first_process(lambda: _problem_of(traced, params, devices)):
         raise NotAudited(problem)
 
@@ -74,13 +78,14 @@ def _problem_of(traced: Traced, params: PyTree, devices: int) -> str | None:
 
 
 def too_large(params: PyTree, devices: int) -> str | None:
-    """The reason why devices cannot hold an audit of such parameters, or None."""
+    """Return why devices cannot hold an audit of such parameters, or None."""
     size = sum(x.size for x in jax.tree.leaves(params)) // devices
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         held = sum(x.nbytes for x in jax.tree.leaves(params)) // devices
         left = stats["bytes_limit"] - stats["bytes_in_use"]
-        # For a copy, its gradient, that of another run, and the towers' temporaries.
+        # The audit holds a copy, its gradient, the gradient of another run, and
+        # temporary arrays of the towers.
         if 4 * held > left:
             return (
                 f"it has {size:,} parameters, of which a device cannot hold four"
@@ -92,12 +97,12 @@ def too_large(params: PyTree, devices: int) -> str | None:
 
 
 def program_hash(traced: Traced, **options: Any) -> str | None:
-    """A hash of the towers' program: its shapes, constants, options and versions.
+    """Return a hash of the towers' program: its text, constants, options and versions.
 
     It is None if the program calls Python, because no program shows that a callback has
     changed.
     """
-    # A step of several members is traced in the update.
+    # A step that trains several models has no passes: its towers are in the update.
     jaxprs = [x.towers.jaxpr for x in traced.passes] or [traced.finish]
     return hash_of_programs(jaxprs, options)
 
@@ -112,7 +117,8 @@ def hash_of_programs(
     versions = jax.__version__, __version__, jax.default_backend()
     digest = hashlib.sha256(repr((versions, sorted(options.items()))).encode())
     for jaxpr in jaxprs:
-        # Functions in the text have addresses, which differ between processes.
+        # Functions in the text have addresses, which differ between processes, so they
+        # are left out of the hash.
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
         for array in _constants_in(jaxpr):
             digest.update(np.asarray(key_data(array)).tobytes())
@@ -120,7 +126,7 @@ def hash_of_programs(
 
 
 def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """The arrays whose numbers a jaxpr's text does not show, or not all of them."""
+    """Yield the arrays whose numbers the text of a jaxpr does not show in full."""
     for program in all_jaxprs(jaxpr):
         yield from getattr(program, "consts", ())
         for eqn in open_jaxpr(program).eqns:
@@ -128,14 +134,17 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
 
 
 def folders_of_records(*others: str | None) -> list[str]:
-    """The folders of audit results: beside JAX's compiled programs, and ``others``."""
+    """Return the folders of audit results: JAX's compilation cache, and ``others``."""
     config: Any = jax.config
     folders = [config.jax_compilation_cache_dir, *others]
     return [os.fspath(folder) for folder in folders if folder]
 
 
 def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport | None:
-    """What an audit of the program found, if any is kept; the same on all processes."""
+    """Return the report of an earlier audit of the program, or None if none is kept.
+
+    All processes get the report that the first process reads.
+    """
     if program is None:
         return None
     fields = call_on_first_process(lambda: _read(program, folders))
@@ -151,7 +160,7 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
     for folder in folders:
         try:
             _write(folder, program, text)
-        except Exception as error:  # a store may raise anything
+        except Exception as error:  # A remote store may raise any error.
             warn(
                 f"the audit passed, but its record cannot be kept in {folder!r}, so the"
                 f" next process will audit the step again: {error}"
@@ -159,7 +168,7 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
 
 
 def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
-    """The fields of the program's report, or None if there is no valid record."""
+    """Return the fields of the program's report; None if there is no valid record."""
     for folder in folders:
         with contextlib.suppress(Exception):
             stored = json.loads(_read_text(folder, program))
@@ -170,7 +179,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """Return the report made from JSON's fields; raise unless each has its type."""
+    """Return the report that is made of these fields; raise if one has a wrong type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(
@@ -191,7 +200,7 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """A hash that ties an audit result to its program, so that a copied one fails.
+    """Return a hash that ties an audit result to its program, so a copied one fails.
 
     It is not a signature: whoever may write the folder may also replace programs there.
     """
@@ -200,10 +209,13 @@ def _seal(program: str, fields: dict[str, Any]) -> str:
 
 
 def _write(folder: str, program: str, text: str) -> None:
-    """Write a record atomically: under another name, and then renamed if possible."""
+    """Write a record under a temporary name, and rename it when it is whole.
+
+    A store that is no folder of this machine writes whole files by itself.
+    """
     path = _path(folder, program)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(path, pathlib.Path):  # a store writes whole files
+    if not isinstance(path, pathlib.Path):  # A remote store writes whole files.
         path.write_text(text)
         return
     _refuse_links(path)
@@ -221,7 +233,7 @@ def _read_text(folder: str, program: str) -> bytes:
     path = _path(folder, program)
     if isinstance(path, pathlib.Path):
         _refuse_links(path)
-        if not path.is_file():  # a pipe would not end
+        if not path.is_file():  # Reading a pipe might never end.
             raise FileNotFoundError(path)
     with path.open("rb") as file:
         return file.read(_MOST_BYTES)

@@ -1,6 +1,6 @@
 """The splits of an audit: a batch's rows, and rows as later batches may have them.
 
-All of them run in the same two programs, one of one tower and one of two.
+All splits run in the same two programs, one of one tower and one of two.
 """
 
 import functools
@@ -23,19 +23,20 @@ _LARGER = 100
 
 
 class Splits:
-    """The splits of a batch's first rows, ``each`` rows for either of two towers.
+    """The rows that an audit runs: a batch's first rows, and changed versions of them.
 
-    The rows are on the host. If the batch has too few, its rows are repeated.
+    Either of two towers gets ``tower_rows`` rows. The rows are on the host. If the
+    batch has too few, its rows are repeated.
     """
 
-    def __init__(self, batch: PyTree, each: int) -> None:
-        self.each = each
+    def __init__(self, batch: PyTree, tower_rows: int) -> None:
+        self.tower_rows = tower_rows
         self._take = feed.rows_of(batch)
         self._total = len(feed.batches(batch, 1))
-        self.first = self.of_rows("evenly", np.arange(2 * each))
+        self.first = self.of_rows("evenly", np.arange(2 * tower_rows))
 
     def of_rows(self, name: str, at: np.ndarray, **options: Any) -> RowsToRun:
-        """Return the split with these rows of the batch."""
+        """Return the split named ``name`` with the rows ``at`` of the batch."""
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **options)
 
@@ -46,27 +47,32 @@ class Splits:
           pads: Whether batches may be padded.
           draws: Whether the tower function draws random numbers.
         """
-        in_order = np.arange(2 * self.each)
+        in_order = np.arange(2 * self.tower_rows)
         splits = [self.first]
         split_of = functools.partial(self.of_rows, is_made=True)
         if draws:
             splits.append(self.of_rows("evenly", in_order, word=DRAWS[1]))
         if pads:
-            uneven = in_order[: self.each + self.each // 2]
+            uneven = in_order[: self.tower_rows + self.tower_rows // 2]
             options = {"word": DRAWS[1], "is_short": True}
             splits.append(self.of_rows("unevenly", uneven, **options))
-        at_random = np.random.default_rng(0).permutation(2 * self.each)
-        by_size = np.argsort(_sizes_of_rows(self.first, 2 * self.each), kind="stable")
+        at_random = np.random.default_rng(0).permutation(2 * self.tower_rows)
+        by_size = np.argsort(
+            _sizes_of_rows(self.first, 2 * self.tower_rows), kind="stable"
+        )
         splits += [self.of_rows("permuted", at) for at in (at_random, by_size)]
         splits.append(split_of(f"at step {_LATE:,}", in_order, step=_LATE))
         if pads:
             splits.append(split_of("one row in all", in_order[:1], is_short=True))
-        splits += _made_of(self.first, self.each)
+        splits += _made_of(self.first, self.tower_rows)
         return [*splits, split_of("of other parameters", in_order, moves=True)]
 
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
-    """The sum of each row's numbers, by which one tower gets the smaller rows."""
+    """Return the sum of each row's numbers.
+
+    By it the rows are sorted, so that one tower gets the smaller rows.
+    """
     rows, _ = without_replicated(split.rows)
     total = np.zeros(count)
     for x in jax.tree.leaves(rows, is_leaf=is_sparse):
@@ -76,12 +82,14 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
     return np.nan_to_num(total)
 
 
-def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
-    """Splits with changed values, for batches that have suitable leaves."""
+def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
+    """Return splits with changed values, for batches that have leaves to change."""
     changes = {
-        "one row on both towers": functools.partial(_with_a_row_twice, each=each),
+        "one row on both towers": functools.partial(
+            _with_a_row_twice, tower_rows=tower_rows
+        ),
         f"one row times {_LARGER}": _with_a_large_row,
-        "masked on the second tower": functools.partial(_masked, each=each),
+        "masked on the second tower": functools.partial(_masked, tower_rows=tower_rows),
     }
     changed = {
         name: _with_arrays(split.rows, change) for name, change in changes.items()
@@ -96,7 +104,10 @@ def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
 def _with_arrays(
     batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
 ) -> PyTree | None:
-    """The batch with changed arrays; None if ``change`` returns None for each."""
+    """Return the batch with changed arrays, or None if no array can be changed.
+
+    ``change`` returns the changed array, or None for an array that it cannot change.
+    """
     rows, held = without_replicated(batch)
     leaves, tree = jax.tree.flatten(rows, is_leaf=is_sparse)
     fixed = [is_sparse(x) or is_key(x) for x in leaves]
@@ -112,7 +123,10 @@ def _with_arrays(
 
 
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
-    """Return the numbers with the first row multiplied by a large factor."""
+    """Return floats with their first row times a large factor; None for others.
+
+    A mask, which has only zeros and ones, is left out, too.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating) or _is_mask(x):
         return None
     x = np.array(x)
@@ -121,24 +135,30 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
     return x
 
 
-def _with_a_row_twice(x: np.ndarray, each: int) -> np.ndarray | None:
-    """Return the array with the first tower's first row on the second tower, too."""
+def _with_a_row_twice(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
+    """Return the array with the first tower's first row on the second tower, too.
+
+    The result is None for whole numbers that all differ, which may be ids.
+    """
     is_whole = jnp.issubdtype(x.dtype, jnp.integer)
     if is_whole and x.ndim == 1 and len(np.unique(x)) == len(x):
         return None
     x = np.array(x)
-    x[each] = x[0]
+    x[tower_rows] = x[0]
     return x
 
 
-def _masked(x: np.ndarray, each: int) -> np.ndarray | None:
-    """A mask with half of its ones on the first tower, and none on the second."""
+def _masked(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
+    """Return a mask with half of its ones on the first tower, and none on the second.
+
+    The result is None for an array that is no mask.
+    """
     if not _is_mask(x):
         return None
     x = np.array(x, order="C")
-    first = x[:each].reshape(-1)
+    first = x[:tower_rows].reshape(-1)
     first[np.flatnonzero(first)[1::2]] = 0
-    x[each:] = 0
+    x[tower_rows:] = 0
     return x
 
 

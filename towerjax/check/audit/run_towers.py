@@ -49,18 +49,18 @@ class RowsToRun:
     name: str
     rows: PyTree
     word: int = DRAWS[0]
-    order: np.ndarray | None = None  # the row of the batch that each one is
-    shared: bool = True  # whether there is a shared key of all towers
-    step: int | None = None  # used instead of the state's
+    order: np.ndarray | None = None  # the number of each row in the batch
+    shared: bool = True  # whether there is a key that all towers share
+    step: int | None = None  # the step's number, if it is not the state's
     moves: bool = False  # whether other parameters than the state's are used
     is_short: bool = False  # whether there are padding rows
-    # Whether the audit made these rows; then the loss of one tower may be not finite.
+    # The audit itself made these rows, so the loss of one tower may be not finite.
     is_made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """The merged values by leaf, and the tolerance for the rounding of sums."""
+    """The merged value of each leaf, and the tolerances for the rounding of sums."""
 
     values: Leaves
     rtols: dict[str, float]
@@ -71,8 +71,8 @@ class Towers:
 
     Each tower function is called once per tower; micro-batches count as towers. Rows
     are padded to a number that all share evenly, at least to ``rows``. ``passes``
-    replaces the plan's passes. A tower of several devices has all of them, or with
-    ``narrow`` one.
+    replaces the plan's passes. If a tower of the step has several devices, a tower here
+    has all of them, or with ``narrow`` only one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Towers:
         on_group = on_one_group(strategy, number, narrow=narrow)
         self.number = number
         self.rows = rows
-        self._effort = 0 if passes is None else 1  # it compiles fast without gradients
+        self._effort = 0 if passes is None else 1  # Without gradients it compiles fast.
         self._placement = on_group.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
@@ -102,7 +102,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """Return the traced passes; they are traced once."""
+        """Return the traced passes; a second call returns the same trace."""
         if self.traced is None:
             if why := self._plan.passes.why_not_audited:
                 raise NotAudited(why)
@@ -114,13 +114,13 @@ class Towers:
         return self.traced
 
     def __call__(self, split: RowsToRun) -> Merged:
-        """The merged results for these rows; each split is run once."""
+        """Return the merged results for these rows; each split is run only once."""
         if split not in self._known:
             self._known[split] = self.run(split)
         return self._known[split]
 
     def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
-        """The merged results for these rows, with other parameters if any are given."""
+        """Return the merged results for these rows, with ``params`` if given."""
         self.trace(split)
         args, placed = self._args(split, self._state_for(split, params))
         with jax.default_matmul_precision("highest"):
@@ -154,7 +154,7 @@ class Towers:
         return _moved(params) if split.moves else params
 
     def _state_for(self, split: RowsToRun, params: PyTree) -> TrainState:
-        """The state with which a split is run; ``params`` replaces its parameters."""
+        """Return the state with which a split is run, with ``params`` if given."""
         state = self.state
         if split.step is not None:
             step = np.asarray(split.step, state.step.dtype)
@@ -183,9 +183,10 @@ def compare(
     several: Sequence[Towers],
     splits: Sequence[tuple[RowsToRun, RowsToRun]],
 ) -> Iterator[Compared]:
-    """The results of one tower for the first of a pair, and of others for the second.
+    """Yield the results of one tower and of several towers for pairs of splits.
 
-    Rows that the audit made are left out if the loss of one tower is not finite.
+    One tower runs the first split of a pair, and the others run the second. Rows that
+    the audit made are left out if the loss of one tower is not finite.
     """
     for alone, together in splits:
         whole = one_tower(alone)
@@ -202,7 +203,11 @@ def compare(
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
-    """The variables of the first towers, or for one tower the value of two as one."""
+    """Return the tower-local variables for ``number`` towers.
+
+    Several towers have those of the first towers. One tower has what two towers'
+    variables are read as.
+    """
 
     def of(variable: TowerLocal) -> TowerLocal:
         def rows(x: Any) -> Any:
@@ -223,7 +228,7 @@ def _local_of(local: PyTree, number: int) -> PyTree:
 
 
 def _moved(tree: PyTree) -> PyTree:
-    """The parameters moved at random by a fifth of their size; zeros move, too."""
+    """Return parameters moved at random by a fifth of their size; zeros move, too."""
     draw = np.random.default_rng(0)
 
     def elsewhere(x: Any) -> Any:
@@ -241,7 +246,7 @@ def _moved(tree: PyTree) -> PyTree:
 def _leaves_of(
     merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
 ) -> Merged:
-    """The merged results of each pass by leaf name; ``Rows`` in the batch's order."""
+    """Return the merged results of all passes by leaf; rows in the batch's order."""
     leaves = Leaves()
     rtols = dict[str, float]()
     places = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())

@@ -42,7 +42,7 @@ class StepToAudit:
 
     Attributes:
       plan: The plan, whose passes are run.
-      strategy: Where its towers are.
+      strategy: The strategy of the step's towers.
       state: A state.
       batch: A batch, on the host.
       gradients: Whether gradients are run even if they follow from the loss.
@@ -60,20 +60,20 @@ class StepToAudit:
 
 
 class Audit:
-    """One audit, with ``each`` rows for either of two towers."""
+    """An audit of a step, with ``tower_rows`` rows for either of two towers."""
 
-    def __init__(self, step: StepToAudit, each: int, *, pads: bool) -> None:
+    def __init__(self, step: StepToAudit, tower_rows: int, *, pads: bool) -> None:
         passes = step.plan.passes
         state = step.state
         self.is_own = not passes.is_of_one_loss  # whether more than a loss is merged
-        if not self.is_own:  # a loss reads no state of the optimizer
+        if not self.is_own:  # A loss reads no state of the optimizer.
             state = dataclasses.replace(state, opt_state=())
         self.step = step
-        self.each = each
+        self.tower_rows = tower_rows
         self.pads = pads
         self._state = state
-        self.from_batch = Splits(step.batch, each)
-        self._passes: Passes | None = None  # used instead of the step's
+        self.from_batch = Splits(step.batch, tower_rows)
+        self._passes: Passes | None = None  # the passes to run, if not the step's own
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
 
@@ -85,13 +85,14 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **fields: Any) -> Towers:
-        """Return the step on this number of towers."""
-        fields = {"rows": 2 * self.each, "passes": self._passes} | fields
+        """Return the step on ``number`` towers of one device."""
+        fields = {"rows": 2 * self.tower_rows, "passes": self._passes} | fields
         return Towers(self.step.plan, self.step.strategy, number, self._state, **fields)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
-        """The step on one tower; if it is padded, it has more padding than two."""
-        return self.towers(1, rows=(3 if self.pads else 2) * self.each, narrow=narrow)
+        """Return the step on one tower, which has more padding than two, if any."""
+        rows = (3 if self.pads else 2) * self.tower_rows
+        return self.towers(1, rows=rows, narrow=narrow)
 
     def _trace(self) -> None:
         """Trace two towers and one; only the loss, if the gradient follows from it."""
@@ -107,18 +108,18 @@ class Audit:
         self.splits = self.from_batch.all(pads=self.pads, draws=draws)
 
     def _traced_one_tower(self) -> tuple[Towers, Traced]:
-        """One tower and its trace, on one device if possible."""
+        """Return one tower, on one device if possible, and its trace."""
         if self.is_narrow:
             one_tower = self.new_tower(narrow=True)
             try:
                 return one_tower, self._traced(one_tower)
             except NotAudited:
-                self.is_narrow = False  # it may depend on the devices of its tower
+                self.is_narrow = False  # The function may need all devices of a tower.
         one_tower = self.new_tower()
         return one_tower, self._traced(one_tower)
 
     def _traced(self, towers: Towers) -> Traced:
-        """The trace of these towers; raise `NotAudited` if the rows are rejected."""
+        """Return the trace of these towers; raise `NotAudited` if it fails."""
         try:
             return towers.trace(self.from_batch.first)
         except (NotAudited, ReplicationError):
@@ -134,7 +135,7 @@ class Audit:
             raise refused from error
 
     def unpadded(self) -> "Audit":
-        """The audit of full batches alone; it reuses the results of two towers."""
+        """Return the audit of full batches alone, with the same two towers."""
         other = copy.copy(self)
         other.pads = False
         other.splits = [x for x in self.splits if not x.is_short]
@@ -142,13 +143,13 @@ class Audit:
         return other
 
     def unmasked(self) -> list[str]:
-        """The names of leaves that count padded rows, because nothing masks these."""
+        """Return the names of leaves that count padded rows, as nothing masks them."""
         if not self.pads:
             return []
         return self.one_tower.trace(self.from_batch.first).proof.unmasked()
 
     def run(self) -> AuditReport:
-        """Return the report; raise at the first split for which a leaf differs."""
+        """Return the report of all splits; raise at the first where a leaf differs."""
         reports = list[AuditReport]()
         notes = list[str]()
         for run in self.compared(self.splits):
@@ -165,13 +166,13 @@ class Audit:
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """Return the report of such runs; raise if a leaf differs."""
-        return judge(runs, 2 * self.each, self.one_tower.rtol, self.step.leaves)
+        """Return the report of runs that were compared; raise if a leaf differs."""
+        return judge(runs, 2 * self.tower_rows, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """Return the leaves that agree for other random draws, or on other towers."""
+        """Return the leaves that agree on ``one_tower`` with other random draws."""
         failed = {x.split for x in findings}
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
         pairs = [(x, x) for x in splits if x.name in failed]
@@ -205,7 +206,7 @@ def _gradient_follows(traced: Traced) -> bool:
 
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a user's `stop_gradient`, and not one of JAX's own."""
+    """Return whether an equation is a user's `stop_gradient`, and not one of JAX's."""
     if eqn.primitive.name != "stop_gradient":
         return False
     traceback = eqn.source_info.traceback
@@ -217,7 +218,10 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
-    """The note that rounding decides most gradients, which ends an audit; or None."""
+    """Return the note that rounding decides most gradients, which ends an audit.
+
+    The result is None if it does not.
+    """
     gradients = [x for x in report.compared if part_of(x) is LeafPart.GRADIENT]
     decided = [x for x in report.by_rounding if part_of(x) is LeafPart.GRADIENT]
     if 2 * len(decided) <= len(gradients):

@@ -35,7 +35,7 @@ _MERGES = {
     MERGED: Merge.OTHER,
     PER_TOWER: Merge.PER_TOWER,
 }
-_REPLICATED = ADDED, SHOWN, SAME, ROWS  # values that do not depend on the split
+_REPLICATED = ADDED, SHOWN, SAME, ROWS  # Merged, they do not depend on the split.
 _BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 
 
@@ -60,7 +60,7 @@ def leaves_of_tower(
 def _leaves_of(
     tree: PyTree, variables: Sequence[int | None], loss: str
 ) -> list[MergedLeaf]:
-    """Return the leaves as they merge by their types."""
+    """Return the leaves of a tower's results, each with the merge of its type."""
     becomes = iter(variables)
 
     def is_one(x: Any) -> bool:
@@ -126,7 +126,7 @@ def _leaves_of_returned(
         return isinstance(x, Weighted | IndexedRows)
 
     leaves: list[MergedLeaf] = []
-    if getattr(value, "counts_towers", False):  # it depends on towers by design
+    if getattr(value, "counts_towers", False):  # It depends on T by design.
         merge = Merge.PER_TOWER
     if isinstance(value, Sum | Rows):
         value = value.value
@@ -139,7 +139,7 @@ def _leaves_of_returned(
     pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
         within = name.within(path)
-        if isinstance(x, IndexedRows):  # its values, then its indices
+        if isinstance(x, IndexedRows):  # It has two leaves: its values and its indices.
             at = start + len(leaves) + 1
             leaves.append(MergedLeaf(within, merge, indices=at))
             leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
@@ -149,7 +149,7 @@ def _leaves_of_returned(
             leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
             continue
         flat = jax.tree_util.tree_leaves_with_path(x)
-        weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
+        weight = start + len(leaves) + len(flat) - 1  # The weight is the last field.
         leaves += [
             MergedLeaf(within.within(at[1:]), Merge.MEAN, weight) for at, _ in flat[:-1]
         ]
@@ -158,7 +158,7 @@ def _leaves_of_returned(
 
 
 def _merges_of_state(state: PyTree) -> list[Merge]:
-    """How a metric state merges each of its leaves; empty if that is not known."""
+    """Return how a metric state merges each of its leaves; empty if not known."""
     number = len(jax.tree.leaves(state))
     jaxpr = jax.make_jaxpr(type(state).merge)(state, state).jaxpr
     makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
@@ -173,7 +173,7 @@ def _merges_of_state(state: PyTree) -> list[Merge]:
 
 
 def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
-    """Return the shapes of the merged results, which the next pass is given."""
+    """Return the shapes of a pass's merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:
         if x.rule in (*_REPLICATED, MERGED) and x.rule is not ROWS:
@@ -192,10 +192,10 @@ def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
 
 
 def kinds_given_later(tree: PyTree) -> PyTree:
-    """Return the kinds of the merged results, which the next pass is given."""
+    """Return the kinds of a pass's merged results, which the next pass is given."""
 
     def of(x: Returned) -> PyTree:
-        # The rows of a table are in the towers' order, which depends on the split.
+        # Rows of a table are in the order of the towers, which depends on the split.
         kind = Given.REPLICATED if x.rule in _REPLICATED else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 

@@ -40,7 +40,7 @@ from towerjax.types import Reduction
 
 
 def equality_of(step: StepToProve) -> StepEquality:
-    """The results of the proof for all merged leaves of a step, and its duration."""
+    """Prove all merged leaves of a step, and return the results and the duration."""
     start = time.perf_counter()
     leaves = tuple(equalities_of(step))
     seconds = time.perf_counter() - start
@@ -63,13 +63,13 @@ def equalities_of(step: StepToProve) -> list[Equality]:
         return _equalities(step)
     except NotTracedError as error:
         return _of_whole_step(str(error))
-    except Exception as error:  # a fault of ours ends no training
+    except Exception as error:  # A fault of the proof must not end a user's training.
         why = f"the proof failed with {type(error).__name__}: {error}"
         return _of_whole_step(f"{why.splitlines()[0]}; please report this")
 
 
 def _of_whole_step(why: str) -> list[Equality]:
-    """One unknown result for all leaves of a step."""
+    """Return one unknown result for all leaves of a step, with a reason."""
     return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 
 
@@ -103,8 +103,8 @@ def _of_programs(
     """Return the traced passes, and the answers for their programs.
 
     JAX traces other equations for a dim of 1. If a tower has one row, a leaf is also
-    proved if it is proved for two rows a tower, and the function takes the same way for
-    both; see `same_path`.
+    proved if it is proved for two rows a tower, and the function takes the same path
+    for both; see `same_path`.
     """
     traced = traced_passes(step, passes)
     answers = _of_passes(traced, step)
@@ -130,9 +130,9 @@ def _of_programs(
 
 
 def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
-    """Return whether a pass takes the way that it takes for twice the rows.
+    """Return whether a pass takes the same path through its code for twice the rows.
 
-    Its own program and one tower's have to take the same way.
+    Its own program and one tower's have to take the same path.
     """
 
     def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:
@@ -148,14 +148,18 @@ def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
 
 
 def line_of_own_devices(traced: Traced) -> str:
-    """The line of a `shard_map` over a tower's own devices; "" if there is none."""
+    """Return the line of a `shard_map` over a tower's own devices; "" if none."""
     sites = [site for x in traced.passes for site in all_sites(x.towers.jaxpr)]
     lines = [user_line(x) for x in sites if x[0].primitive.name == "shard_map"]
     return f"at {lines[0]}" if lines else ""
 
 
 def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
-    """The answers for all passes; those for a later one hold if those before it do."""
+    """Return the answers for all passes, if each pass before a pass is proved.
+
+    After a pass that is not proved, later passes are unknown, because they read its
+    results.
+    """
     answers = []
     for number, of_pass in enumerate(traced, 1):
         if why := _why_not_walked(of_pass):
@@ -181,7 +185,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
 
 
 def _in_pass(equality: Equality, number: int) -> Equality:
-    """Return the answer for a leaf of one of several passes."""
+    """Put the number of a pass into the name of an answer's leaf."""
     leaf = leaf_of(equality.leaf).in_pass(number)
     state = leaf_of(equality.state).in_pass(number) if equality.state else ""
     return dataclasses.replace(equality, leaf=leaf, state=state)
@@ -190,7 +194,7 @@ def _in_pass(equality: Equality, number: int) -> Equality:
 def _asked(
     of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    """Ask the proof for these leaves of a pass."""
+    """Return the proof's answers for the leaves ``outputs`` of a pass."""
     return equal_to_one_tower(
         of_pass.programs,
         of_pass.inputs,
@@ -210,12 +214,12 @@ _OR_A_MEAN = (
 
 
 def advice_on_bare_loss(reduction: Reduction) -> str:
-    """Return what a bare loss has to be, of which ``loss_reduction=how`` was said."""
+    """Return what a bare loss must be for this value of ``loss_reduction=``."""
     return f"loss_reduction={reduction.name} {_BARE[reduction]}{_OR_A_MEAN}"
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """Return the refutation of a bare loss, with advice on its ``loss_reduction``."""
+    """Add advice on ``loss_reduction`` to an answer that refutes a bare loss."""
     reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not LeafPart.OTHER
     if reduction is None or not is_loss or equality.says is not Says.REFUTED:
@@ -236,7 +240,8 @@ def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
     """
     if not plan.accepts or plan.passes.hold_update:
         return None
-    return ("extra",) if plan.keeps_local else ()  # update_extra is given that
+    # In a train step, only `update_extra` is given means, those at "extra".
+    return ("extra",) if plan.keeps_local else ()
 
 
 def _with_sums(
@@ -245,7 +250,7 @@ def _with_sums(
     step: StepToProve,
     keys: tuple[str, ...] | None,
 ) -> list[Equality]:
-    """Return the answers; the means at ``keys`` need an equal sum and weight, too."""
+    """Return the answers, where means at ``keys`` also need an equal sum and weight."""
     leaves = of_pass.outputs
     weight_of = {
         leaf.name: leaves[leaf.weight].name
@@ -285,6 +290,6 @@ def _why_not_walked(of_pass: PassToProve) -> str:
 
 
 def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
-    """Return whether towers communicate."""
+    """Return whether the towers communicate in a program."""
     names = {eqn.primitive.name for eqn, _ in sites_over(jaxpr, axes)}
     return bool(names - {"axis_index"})

@@ -33,7 +33,7 @@ from towerjax.towers.strategies import Mirrored, on_one_group
 
 
 def why_not_as_on_one_device(step: StepToProve) -> str:
-    """The reason why a tower is not proved to give what it gives on one device.
+    """Return why a tower is not proved to give what it gives on one device.
 
     Args:
       step: A step whose towers have several devices.
@@ -45,7 +45,7 @@ def why_not_as_on_one_device(step: StepToProve) -> str:
         return _why_not_proved(step)
     except (NotTracedError, ProgramsDifferError) as error:
         return OF_DEVICES.nouns.told(str(error))
-    except Exception as error:  # a fault of ours ends no training
+    except Exception as error:  # A fault of the proof must not end a user's training.
         return failed(error)
 
 
@@ -61,13 +61,13 @@ def _why_not_proved(step: StepToProve) -> str:
 
 
 def _has_own_derivatives(step: StepToProve, passes: Passes) -> bool:
-    """Whether a rule of the user says what the derivative of a pass is."""
+    """Return whether a rule of the user's defines the derivative of a pass."""
     programs = one_tower_programs(step, passes, on_one_group(step.strategy, 1))
     return any(has_own_derivatives(x.jaxpr) for x in programs)
 
 
 def _of_passes(step: StepToProve, passes: Passes) -> str:
-    """The reason for some pass and two numbers of devices; "" if there is none."""
+    """Return the reason why some pass differs between two numbers of devices, or ""."""
     sizes = [*_growing_sizes(step.strategy.placement.within)]
     columns = [
         one_tower_programs(step, passes, _on_devices(step, within)) for within in sizes
@@ -85,7 +85,7 @@ def _of_passes(step: StepToProve, passes: Passes) -> str:
 def _growing_sizes(
     within: tuple[tuple[str, int], ...],
 ) -> Iterator[tuple[tuple[str, int], ...]]:
-    """The sizes of the axes within a tower, from one device to all of them."""
+    """Yield the sizes of the axes within a tower, from one device to all of them."""
     for grown in range(len(within) + 1):
         if not grown or within[grown - 1][1] > 1:
             later = [(name, 1) for name, _ in within[grown:]]
@@ -93,11 +93,12 @@ def _growing_sizes(
 
 
 def _on_devices(step: StepToProve, within: tuple[tuple[str, int], ...]) -> Mirrored:
-    """The strategy of one tower whose axes have these sizes."""
+    """Return the strategy of one tower whose axes have these sizes."""
     whole = on_one_group(step.strategy, 1)
     number = math.prod(size for _, size in within)
     names = whole.placement.devices[:number]
-    # How the compiler splits rows changes no number, and one device has no such line.
+    # The axes that split rows for the compiler are left out: they change no number, and
+    # one device does not have them.
     return dataclasses.replace(whole, devices=names, within=within, rows=None)
 
 
@@ -107,9 +108,10 @@ def _of_pair(
     numbers: tuple[int, int],
     bound: frozenset[str],
 ) -> str:
-    """The reason for two numbers of a tower's devices; "" if there is none.
+    """Return the reason why two programs of a tower differ; "" if they do not.
 
-    ``bound`` are the axes of towers, of which there is one.
+    The programs are for two ``numbers`` of a tower's devices. ``bound`` are the axes of
+    towers, of which there is only one.
     """
     few, more = numbers
     walk = Walk(Sizes(numbers, (more, few)), ())
@@ -124,7 +126,7 @@ def _of_pair(
 
 
 def _told(value: Kind) -> str:
-    """The reason why a value is not the same, in words of devices."""
+    """Return the reason why a value differs between numbers of a tower's devices."""
     if isinstance(value, Unknown):
         return OF_DEVICES.nouns.told(value.why)
     if not value.power:

@@ -1,7 +1,8 @@
-"""Which per-tower values the update of a step reads: no proof has an answer for them.
+"""Find the per-tower values that the update of a step reads.
 
-An update runs once, on what the towers merged. One tower has one value where several
-have several, so that a state which is computed from them depends on the split.
+No proof has an answer for these. An update runs once, on what the towers merged. One
+tower has one value where several towers have several, so a state that is computed from
+them depends on the split.
 """
 
 import jax
@@ -58,7 +59,10 @@ def _is_per_tower(x: PyTree) -> bool:
 
 
 def _of_state(shapes: PyTree) -> PyTree:
-    """Return which results of an update are of the next state, and not tower-local."""
+    """Return which results of an update belong to the next state.
+
+    Tower-local variables do not count.
+    """
     accepted, donated, (now, metrics, refused) = shapes
     of_donated = {
         name: jax.tree.map(lambda _, name=name: name != "local", x)

@@ -36,14 +36,14 @@ class StepEquality:
         return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
-        """Return the same results and more of them."""
+        """Return these results with ``more`` results after them."""
         return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
     def not_of_own_devices(self, why: str) -> "StepEquality":
-        """The same results, but with nothing proved if ``why`` is a reason.
+        """Return the results, but with nothing proved if ``why`` is a reason.
 
-        It says why a tower's own devices are not proved to give what one device gives.
-        The audit compares them. With "" the results stay.
+        The reason says why a tower's own devices are not proved to give what one device
+        gives. The audit then compares the leaves. For "" the results stay.
         """
         if not why:
             return self
@@ -103,7 +103,7 @@ class NotProved(Portable, ValueError):
 
 
 def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
-    """One line with the leaves that are not proved, why, and what a sample said."""
+    """Return a line with the leaves that are not proved, why, and a sample's result."""
     leaves_of: dict[str, list[str]] = {}
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)

@@ -94,7 +94,7 @@ class RowSplit(NamedTuple):
     """A split of rows over towers, and of a tower's rows into micro-batches."""
 
     towers: int
-    rows: int  # of each tower, or of each micro-batch
+    rows: int  # the rows of each tower, or of each micro-batch
     micro_batches: int = 1
 
     @property
@@ -121,7 +121,8 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     one_tower = RowSplit(1, examples + -examples % row_shards)
     if not step.padded:
         return [one_tower, of_step]
-    # Multiples of a tower's rows, which functions that view rows in groups accept.
+    # The counts are multiples of a tower's rows, because some functions view the rows
+    # in groups of equal size.
     counts = [
         count * of_step.rows
         for count in range(2, of_step.number + 6)
@@ -130,7 +131,8 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     padded, *more = [RowSplit(1, x) for x in counts if x != one_tower.rows]
     if one_tower.rows != of_step.rows:
         return [padded, of_step, one_tower]
-    # Rows would have the size of other dims. Towers of more rows stand between.
+    # The step's tower has as many rows as one tower has examples, so a dim of rows
+    # could not be told from others. Towers of more rows are compared with both.
     larger = of_step._replace(rows=2 * of_step.rows)
     if larger.rows == padded.rows:
         padded = more[0]
@@ -138,7 +140,10 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
 
 
 def _is_power(count: int, towers: int) -> bool:
-    """Return whether a number is a power of the number of towers that a proof tries."""
+    """Return whether ``count`` is a power of ``towers`` that a proof tries.
+
+    A proof tries halves of whole exponents, too.
+    """
     power = 2 * math.log(count, towers)
     return abs(power - round(power)) < 1e-9
 
@@ -166,9 +171,9 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
         of_split = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
         of_split = of_split.changed(micro_batches=split.micro_batches)
         is_own = split.rows == step.rows and split.number > 1
-        # An exact step computes its weights without the number of a tower's rows, by
-        # another equation than one tower, which is no exact step. The programs of a
-        # tower of several devices name its mesh.
+        # The programs of an exact step are not used, because it computes weights by
+        # another equation than the step of one tower, which is not exact. Those of a
+        # tower of several devices are not used, because they name its mesh.
         is_own &= not step.strategy.exact and step.strategy.placement.devices_each == 1
         known = step.programs if is_own else ()
         traced = _trace_passes(of_split, step, split, in_micro_batches, known)
@@ -177,7 +182,7 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
     for of_splits in zip(*columns, strict=True):
         first = of_splits[0]
         if not any(x.outputs for x in of_splits):
-            continue  # it merges nothing
+            continue  # A pass that merges nothing needs no proof.
         to_prove.append(
             PassToProve(
                 [x.program for x in of_splits],
@@ -274,7 +279,8 @@ def _trace_passes(
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
         inputs = [*_inputs_of(step, pass_, row_leaves, replicated), *later]
-        # The next micro-batch reads what one leaves in a variable.
+        # A micro-batch reads the variables that the one before it has written, so these
+        # are not the step's inputs.
         variables = [] if in_micro_batches else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_micro_batches else []
         outputs = leaves_of_tower(pass_, tree, variables)
@@ -289,9 +295,10 @@ def _trace_tower(
     in_micro_batches: bool,
     programs: TowerPrograms,
 ) -> tuple[ClosedJaxpr, PyTree]:
-    """The program of one tower, and the `Returned` values that it gives, as shapes.
+    """Trace one tower's program, and return it with its results' shapes.
 
-    With ``in_micro_batches`` it is that of one micro-batch, and takes its number.
+    The results are a tree of `Returned` values. With ``in_micro_batches`` the program
+    is that of one micro-batch, and takes its number as an input.
     """
     axes = pass_.strategy.placement.abstract_axes
     layouts = *pass_.ins.values(), Layout.MIRRORED
@@ -327,9 +334,10 @@ def _trace_tower(
 def _inputs_of(
     step: StepToProve, pass_: Pass, row_leaves: PyTree, replicated: PyTree
 ) -> list[Given]:
-    """The kinds of the inputs of a tower's program, without results of earlier passes.
+    """Return how towers get the inputs of a tower's program.
 
-    An evaluation reads the mean of the towers' variables, which is what one tower has.
+    Results of earlier passes are left out. An evaluation reads the mean of the towers'
+    variables, which is what one tower has.
     """
 
     def is_local(x: Any) -> bool:

@@ -34,7 +34,7 @@ class Ran(NamedTuple):
 
     Attributes:
       seen: The results of its calls.
-      reading: What its trace shows.
+      reading: The findings in its trace.
       is_program: Whether ``make`` returned a program, and not results.
       digest: A text that tells its trace from another one; "" if there is none.
     """
@@ -46,14 +46,14 @@ class Ran(NamedTuple):
 
 
 def run_program(named: NamedFunction, devices: int) -> Ran:
-    """Return the results of a program that is made, run and traced in this process."""
+    """Make, run and trace a program in this process, and return its results."""
     program, is_program = _made(find_function(named, devices), devices)
     seen = program.run()
     read = read_program(program)
     used = seen.devices | read.devices | _devices_in_use()
     with _told():
         refuse_others(jax.devices(), used, FORM, "Use all of jax.devices()")
-    # Devices cannot be sent to another process.
+    # Devices cannot be sent to another process, so they are left out of the results.
     return Ran(
         seen._replace(devices=frozenset()),
         read._replace(devices=frozenset()),
@@ -63,7 +63,7 @@ def run_program(named: NamedFunction, devices: int) -> Ran:
 
 
 def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen]:
-    """Runs of the program's arguments, and of arguments that are rounded again."""
+    """Run a program with its arguments, and with arguments that are rounded again."""
     make = find_function(named, devices)
     program, _ = _made(make, devices)
     first = program.run()
@@ -79,11 +79,12 @@ def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen
 def prove_program(
     named: NamedFunction, digests: Mapping[int, str]
 ) -> tuple[ProgramReport | None, str]:
-    """The result of `proved_on` for a program that is made and traced in this process.
+    """Make and trace a program in this process, and return what `proved_on` says of it.
 
     The program is made for each number of devices in turn, each time with a JAX that
-    has so many devices and with modules that are imported anew. Nothing is proved if a
-    trace is not the one of that number's own process, of which ``digests`` tells.
+    has so many devices and with modules that are imported anew. ``digests`` has the
+    digest of each number's trace in its own process. Nothing is proved if a trace here
+    has another digest.
     """
     programs = dict[int, UserProgram]()
     for number, digest in digests.items():
@@ -100,7 +101,7 @@ def prove_program(
 def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
     """Return the program, and whether ``make`` returned it.
 
-    If ``make`` returns something else, the program is one that returns that.
+    If ``make`` returns anything else, the program is a function that returns that.
     """
     gave = make()
     with _told():
@@ -127,7 +128,7 @@ def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
 
 
 def _devices_in_use() -> frozenset[Device]:
-    """The devices that hold arrays, and those for which programs were compiled."""
+    """Return the devices that hold arrays, and those that programs are compiled for."""
     devices = {x for array in jax.live_arrays() for x in array.sharding.device_set}
     for program in jax.devices()[0].client.live_executables():
         devices.update(program.local_devices())
@@ -136,7 +137,7 @@ def _devices_in_use() -> frozenset[Device]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """A context whose ``ValueError`` is raised where the process was started."""
+    """Turn a ``ValueError`` into one that is raised where the process was started."""
     try:
         yield
     except ValueError as error:

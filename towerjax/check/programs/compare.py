@@ -58,7 +58,7 @@ _NO_ARGUMENTS = (
     "The program has no arguments that are arrays, so the effect of rounding was not"
     " measured. If it trains for many steps, give rtol= (--rtol)."
 )
-DEVICES = "devices"  # a number of places, not of a setting
+DEVICES = "devices"  # the name of the number, if it is the number of devices
 
 
 def check_rtol(rtol: float | None) -> None:
@@ -131,7 +131,7 @@ def compare_runs(
 
 
 def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
-    """Notes on what was not seen."""
+    """Yield notes on what the comparison could not see."""
     values = [run.calls[0][name].numbers for name in report.compared]
     if all(x is not None and x.size == 1 for x in values):
         yield _SCALARS
@@ -147,7 +147,7 @@ def runs_nearby(
     anew: Callable[[], UserProgram],
     rounding: float,
 ) -> list[Seen]:
-    """Runs of the program with arguments that are rounded once more, up and down.
+    """Run a program with arguments that are rounded once more, up and down.
 
     If the program changes what it holds, it is made again for each run. Raise if a run
     with the same arguments gives different results.
@@ -157,7 +157,7 @@ def runs_nearby(
         try:
             refuse_other_run(program.run(), first)
         except NotAudited:
-            is_anew = True  # it may hold hidden state, such as a generator
+            is_anew = True  # The program may hold hidden state, such as a generator.
     if is_anew:
         refuse_other_run(anew().run(), first)
     by = rounding / 8 if rounding > 1e-4 else 2.0**-23
@@ -166,7 +166,7 @@ def runs_nearby(
 
 
 def refuse_other_run(again: Seen, first: Seen) -> None:
-    """Raise unless a run on the same arguments gave the same in its first call."""
+    """Raise unless two runs on the same arguments gave the same in their first call."""
     refuse_random(_given_by(again, 0, first), _given_by(first, 0, first))
 
 
@@ -205,9 +205,9 @@ def _pairs(
 
 
 def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
-    """Both values in one shape, and how the first was reduced if devices differ.
+    """Return both values in one shape, and how devices' values were reduced, or "".
 
-    Rows that `jax.pmap` has split are joined. A state is compared as copies. Of other
+    Rows that `jax.pmap` has split are joined. A state is compared as copies. For other
     values that each device returns, the host may take the mean or the sum.
     """
     x = got.numbers
@@ -240,7 +240,7 @@ def _reasons(
     of: str,
     has_arguments: bool,
 ) -> Iterator[str]:
-    """Reasons for the differences: factors, and lines that are the cause or near it."""
+    """Yield reasons for the differences: factors, and lines that may be the cause."""
     texts = {1: _TIMES, -1: _OVER}
     if of != DEVICES:
         texts = {power: text.format(of=of) for power, text in _FACTORS.items()}
@@ -260,7 +260,7 @@ def _reasons(
 
 
 def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
-    """Yield the lines whose factors depend on the number."""
+    """Yield the lines that multiply or divide by the number."""
     factors = [dict.fromkeys(x.factors) for x in reads]
     several = {x: None for some in factors for x in some}
     changing = [x for x in several if not all(x in some for some in factors)]

@@ -17,7 +17,7 @@ _OF_A_LIST = (
     "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
 )
-# What Python, NumPy and JAX say if a list, or a device of it, stands for a number.
+# Python, NumPy and JAX say this if a list, or a device of it, stands for a number.
 _USED_AS_A_NUMBER = (
     r"slice indices must be integers|multiply sequence by non-int"
     r"|'(list|[\w.]*Device)' (object cannot be interpreted|and '\w+')"
@@ -26,7 +26,7 @@ _USED_AS_A_NUMBER = (
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """Return the different numbers of devices; raise unless the first is 1."""
+    """Return the numbers of devices without repetition; raise if the first is not 1."""
     different = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = different[0] == 1 and len(different) > 1
@@ -53,7 +53,7 @@ def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
 
 @contextlib.contextmanager
 def explained_list() -> Iterator[None]:
-    """A context that adds a note if a program uses its list of devices as a number."""
+    """Add a note to errors of a program that uses its list of devices as a number."""
     try:
         yield
     except TypeError as error:
@@ -67,18 +67,18 @@ def explained_list() -> Iterator[None]:
 
 
 def refuse_others(
-    given: Sequence[Device],
+    expected: Sequence[Device],
     used: frozenset[Device],
     named: str = "make({} devices)",
     remedy: str = _OF_A_LIST,
 ) -> None:
-    """Raise unless a program uses exactly the devices that it was given.
+    """Raise unless a program uses exactly the ``expected`` devices.
 
-    Devices of another platform hold values that are kept on the host. ``named`` and
-    ``remedy`` are parts of the error.
+    Devices of another platform hold values that are kept on the host, so they do not
+    count. ``named`` and ``remedy`` are parts of the error.
     """
-    used = frozenset(x for x in used if x.platform == given[0].platform)
-    if used == {*given} or (len(given) == 1 and not used):
+    used = frozenset(x for x in used if x.platform == expected[0].platform)
+    if used == {*expected} or (len(expected) == 1 and not used):
         return
     fault = "does not say on which devices it runs"
     if used:
@@ -86,15 +86,18 @@ def refuse_others(
         devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
         fault = f"runs on {devices}, {names}, as its arguments, results and meshes say"
     raise ValueError(
-        f"{named.format(len(given))} {fault}. {remedy}, and return an array that lies"
-        " on them."
+        f"{named.format(len(expected))} {fault}. {remedy}, and return an array that"
+        " lies on them."
     )
 
 
 def use_what_is_given(
     programs: Mapping[int, UserProgram], lists: Mapping[int, Sequence[Device]]
 ) -> bool:
-    """Whether programs, without a run, are known to use the devices of their lists."""
+    """Return whether programs name exactly the devices of their lists.
+
+    The programs are not run.
+    """
     try:
         for number, program in programs.items():
             refuse_others(lists[number], program.devices_named())

@@ -4,7 +4,7 @@ It is the number of its devices, or of its micro-batches. The program is traced 
 several such numbers, and each two traces are walked side by side; see
 `towerjax.proof.equal`. Nothing is compiled or run.
 
-Reasons are told in the nouns of what is counted; see `towerjax.proof.equal.nouns`.
+Reasons use the noun of what is counted; see `towerjax.proof.equal.nouns`.
 """
 
 import itertools
@@ -60,7 +60,7 @@ class MadeProgram(NamedTuple):
 
 
 def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """Return whether each result is the same for all of these numbers.
+    """Prove for each result that it is the same for all of these numbers.
 
     Args:
       programs: The program for each number, with the same global arguments.
@@ -80,12 +80,16 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
 
 
 def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
-    """Whether each program is compared with one that has no loop to write out."""
+    """Return whether to compare each program with that of one micro-batch.
+
+    That program has no loop over micro-batches, so the others may have theirs written
+    out.
+    """
     return words is OF_MICRO_BATCHES and 1 in programs
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """Return the proof's answers for two numbers."""
+    """Return the proof's answers for a pair of numbers."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
@@ -128,7 +132,7 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
 
 
 def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
-    """The values that a program returns or changes in place, with their names."""
+    """Return the values that a program returns or changes in place, by name."""
     returned = named_leaves("result", program.traced.out, is_iterator)
     return [*returned, *program.traced.changed.items()]
 
@@ -147,7 +151,7 @@ def _is_python_number(x: Any) -> bool:
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
 ) -> list[tuple[Says, str]]:
-    """Return the proof's result for each returned value, and why."""
+    """Return the proof's answer for each returned value, and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
@@ -173,7 +177,7 @@ def _said_of_results(
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
-    """The kind of an argument: the same for all, or stacked for the devices."""
+    """Return the kind of an argument: replicated, or stacked for the devices."""
     why = f"{name} is a different array for another number of {{many}}"
     unknown = Unknown(why=why)
     try:
@@ -189,7 +193,8 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     a, b = [np.asarray(key_data(x)) for x in (first, second)]
     if a.shape == b.shape:
         value = walk.constant(a, b)
-        # An argument that grows with the devices is another argument, and no mistake.
+        # An argument that grows with the number of devices is an input of its own for
+        # each number, and no mistake, so it is unknown.
         is_same = not isinstance(value, Unknown) and not value.power
         return _any_value(value) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
@@ -207,14 +212,14 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
 
 
 def _any_value(value: Kind) -> Kind:
-    """The kind without its value, because another call may have another value."""
+    """Return the kind without its number, because another call may have another."""
     return copy() if isinstance(value, Zero) else copy(value.power)
 
 
 def _said_of_result(
     sizes: Sizes, value: Kind, first: Any, second: Any
 ) -> tuple[Says, str]:
-    """The proof's result for one returned value, and why."""
+    """Return the proof's answer for one returned value, and why."""
     if isinstance(value, Unknown):
         return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)

@@ -1,4 +1,4 @@
-"""What a program changes in place: its arguments, and what its function holds."""
+"""Find the values that a program changes in place, in arguments and in its function."""
 
 import functools
 import hashlib
@@ -16,8 +16,8 @@ from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.jaxprs.sites import is_library
 from towerjax.types.trees import is_deleted
 
-_WHOLE = type | types.ModuleType | str | bytes  # their contents are not searched
-_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # their objects wrap at most a function
+_WHOLE = type | types.ModuleType | str | bytes  # Their contents are not searched.
+_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # Their objects wrap at most a function.
 _FN = "fn"
 
 
@@ -47,12 +47,12 @@ class Held:
         return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
-        """Return the names of values that are no longer there."""
+        """Return the names of values that the program no longer holds."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
     def was_given(self, name: str) -> bool:
-        """Return whether a value is one that the trace of the program was given."""
+        """Return whether a value is one that the trace got as an argument."""
         return isinstance(self._before.get(name, (None,))[0], Tracer)
 
     def _is_kept(self, name: str, x: Any) -> bool:
@@ -79,7 +79,7 @@ class Watched:
         self.unseen: list[str] = []
 
     def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
-        """The function's result, and the new values."""
+        """Call the function, and return its result and the new values."""
         held = Held(self._fn, args, no_refs=True)
         structure = jax.tree.structure(args)
         out = self._fn(*args)
@@ -92,7 +92,10 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """Return a fingerprint of a value that can be written; None for JAX's arrays."""
+    """Return a fingerprint of a value, to see whether the program changes it.
+
+    It is None for a JAX array, which cannot be changed in place.
+    """
     if isinstance(x, jax.Array):
         return None
     x = _read_now(x)
@@ -121,12 +124,12 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 names.add(name)
                 yield name, x
         elif id(x) not in seen and not isinstance(x, _WHOLE):
-            seen[id(x)] = x  # keep the object, so that its id stays unique
+            seen[id(x)] = x  # A reference keeps the object's id unique.
             todo += [(name + key, part) for key, part in _held_in(name, x)][::-1]
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return the values that an object holds, with the suffix of their names."""
+    """Return the values that an object holds, each with an addition to its name."""
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__), ("", x.__func__)]
     if isinstance(x, functools.partial):
@@ -136,7 +139,7 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         parts = [(f".{key}", _content_of(cell)) for key, cell in cells]
         return [*parts, ("", vars(x).get("__wrapped__"))]
-    if isinstance(x, dict):  # JAX may not be able to sort its keys
+    if isinstance(x, dict):  # JAX cannot flatten a dict whose keys it cannot sort.
         return [(f"[{key!r:.60}]", part) for key, part in x.items()]
     is_leaf = functools.partial(operator.is_not, x)
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
@@ -145,7 +148,8 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
     attributes = getattr(x, "__dict__", {})
     if type(x).__module__.partition(".")[0] in _ARRAYS_OWN:
         return [("", attributes.get("__wrapped__"))]
-    # Values that libraries keep in a function, such as caches, may depend on devices.
+    # Values that libraries keep in a function, such as caches, may depend on the number
+    # of devices without changing a result, so they are left out.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
     return [] if is_kept else [(f".{key}", part) for key, part in attributes.items()]
 

@@ -27,12 +27,10 @@ from towerjax.mesh.devices import want_cpu_devices
 from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary
 
-_FORCED = r"--xla_force_host_platform_device_count=\S*"  # by a flag, before JAX 0.5
+_FORCED = r"--xla_force_host_platform_device_count=\S*"  # Old programs set this flag.
 _LAST = 12  # the number of printed lines of a dead process to show
 _MAIN = "__main__"
-_NOTE_OF_JAX = (
-    "For simplicity, JAX has removed"  # the end of what JAX prints of an error
-)
+_NOTE_OF_JAX = "For simplicity, JAX has removed"  # JAX prints this after an error.
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
     " from towerjax.check.programs.processes import answer;"
@@ -61,7 +59,7 @@ class ProgramDied(RuntimeError):
 
 
 class ToldError(Exception):
-    """An error of a process, which is raised again where the process was started."""
+    """An error in a process that is raised again where the process was started."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -91,7 +89,10 @@ def name_function(
 
 
 def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
-    """The imported function; JAX makes the devices, whatever its file asks for."""
+    """Import a function, and let JAX make this number of CPU devices.
+
+    The number holds whatever the function's file asks for.
+    """
     if _is_found(named):
         module = importlib.import_module(named.module)
     else:
@@ -102,9 +103,9 @@ def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def forgets_modules() -> Iterator[None]:
-    """What is imported here, of a user's files, is imported anew after it.
+    """Forget the modules of a user's files that were imported inside, on leaving.
 
-    Modules of libraries stay.
+    They are then imported anew the next time. Modules of libraries stay.
     """
     before = {*sys.modules}
     try:
@@ -117,7 +118,7 @@ def forgets_modules() -> Iterator[None]:
 
 
 def _place_of(module: types.ModuleType) -> str:
-    """The file of a module, or the folder of a package without one; "" of no file."""
+    """Return the file of a module, or the folder of a package without one; else ""."""
     folders = [*getattr(module, "__path__", ())]
     return getattr(module, "__file__", None) or [*folders, ""][0]
 
@@ -213,11 +214,11 @@ def _printed(
     label: str,
     timeout_s: float | None,
 ) -> tuple[int | None, list[str]]:
-    """Return the exit code of a process, and the last lines that it printed.
+    """Run a process, and return its exit code and the last lines that it printed.
 
-    They are shown with the label before each, if there is one. The code is None if the
-    process was killed after the timeout. The process ends when this one does, which
-    holds the other end of a pipe.
+    If there is a label, each line is shown after it. The code is None if the process
+    was killed after the timeout. The process ends when this one does, because it waits
+    at a pipe that this one holds open.
     """
     last = collections.deque[str](maxlen=_LAST)
     read_end, write_end = os.pipe()
@@ -251,7 +252,7 @@ def _printed(
                 last.append(line.rstrip())
                 if label:
                     print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # Ctrl-C must kill the process, too.
             process.kill()
             raise
     return None if timed_out.is_set() else process.returncode, list(last)
@@ -273,7 +274,7 @@ def _told_of_death(label: str, ending: str, last: list[str]) -> str:
 
 
 def _is_told(line: str) -> bool:
-    """Whether a line has words, and is not the note that JAX ends an error with."""
+    """Return whether a line has words, and is not JAX's note at the end of an error."""
     return bool(line.strip(" -")) and not line.startswith(_NOTE_OF_JAX)
 
 
@@ -281,7 +282,7 @@ def _is_told(line: str) -> bool:
 def answer(parent: int, folder: str) -> None:
     """Call the function that the folder names, and write its result there.
 
-    ``parent`` is a pipe that ends when the process does that waits for the result.
+    ``parent`` is a pipe that ends when the process that waits for the result ends.
     """
 
     def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Prove that results which a program's maps call the same are so on all devices."""
+"""Prove that results that a program's maps declare equal are equal on all devices."""
 
 import dataclasses
 import itertools
@@ -60,10 +60,10 @@ class ProgramReport:
     Attributes:
       maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many
         results it declares the same (which is proved), and how many it splits.
-      notes: Things that may be mistakes: sums and means of values that are the same on
-        all devices, and copies of a state that do not stay the same. And things that
-        are not portable: draws by rbg, and ``ppermute`` over axes in another order than
-        the mesh's.
+      notes: Notes on what may be a mistake: sums and means of values that are equal on
+        all devices, and copies of a state that do not stay the same. Other notes name
+        what is not portable: draws by rbg, and ``ppermute`` over axes in another order
+        than the mesh's.
       unread: Code that no jaxpr shows, so that its results may differ.
       same: The number of results that are proved the same, over all maps and axes.
       copies: The number of leaves of a state that stay the same on all devices.
@@ -116,7 +116,7 @@ def prove(
     micro_batches: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> ProgramReport:
-    """Prove that results which a program's maps call the same are the same on devices.
+    """Prove that the results which a program declares replicated are so on all devices.
 
     The program is traced and not run. Each `jax.shard_map` and `jax.pmap` in it is
     analysed, at any depth, along each manual axis of more than one device, whatever
@@ -196,7 +196,7 @@ def made_for_parts(
 def proved_on(
     programs: Mapping[int, UserProgram], words: Words = OF_DEVICES
 ) -> tuple[ProgramReport | None, str]:
-    """Return the report of `prove` for a program for several numbers.
+    """Prove a program that was made for several numbers, and return the report.
 
     Returns:
       A report, from which refuted results are not yet raised; or None, and why nothing
@@ -225,9 +225,10 @@ def refuted_in(report: ProgramReport) -> str:
 def proved(
     traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
 ) -> ProgramReport:
-    """Return the report of `prove` on a program that was traced with these arguments.
+    """Return the report of `prove` on a traced program.
 
-    If ``equal`` has an answer for each result, a sum of equal values is not noted.
+    ``args`` are the arguments that it was traced with. If ``equal`` has an answer for
+    each result, a sum of equal values is not noted.
     """
     jaxpr = traced.jaxpr
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
@@ -269,7 +270,7 @@ def proved(
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """Notes on code that gives other numbers on other devices or versions of JAX."""
+    """Yield notes on code whose numbers depend on the devices or the version of JAX."""
     for at in _split_draws(jaxpr):
         yield (
             f"{at}: the numbers depend on TPUs on the number of shards, and under vmap"
@@ -291,7 +292,7 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
 
 
 def _split_draws(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """The lines at which rbg's draws depend on the number of shards, or of keys."""
+    """Yield the lines at which rbg's draws depend on the number of shards or keys."""
     for site in all_sites(jaxpr):
         if _draws_by_rbg(site[0], is_manual=_is_manual(_maps_around(site[1]))):
             at = user_line(site) or "a line of a library"
@@ -303,8 +304,8 @@ def _maps_around(outer: Site | None) -> list[JaxprEqn]:
 
 
 def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
-    """Whether rbg draws numbers that the compiler may split, or from several keys."""
-    if eqn.primitive.name == "rng_bit_generator":  # of a raw key
+    """Return whether rbg draws from several keys, or numbers that XLA may split."""
+    if eqn.primitive.name == "rng_bit_generator":  # It draws from a single raw key.
         return not is_manual
     keys: Any = eqn.invars[0].aval if eqn.invars else None
     if eqn.primitive.name in ("random_fold_in", "random_split"):
@@ -329,10 +330,10 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """Return what becomes of a state that each device has a copy of, by leaf name.
+    """Return what a program makes of a state that each device has a copy of.
 
-    A leaf that differs from device to device, such as keys, is not a copy. A setting,
-    such as a learning rate, may be one.
+    The result is by leaf name. A leaf that differs from device to device, such as keys,
+    is not a copy. A setting, such as a learning rate, may be one.
     """
     jaxpr = traced.jaxpr
     at_result = state_places(args, traced.out)
@@ -384,7 +385,7 @@ def _is_list(out: Any) -> bool:
 
 
 def _is_setting(x: Any) -> bool:
-    """Whether an array has a scalar or a key per device, such as a learning rate."""
+    """Return whether an array may be a setting: a scalar or a key per device."""
     is_given = not isinstance(x, jax.ShapeDtypeStruct)
     return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 

@@ -72,15 +72,15 @@ def _factors(jaxpr: ClosedJaxpr) -> tuple[tuple[str, str, complex], ...]:
 
 
 def _factor(eqn: JaxprEqn) -> complex | None:
-    """The constant by which an equation multiplies or divides; None if it has none."""
+    """Return the constant by which an equation multiplies or divides, or None."""
     values: list[Any] = [x.val for x in eqn.invars if isinstance(x, Literal)]
     return next((complex(x) for x in values), None)
 
 
 def digest_of(program: UserProgram) -> str:
-    """What tells one traced program from another: a hash of its text and its arrays.
+    """Return a hash of a traced program's text and arrays; "" if it is not traced.
 
-    "" where it cannot be traced.
+    It tells one program from another.
     """
     traced, _ = program.trace()
     if traced is None:
@@ -89,6 +89,6 @@ def digest_of(program: UserProgram) -> str:
     text = f"{traced.jaxpr} {jax.tree.structure(traced.out)} {[*arrays]}"
     digest = hashlib.sha256(_ADDRESS.sub("", text).encode())
     for x in (*arrays.values(), *arrays_in(traced.jaxpr)):
-        if isinstance(x, ARRAY_TYPES):  # and no Ref, of which nothing is proved
+        if isinstance(x, ARRAY_TYPES):  # Nothing is proved of a Ref, so it is left out.
             digest.update(np.asarray(key_data(x)).tobytes())
     return digest.hexdigest()

@@ -24,35 +24,35 @@ from towerjax.types import PyTree
 from towerjax.types.refusals import types_of
 from towerjax.types.trees import is_deleted, is_key, key_data, named_leaves
 
-CALLS = 3  # for a program that returns its state, or changes it in place
-_KEY_WORDS = 2, 4  # of a raw key
+CALLS = 3  # the calls of a program that returns its state, or changes it in place
+_KEY_WORDS = 2, 4  # the numbers of words that a raw key may have
 
 
 class Value(NamedTuple):
     """One leaf of a call's results."""
 
-    numbers: np.ndarray | None  # None if it has none
-    is_state: bool  # it replaces an argument, or is changed in place
+    numbers: np.ndarray | None  # its numbers; None if it is no array of numbers
+    is_state: bool  # whether it replaces an argument, or is changed in place
     is_key: bool
-    is_returned: bool  # otherwise it is changed in place
+    is_returned: bool  # whether it is returned; otherwise it is changed in place
 
 
 class Seen(NamedTuple):
     """The results of a program's calls, and the devices and dtypes that it used."""
 
     calls: tuple[dict[str, Value], ...]
-    devices: frozenset[Device]  # of arguments and results
-    dtypes: frozenset[str]  # of arguments and results
+    devices: frozenset[Device]  # the devices of arguments and results
+    dtypes: frozenset[str]  # the dtypes of arguments and results
     is_changed: bool  # whether it changes something in place
     has_arguments: bool  # whether any argument is an array
 
 
 class _Call(NamedTuple):
-    """What one call gave."""
+    """The results of one call."""
 
     out: Any
-    changed: dict[str, Any]  # in place, by name
-    values: dict[str, Value]  # of both, by name
+    changed: dict[str, Any]  # the values that were changed in place, by name
+    values: dict[str, Value]  # the returned and the changed values, by name
 
 
 class UserProgram:
@@ -61,15 +61,15 @@ class UserProgram:
     It is run first and traced afterwards, because after a trace it may hold tracers.
     """
 
-    def __init__(self, form: str, made: Any) -> None:
-        match made:
+    def __init__(self, form: str, program: Any) -> None:
+        match program:
             case (fn, tuple() | list() as args) if callable(fn):
                 self.fn = fn
                 self.args = tuple(args)
             case _:
                 raise ValueError(
-                    f"{form} returned {types_of(made)}, but must return (fn, args), a"
-                    " function and the tuple of its arguments."
+                    f"{form} returned {types_of(program)}, but must return (fn, args),"
+                    " a function and the tuple of its arguments."
                 )
         leaves, self._treedef = flatten(self.args)
         arrays = [id(x) for x in leaves if isinstance(x, ARRAY_TYPES)]
@@ -79,7 +79,7 @@ class UserProgram:
         self._is_new = True
         self.traced_args = self.args  # the arguments that it was traced with
         self._trace: tuple[TracedProgram | None, str] | None = None
-        self.unseen: tuple[str, ...] = ()  # changes that no trace follows
+        self.unseen: tuple[str, ...] = ()  # values whose changes no trace follows
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +89,7 @@ class UserProgram:
         )
 
     def run(self, by: float = 0.0) -> Seen:
-        """Return the results of its calls; with ``by`` the arguments are rounded.
+        """Call the program, and return its results; ``by`` rounds its arguments.
 
         The first run uses the arguments themselves, which may share arrays.
         """
@@ -99,7 +99,8 @@ class UserProgram:
         taken, _ = flatten(self._given)
         results, _ = flatten([(x.out, x.changed) for x in calls])
         dtypes = {str(x.dtype) for x in taken + results if isinstance(x, ARRAY_TYPES)}
-        # What is given to it and laid nowhere, JAX puts where the program runs.
+        # JAX moves an argument that is not committed to the devices of the program, so
+        # only committed ones say where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         return Seen(
             tuple([x.values for x in calls]),
@@ -110,19 +111,19 @@ class UserProgram:
         )
 
     def _calls(self, args: Sequence[Any]) -> list[_Call]:
-        """The first calls: where a state comes back, the next one is given it."""
+        """Call the program, and call it again with its new state if it returns one."""
         held = Held(self.fn, args)
         calls = list[_Call]()
         for _ in range(CALLS):
             try:
                 out = self.fn(*args)
-            except StopIteration:  # an iterator may hold the rows of one call
+            except StopIteration:  # An iterator may hold the rows of only one call.
                 if not calls:
                     raise
                 break
             changed = held.changed()
             places = state_places(self._given, out)
-            # Read now: the next call may be given these arrays, and donate them.
+            # The values are read now, because the next call may donate these arrays.
             calls.append(_Call(out, changed, _values(out, places, changed)))
             if not (changed or places):
                 break
@@ -141,7 +142,7 @@ class UserProgram:
             return None, "an argument is an iterator"
         if self._trace is None:
             self._trace = self._traced_with(self._copies())
-            self.traced_args = self._copies()  # a run may have changed those given
+            self.traced_args = self._copies()  # A run may have changed the originals.
             for kinds in (float | complex, ()):
                 args = self._with_numbers_as_arrays(self._trace[0], kinds)
                 if args is None:
@@ -154,10 +155,11 @@ class UserProgram:
         return self._trace
 
     def _traced_with(self, args: tuple[Any, ...]) -> tuple[TracedProgram | None, str]:
-        """The trace with these arguments, with the values that it changes in place."""
+        """Trace the program with these arguments, and note what it changes in place."""
         watched = Watched(self.fn)
         traced, why = trace_or_say_why(watched, args)
-        # If arguments share arrays, a trace has separate copies of them.
+        # If arguments share arrays, a trace has separate copies of them, so it does not
+        # show that a change of one changes the other.
         new = watched.new if self._is_shared else ()
         if traced is None:
             return None, why
@@ -193,7 +195,10 @@ class UserProgram:
         return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
     def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
-        """Copies of the arguments as they were, with new arrays and containers."""
+        """Return copies of the arguments as they were, with new arrays and containers.
+
+        With ``by`` the arrays are rounded by that relative amount.
+        """
         leaves = [
             _near(x, by) if isinstance(x, ARRAY_TYPES) else x for x in self._leaves
         ]
@@ -202,7 +207,7 @@ class UserProgram:
     def _after(
         self, args: Sequence[Any], out: PyTree, places: dict[int, int | None]
     ) -> list[Any]:
-        """The arguments of the next call: the returned state, and the others again.
+        """Return the arguments of the next call: the returned state, and the others.
 
         Arguments that were donated are replaced by copies.
         """
@@ -226,7 +231,7 @@ def _as_array(x: Any, kinds: Any) -> Any:
 
 
 def _let_go(x: Any) -> Any:
-    """Return the shape of an array, in its place; other values stay."""
+    """Return an array's shape, which holds no memory; return other values as is."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed

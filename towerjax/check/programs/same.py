@@ -174,24 +174,24 @@ def same_for(
 def _compare_made(
     of: str,
     numbers: Iterable[int],
-    made: Callable[[int], UserProgram],
+    make_program: Callable[[int], UserProgram],
     rtol: float | None,
     refuse: Callable[[int, frozenset[Device]], None] | None = None,
 ) -> AuditReport:
     """Make, run and trace a program for each number, and compare the results.
 
-    ``refuse(number, devices)`` raises if a program used other devices.
+    ``refuse(number, devices)`` raises if a program used devices that it may not use.
     """
     check_rtol(rtol)
     first, *others = numbers
     programs = dict[int, UserProgram]()
     runs = dict[int, Seen]()
     for number in (first, *others):
-        program = programs[number] = made(number)
+        program = programs[number] = make_program(number)
         runs[number] = program.run()
         if number != first and of == DEVICES:
             program.release()
-    # Tracing comes after all runs, which it could disturb.
+    # The programs are traced after all runs, because a trace could disturb a run.
     traced = others if of == DEVICES else (first, *others)
     reads = {number: read_program(programs[number]) for number in traced}
     if refuse is not None:
@@ -199,7 +199,7 @@ def _compare_made(
             of_meshes = reads[number].devices if number in reads else frozenset()
             refuse(number, run.devices | of_meshes)
     again = functools.partial(
-        runs_nearby, programs[first], runs[first], lambda: made(first)
+        runs_nearby, programs[first], runs[first], lambda: make_program(first)
     )
     return compare_runs(runs, reads, again, rtol, of)
 
@@ -210,7 +210,7 @@ def takes_nothing(make: Any) -> bool:
         return False
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # compiled functions may have no signature
+    except (TypeError, ValueError):  # A compiled function may have no signature.
         return False
     return not any(x.kind is not x.KEYWORD_ONLY for x in parameters)
 
@@ -230,7 +230,7 @@ def run_in_processes(
 def prove_in_process(
     named: NamedFunction, ran: Mapping[int, Ran], timeout_s: float | None = None
 ) -> tuple[ProgramReport | None, str]:
-    """The report of `prove` for a program that ran; or None, and why there is none.
+    """Return the report of `prove` for a program that ran; or None, and why not.
 
     Raises:
       ReplicationError: As `prove`.
@@ -256,7 +256,7 @@ def compare_ran(
     rtol: float | None,
     timeout_s: float | None = None,
 ) -> AuditReport:
-    """The report of a program that ran in a process for each number of devices."""
+    """Compare the results of a program that ran in a process per number of devices."""
     first, *others = ran
 
     def again(rounding: float) -> list[Seen]:

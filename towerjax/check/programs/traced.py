@@ -47,7 +47,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
-    """The arrays, or shapes, among the arguments, which a traced program is given."""
+    """Return the arrays, or shapes, among the arguments, which a trace is given."""
     leaves = named_leaves("args", tuple(args), is_iterator)
     return {name: x for name, x in leaves if isinstance(x, _SHAPED)}
 
@@ -84,7 +84,7 @@ def trace_program(
 def trace_or_say_why(
     fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[TracedProgram | None, str]:
-    """The trace of a program that has run; or None, and why it cannot be traced."""
+    """Return the trace of a program that has run; or None, and why there is none."""
     try:
         return trace_program(fn, args, {}), ""
     except Exception as error:

@@ -14,7 +14,7 @@ _BY_JAX = (
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The words for one such number.
+    """The words for a number that must not change results.
 
     Attributes:
       option: The option that has their numbers, and the argument of ``make``.
@@ -23,7 +23,7 @@ class Words:
       letter: The letter that stands for its number.
       sums: The primitives that add up over all of them.
       equals: The reason for a factor: a copy that each of them adds.
-      own: The reason for a factor: each divides by a number of its own.
+      by_own_number: The reason for a factor: each divides by a number of its own.
       all: The reason for a factor: a sum is divided by their number.
       number: The reason for a factor: any other number.
       quotients: The reason why a quotient of its own sums is not proved.
@@ -35,7 +35,7 @@ class Words:
     letter: str
     sums: tuple[str, ...]
     equals: str
-    own: str
+    by_own_number: str
     all: str
     number: str
     quotients: str
@@ -46,7 +46,10 @@ class Words:
         return f"Results of the program depend on the number of {self.nouns.many}:"
 
     def of_power(self, power: int, cause: Cause | None) -> str:
-        """The factor that a power of their number is, with its cause and a remedy."""
+        """Return the text for a result that is off by a power of their number.
+
+        It has the factor, and if the cause is known, its line and a remedy.
+        """
         size = self.letter if abs(power) == 1 else f"{self.letter}^{abs(power)}"
         size = size if power > 0 else f"1/{size}"
         text = f"{size} times what it is {self.alone}"
@@ -59,13 +62,16 @@ class Words:
             return f"{text}: {self.number.format(line)}."
         if power < 0:
             return f"{text}: {self.all.format(line)}."
-        why = (self.equals if is_sum else self.own).format(line)
+        why = (self.equals if is_sum else self.by_own_number).format(line)
         maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
         is_typed = any(x.params["check_vma"] for x in maps)
         return f"{text}: {why}{_BY_JAX * is_typed}."
 
     def of_unknown(self, why: str, cause: Cause | None) -> str:
-        """The reason why a result is unknown, with a wrong number that causes it."""
+        """Return why a result is unknown, with the wrong number that causes it.
+
+        Without a ``cause``, the reason ``why`` stays as it is.
+        """
         if cause is None:
             return why
         if cause.value is not None:
@@ -75,7 +81,7 @@ class Words:
 
 
 def line_of(cause: Cause) -> str:
-    """Return the user's line of a cause."""
+    """Return the line of the user's code at which a cause stands."""
     return user_line(cause.site) or "a line of a library"
 
 
@@ -89,7 +95,7 @@ OF_DEVICES = Words(
         "a value that is the same on all devices is added up at {}. Leave the sum out,"
         " or write jax.lax.pmean"
     ),
-    own=(
+    by_own_number=(
         "each device divides by a number of its own, such as its number of rows, at {},"
         " and the quotients are added up. Write jax.lax.pmean, or divide by the number"
         " of all devices"
@@ -123,7 +129,7 @@ OF_MICRO_BATCHES = Words(
         "each of the n micro-batches adds the same value at {}. Add it once, after the"
         " loop, or divide it by n"
     ),
-    own=(
+    by_own_number=(
         "each of the n micro-batches divides by a number of its own, such as its"
         " number of rows, at {}, and the quotients are added up. Divide the sum by n,"
         " or by the number of all rows"

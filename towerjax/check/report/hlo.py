@@ -26,7 +26,7 @@ _WHERE_STEPS_ARE_MADE = compile_step.__code__.co_filename
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type, by XLA's name, and dims."""
+    """An array's element type, by XLA's name, and its dims."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -41,19 +41,22 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One line of a computation."""
+    """One line of a computation in a compiled program's text."""
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # of the results; several for a tuple
-    operands: tuple[str, ...]  # names; a parameter's number, or a constant's value
-    inputs: tuple[Shape, ...]  # the operands' shapes, tuples spread
-    attributes: str  # the rest of the line
+    shapes: tuple[Shape, ...]  # the shapes of the results; several for a tuple
+    operands: tuple[str, ...]  # their names; a parameter's number, a constant's value
+    inputs: tuple[Shape, ...]  # the shapes of the operands, with tuples spread out
+    attributes: str  # the rest of the operation's line
 
     def called(self) -> dict[str, str]:
-        """Return the computations that the operation runs, with their attributes."""
+        """Return the names of the computations that the operation runs.
+
+        Each name has the attribute that says what it is, such as "body" or "condition".
+        """
         if self.opcode.endswith(("-done", "-update")):
-            return {}  # the -start operation named them
+            return {}  # The operation that ends in "-start" names them.
         return {
             name: kind
             for kind, text in _CALLED.findall(self.attributes)
@@ -71,13 +74,13 @@ class Operation:
 class Module:
     """A compiled program's text, parsed."""
 
-    header: str  # its first line
-    computations: dict[str, dict[str, Operation]]  # operations in order
+    header: str  # the first line of the text
+    computations: dict[str, dict[str, Operation]]  # the operations of each, by name
     entry: str
-    frames: dict[int, tuple[str, int, str, int]]  # file, line, function, parent
+    frames: dict[int, tuple[str, int, str, int]]  # its file, line, function and parent
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
-        """``(file, line, function)`` of each frame, innermost first."""
+        """Yield ``(file, line, function)`` of each frame, innermost first."""
         frame_id = re.search(r"\bstack_frame_id=(\d+)", operation.attributes)
         number = int(frame_id[1]) if frame_id else 0
         while number in self.frames:
@@ -115,7 +118,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
-    """Return the tables at the head of the text, joined; empty if there are none."""
+    """Return the stack frames in the tables of the text; empty if there are none."""
 
     def table(name: str, row: str) -> list[Any]:
         block = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
@@ -129,7 +132,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
         i: (files[file], int(line), functions[function])
         for i, file, function, line in table("FileLocations", place)
     }
-    # Parents are printed one higher, so that frame 1 has none.
+    # The text has the number of a frame's parent plus 1, or 1 if there is no parent.
     frame = r"\{file_location_id=(\d+) parent_frame_id=(\d+)"
     rows = table("StackFrames", frame)
     return {int(i): (*places[at], int(parent) - 1) for i, at, parent in rows}
@@ -139,21 +142,21 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
 class CompiledCollective:
     """One collective of the compiled program, as one device sees it in one call."""
 
-    opcode: str  # such as "all-reduce"
-    bytes: int  # of its operands, per execution
-    sent: int  # per execution, if it runs as a ring; see ring_bytes
-    dtypes: tuple[str, ...]  # of the operands, without repetition
-    num_devices: int  # in a group
-    trips: int  # executions per call; 1 in a loop of unknown trips
+    opcode: str  # the name of the operation, such as "all-reduce"
+    bytes: int  # the bytes of its operands, per execution
+    sent: int  # the bytes sent per execution, if it runs as a ring; see ring_bytes
+    dtypes: tuple[str, ...]  # the dtypes of the operands, without repetition
+    num_devices: int  # the devices in a group
+    trips: int  # the executions per call; 1 if the loop's number of trips is unknown
     trips_known: bool
-    start: int  # its place in the schedule: working operations before it
-    end: int  # start, plus the working operations that run at the same time
-    length: int  # working operations in its computation
-    beside: int  # bytes read and written between start and end: what hides it
-    line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
+    start: int  # the number of working operations before it in the schedule
+    end: int  # start plus the number of working operations that run beside it
+    length: int  # the number of working operations in its computation
+    beside: int  # the bytes that operations beside it read and write, which hide it
+    line: str  # the line of user code, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return a row of the shown table."""
+        """Return the cells of this collective's row in the shown table."""
         when = f"at {self.start} of {self.length}, exposed"
         if self.start < self.end:
             beside = f"beside {in_bytes(self.beside)} read and written"
@@ -184,7 +187,7 @@ def collectives_of(
     known: bool = True,
     when: tuple[Any, ...] | None = None,
 ) -> Iterator[CompiledCollective]:
-    """The collectives of the program, in the order of its text from the entry on."""
+    """Yield the collectives of the program, in the order of its text from the entry."""
     there = list(module.computations[computation or module.entry].values())
     for op in there:
         opcode = op.opcode.removesuffix("-start")
@@ -212,7 +215,7 @@ def collectives_of(
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
-    """``start``, ``end``, ``length`` and ``beside`` of a collective."""
+    """Return ``start``, ``end``, ``length`` and ``beside`` of a collective."""
     working = [other for other in there if other.opcode not in _NO_WORK]
     start = working.index(op)
     done = op.opcode.replace("-start", "-done")
@@ -225,7 +228,10 @@ def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
 
 
 def _group_size(module: Module, op: Operation) -> int:
-    """The number of devices of a group, written as lists, a grid, or mesh axes."""
+    """Return the number of devices of a collective's group.
+
+    The text has the groups as lists, a grid, or mesh axes.
+    """
     text = op.attributes
     if groups := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
         return len(groups[1].split(","))
@@ -240,11 +246,14 @@ def _group_size(module: Module, op: Operation) -> int:
 
 
 def _source_line(module: Module, op: Operation) -> str:
-    """The innermost line of user code below the step, or else the innermost line."""
+    """Return the innermost line of user code below the step.
+
+    If there is none, it is the innermost line of any code.
+    """
     stack = list(module.stack(op))
     for file, line, function in stack:
         if file == _WHERE_STEPS_ARE_MADE:
-            break  # frames further out called the step
+            break  # All frames further out are of code that called the step.
         if not is_library(file):
             return format_line(file, line, function)
     return format_line(*stack[0]) if stack else ""

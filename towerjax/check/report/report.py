@@ -43,8 +43,8 @@ class Timing:
     """Medians over calls, each of which is awaited before the next."""
 
     calls: int
-    dispatch_s: float  # until the call returns: the host's time
-    step_s: float  # until the results are there
+    dispatch_s: float  # the time until the call returns, which is the host's time
+    step_s: float  # the time until the results are there
 
 
 def time_calls(
@@ -66,11 +66,11 @@ def time_calls(
 class Memory:
     """The bytes that one device holds while the program runs, as the compiler plans."""
 
-    by_kind: dict[str, int]  # "parameters", "batch", ..., "temporaries"; together all
-    arguments: int  # that the program reads
-    aliased: int  # of the results, those in arguments' buffers: only arguments count
-    peak: int  # the most at once
-    capacity: int | None = None  # of the device, where known
+    by_kind: dict[str, int]  # the bytes of "parameters", "batch", ..., "temporaries"
+    arguments: int  # the bytes of the arguments that the program reads
+    aliased: int  # the bytes of results in arguments' buffers, which count only there
+    peak: int  # the most bytes at once
+    capacity: int | None = None  # the bytes of the device, where known
 
     @property
     def fits(self) -> bool:
@@ -95,12 +95,12 @@ class StepReport(Shown):
 
     towers: int
     devices: int
-    platform: str  # the kind of absent devices
+    platform: str  # the platform of the devices, or the kind of absent devices
     collectives: tuple[CompiledCollective, ...]
     flops: float | None
     memory: Memory
-    kernels: int  # fused ones that a call starts, those inside loops left out
-    compile_s: float  # of tracing, proving and compiling
+    kernels: int  # the fused kernels that a call starts, without those inside loops
+    compile_s: float  # the time of tracing, proving and compiling
     timing: Timing | None = None  # None if none was asked for
     unproved: Mapping[str, str] | None = None  # None if no proof was asked for
     counted: Flops = NO_FLOPS
@@ -189,7 +189,7 @@ def report_of(
     start = time.perf_counter()
     placement = strategy.placement
     names = [*inspect.signature(fn).parameters]
-    names += names[-1:] * len(args)  # the last may be that of *args
+    names += names[-1:] * len(args)  # The last name may be that of *args.
     traced = fn.trace(*args)
     lowered = lower_on_devices(traced, placement)
     compiled = compile_on_devices(lowered, placement)

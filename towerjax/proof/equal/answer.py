@@ -24,7 +24,7 @@ from towerjax.proof.equal.says import Says
 
 
 class Merge(enum.Enum):
-    """The ways in which the towers' values of a result become one."""
+    """The ways in which the towers' values of a result are merged into one value."""
 
     SUM = "added up"
     MEAN = "added up, and divided by what another result adds up to"
@@ -38,22 +38,22 @@ class Merge(enum.Enum):
 
 
 class ProvedResult(NamedTuple):
-    """What is known of a result of two programs."""
+    """What is known of a result of two programs, for two numbers of towers."""
 
     value: Kind
-    # The multiple of a tower's rows that dim 0 has; None if it is another dim.
+    # This is the multiple of a tower's rows that dim 0 has; None for any other dim.
     times_rows: Fraction | None
     is_of_one_shape: bool  # whether no dim depends on the number of towers
 
     @property
     def is_the_same(self) -> bool:
-        """Whether all towers have the same value, for both numbers of towers."""
+        """Whether all towers have the same value, and one tower has that value, too."""
         is_copy = isinstance(self.value, Copy | Zero) and not self.value.power
         return is_copy and self.is_of_one_shape
 
 
 class Answer(NamedTuple):
-    """The answer for one leaf."""
+    """The proof's answer for one leaf."""
 
     says: Says
     why: str = ""  # the reason, if it is not proved
@@ -80,7 +80,11 @@ _NO_COPY = (
 def answer_for(
     merge: Merge, value: Kind, weight: Kind | None, has_rows: bool
 ) -> Answer:
-    """The answer for a leaf."""
+    """Answer whether a leaf is merged to the value that one tower has.
+
+    ``weight`` is the kind of the result that a mean is divided by. ``has_rows`` tells
+    whether dim 0 is that of the tower's rows.
+    """
     unknown = [x for x in (value, weight) if x and isinstance(x, Unknown)]
     if unknown:
         return Answer(Says.UNKNOWN, unknown[0].why)
@@ -93,7 +97,8 @@ def answer_for(
     if merge is Merge.REPLICATED:
         return _off_by(value, Copy, value.power, _FREE_OF_NUMBER)
     if merge in _KIND_OF:
-        is_copy = isinstance(value, Copy)  # the largest of equal values
+        # The largest of equal values is that value, so a copy is right, too.
+        is_copy = isinstance(value, Copy)
         wanted = Copy if is_copy else _KIND_OF[merge]
         return _off_by(value, wanted, value.power, _FREE_OF_NUMBER)
     if merge is Merge.SUM:
@@ -105,7 +110,7 @@ def answer_for(
 
 
 def _of_rows(value: Kind, has_rows: bool) -> Answer:
-    """The answer for rows, which are joined to the rows of the batch."""
+    """Answer for a leaf of rows, which are joined to the rows of the batch."""
     if isinstance(value, Zero) and has_rows:
         return _PROVED
     if not has_rows or blocks_of(value) > 1:
@@ -115,7 +120,7 @@ def _of_rows(value: Kind, has_rows: bool) -> Answer:
 
 
 def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer:
-    """The answer for rows of a table, which are added up by their indices.
+    """Answer for a leaf of rows of a table, which are added up by their indices.
 
     If the indices are the same on all towers, the values are a sum like any other.
     """
@@ -141,7 +146,10 @@ def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer
 
 
 def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
-    """The answer for a value of a wanted kind: proved, or off by a power of T."""
+    """Answer for a value that must be of a wanted kind and have the power 0 of T.
+
+    Another kind is unknown. The right kind with another power is refuted.
+    """
     if type(value) is not wanted:
         return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
     if not power:
@@ -150,11 +158,12 @@ def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
 
 
 def _of_mean(value: Kind, weight: Kind) -> Answer:
-    """The answer for a mean, whose sum and weight must have the same power."""
+    """Answer for a mean, whose sum and weight must have the same power of T."""
     if isinstance(value, Mean) and isinstance(weight, Copy):
         why = "it is an average of the towers' averages, each over its rows"
         return Answer(Says.REFUTED, why, _MEAN_OF_ROWS)
-    # The number of a tower's rows is a copy, and also a sum over the rows.
+    # The number of a tower's rows is replicated, with power -1, but it is also a sum
+    # over the rows, so it is not reported as a weight that is no sum.
     is_copy = [isinstance(x, Copy) and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total = as_part(value)
@@ -177,7 +186,7 @@ def _has_line(power: Any) -> bool:
 
 
 def _told(power: Any) -> str:
-    """The text for a power of T: the factor, and the line that brought it in."""
+    """Return the text for a power of T: the factor, and the line that brought it in."""
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"

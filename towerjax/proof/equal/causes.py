@@ -1,7 +1,7 @@
 """Find the equation that brought a power of T, or a tower's own mean, into a program.
 
-A result shows it at another line often: a device divides by its own number of rows in
-its loss, and the sum over devices comes later.
+A result often shows the power only at a later line. For example, a device divides by
+its own number of rows in its loss, and the sum over devices comes later.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.flow import inner_programs
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import Site
 from towerjax.proof.equal.kinds import (
     Copy,
@@ -29,7 +30,11 @@ class Cause(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A variable of a program, and where it runs: in an equation of another place."""
+    """A variable of a program, and the equation that runs this program.
+
+    ``around`` is a place in the program that has this equation. ``eqn`` and ``around``
+    are None in the outermost program.
+    """
 
     program: Jaxpr
     var: Any
@@ -37,15 +42,15 @@ class _Place(NamedTuple):
     around: Any = None
 
     def site(self, eqn: JaxprEqn) -> Site:
-        """The site of an equation of the program."""
+        """Return the site of an equation of this program."""
         outer = None if self.eqn is None else self.around.site(self.eqn)
         return eqn, outer
 
 
 class Causes:
-    """The causes of findings in a program, whose values have known kinds.
+    """The causes of findings in a program whose values have known kinds.
 
-    ``kinds`` are the kinds of a `Walk`.
+    ``kinds`` are the kinds that a `Walk` found.
     """
 
     def __init__(
@@ -56,14 +61,14 @@ class Causes:
         self._makers: dict[int, dict[Any, JaxprEqn]] = {}
 
     def of_power(self, result: int) -> Cause | None:
-        """The equation that brought the power of T into a result, or None."""
+        """Find the equation that brought the power of T into a result, or None."""
         return self._of_power(_Place(self._program, self._program.outvars[result]))
 
     def of_unknown(self, result: int) -> Cause | None:
-        """The equation with a wrong number that makes a result unknown, or None.
+        """Find the equation with a wrong number that makes a result unknown, or None.
 
-        It is a quotient by a tower's own sum, or an equation that brought a power of T
-        into a copy.
+        Such an equation divides by a tower's own sum, or brings a power of T into a
+        replicated value.
         """
         place = _Place(self._program, self._program.outvars[result])
         first = self._first(place, lambda x: isinstance(x, Unknown))
@@ -92,13 +97,13 @@ class Causes:
         return self._cause(self._first(place, has_power), value)
 
     def _known(self, place: _Place) -> Kind | None:
-        """The known kind of a variable."""
+        """Return the known kind of a variable, or None."""
         if isinstance(place.var, Literal):
             return None
         return self._kinds.get(id(place.program), {}).get(place.var)
 
     def _maker(self, place: _Place) -> JaxprEqn | None:
-        """The equation that computes a variable."""
+        """Return the equation that computes a variable, or None for an argument."""
         key = id(place.program)
         if key not in self._makers:
             makers = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
@@ -113,10 +118,11 @@ class Causes:
         return Cause(place.site(eqn), tuple(x or Copy() for x in ins), value)
 
     def _first(self, place: _Place, has: Callable[[Kind], bool]) -> _Place | None:
-        """The variable at which a property first appears, on the way to ``place``.
+        """Find the variable at which a property first appears, on the way to ``place``.
 
-        ``has`` tells whether a value has the property. The variable has it, and nothing
-        that it is made of has it. It is a result of an equation, not an argument.
+        ``has`` tells whether a value has the property. The variable has it, and no
+        value that it is computed from has it. It is a result of an equation, not an
+        argument.
         """
         todo = [place]
         seen = set[tuple[int, Any]]()
@@ -136,23 +142,19 @@ class Causes:
         return None
 
     def _before(self, place: _Place) -> Iterator[_Place]:
-        """The variables that a variable is computed from, inside a call or outside."""
+        """Yield the variables that a variable is computed from, also across calls."""
         eqn = self._maker(place)
         if eqn is not None:
-            number = eqn.outvars.index(place.var)
-            inner = [x for x in sub_jaxprs(eqn) if _is_call(eqn, x)]
-            for program in inner:
-                yield _Place(program, program.outvars[number], eqn, place)
+            inner = [x for x in inner_programs(eqn) if place.var in x.results]
+            for x in inner:
+                out = x.jaxpr.outvars[x.results.index(place.var)]
+                yield _Place(x.jaxpr, out, eqn, place)
             if not inner:
                 yield from (place._replace(var=v) for v in eqn.invars)
         elif place.eqn is not None and place.var in place.program.invars:
-            number = place.program.invars.index(place.var)
-            offset = len(place.eqn.invars) - len(place.program.invars)
-            yield place.around._replace(var=place.eqn.invars[number + offset])
-
-
-def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
-    """Whether the equation's operands and results are those of its inner program."""
-    more = len(eqn.invars) - len(program.invars)
-    is_branch = eqn.primitive.name == "cond" and more == 1
-    return (more == 0 or is_branch) and len(eqn.outvars) == len(program.outvars)
+            programs = [
+                x for x in inner_programs(place.eqn) if x.jaxpr is place.program
+            ]
+            operand = programs[0].operands[place.program.invars.index(place.var)]
+            if operand is not None:
+                yield place.around._replace(var=operand)

@@ -44,12 +44,12 @@ _EXTREME_OF: dict[str, Any] = {"max": Maximum, "min": Minimum}
 _NOT_NEGATIVE: TypeAlias = RowNumbers | Counter | TowerId | FirstRow | RowOrder
 
 
-# Extremes.
-
-
 @rule("max min", ELEMENTS, ELEMENTS, knows_identity=True)
 def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """The larger of two values stays the larger, if both have the same power."""
+    """Answer the larger or smaller of two values of one power: the kind stays.
+
+    Powers of T are positive, so T^p x is larger than T^p y if x is larger than y.
+    """
     return joined([x, y], "compared with")
 
 
@@ -58,7 +58,10 @@ def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 @rule("min", Minimum, Minimum, knows_identity=True)
 @rule("min", Minimum, Copy, knows_identity=True, commutes=True)
 def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Kind:
-    """The largest of two maxima, or of a maximum and a copy, is a maximum."""
+    """Answer the larger of two maxima, or of a maximum and a replicated value.
+
+    The result is a maximum. Minima are answered the same way.
+    """
     if x.power != y.power:
         raise refused(pair)
     return x.times_tower(x.power)
@@ -68,15 +71,16 @@ def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Ki
     "max min", SoFar, ELEMENTS | Maximum | Minimum, knows_identity=True, commutes=True
 )
 def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """The largest of a carry and a trip's value, in a loop over rows or chunks.
+    """Answer the larger of a loop's carry and a trip's value: an extreme so far.
 
-    Padding is a row in a loop over rows, where nothing says that it is no larger.
+    In a loop over rows there must be no padding, because a padding row may hold a
+    larger value.
     """
     extreme = _EXTREME_OF[pair.name]
     is_of_rows = pair.scope.loop is not None
     fits = isinstance(y, Copy | (Row if is_of_rows else extreme))
     fits &= x.power in (None, y.power)
-    is_new = x.extreme is None and x.power is None  # no sum
+    is_new = x.extreme is None and x.power is None  # The carry is no sum yet.
     fits &= is_new or x.extreme is extreme
     if not fits or (is_of_rows and pair.sizes.padded):
         raise refused(pair)
@@ -84,10 +88,10 @@ def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
 
 
 def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
-    """Return the kind of a carry that only grew, or only fell, in all trips; else None.
+    """Return the kind of a carry that only grew, or only fell, in a loop; else None.
 
     Raises:
-      NotOfOneKindError: The loop starts with another value.
+      NotOfOneKindError: The loop starts with a value that does not fit.
     """
     if not isinstance(end, SoFar) or end.extreme is None:
         return None
@@ -98,17 +102,17 @@ def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
 
 
 def is_same_carry(start: Kind, end: Kind) -> bool:
-    """Return whether a trip did nothing to a carry but to add to it."""
+    """Return whether a trip changed a carry only by adding to it."""
     are_sums = isinstance(start, SoFar) and isinstance(end, SoFar)
     return are_sums and start.carry == end.carry and end.extreme is None  # type: ignore
 
 
-# Comparisons.
-
-
 @rule("eq ne lt le gt ge", ELEMENTS, ELEMENTS, knows_identity=True)
 def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A comparison has the same result for all powers, if both have the same power."""
+    """Answer a comparison of two values of one power p: T^p does not change its result.
+
+    The result is a flag of each row.
+    """
     if pair.name == "lt" and isinstance(y, Zero):
         if isinstance(x, Zero) or isinstance(x.fact, NumberInBatch):
             return copy(number=False)
@@ -126,13 +130,16 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
 def _is_negative(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """No number of a tower or row is below 0."""
+    """Answer whether the number of a tower or row is below 0: it never is."""
     return copy(number=False)
 
 
 @rule("lt", RowNumbers, Valid, knows_identity=True)
 def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
-    """The flag that a row is no padding: rows that are not come first."""
+    """Answer whether a row's number is below the number of examples: the padding flag.
+
+    A tower's examples come before its padding.
+    """
     if pair.times_rows(0, pair.rows_in[0]) != 1:
         raise refused(pair)
     is_flag = len(pair.shape(0)) == 1
@@ -142,7 +149,7 @@ def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
 
 @rule("lt", RowNumbers, Copy | Size, knows_identity=True)
 def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
-    """All numbers of a tower's rows are below their number."""
+    """Answer whether a row's number is below the number of rows: it always is."""
     is_each = pair.times_rows(0, pair.rows_in[0]) == 1
     if not (is_each and is_rows_of_tower(y)):
         raise refused(pair)
@@ -151,7 +158,7 @@ def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
 
 @rule("ge", Valid, Copy | Size, knows_identity=True)
 def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
-    """Whether as many of a tower's rows are no padding as it has."""
+    """Answer whether a tower has as many examples as rows, and so no padding."""
     if not _is_size_of_tower(pair, y):
         raise refused(pair)
     return IsFull()
@@ -160,27 +167,27 @@ def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
 @rule("ge", Size, Copy | Size, knows_identity=True)
 @rule("ge", Copy, Size, knows_identity=True)
 def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
-    """A tower has as many rows as it has."""
+    """Answer whether a tower's number of rows is at least itself: it always is."""
     if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
         raise refused(pair)
     return copy(number=True)
 
 
 def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
-    """Whether an operand is the number of a tower's rows, padding included.
+    """Return whether an operand is the number of a tower's rows, padding included.
 
-    One tower has as many rows in one micro-batch as in several.
+    In several micro-batches a tower has as many rows as in one.
     """
     number = constant_of(x)
     return is_rows_of_tower(x) or pair.sizes.are_of_tower(number, number)
 
 
-# Flags.
-
-
 @rule("or", ELEMENTS, ELEMENTS, knows_identity=True)
 def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A function of both, which is true if one of them is."""
+    """Answer `or` of two values, a function of both.
+
+    If one of them is True on all towers, so is the result.
+    """
     is_true = constant_of(x) is True or constant_of(y) is True
     if is_true and pair.are(SAME_FOR_ALL):
         return copy(number=True)
@@ -189,7 +196,10 @@ def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("or", TowerRows, IsFull, knows_identity=True, commutes=True)
 def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
-    """The flag that a row is no padding, which it is not on a tower that is full."""
+    """Answer `or` of the padding flag and "the tower is full": the padding flag.
+
+    All rows of a full tower are examples, so the flag is 1 in each of them anyway.
+    """
     if x.fact != Flag(PADDING):
         raise refused(pair)
     return x
@@ -197,22 +207,23 @@ def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
 
 @rule("and", ELEMENTS, ELEMENTS, knows_identity=True)
 def _both(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A function of both values; for two flags it is a flag."""
+    """Answer `and` of two values, a function of both; of two flags it is a flag."""
     return guards.flag_of(pair, function_of([x, y], "and"))
 
 
 @rule("not", ELEMENTS, knows_identity=True)
 def _opposite(pair: EquationPair, x: Kind) -> Kind:
-    """A function of the value."""
+    """Answer `not` of rows or of a replicated value, as a function of each element."""
     return function_of([x], "not")
-
-
-# Choices.
 
 
 @rule("select_n", every=Kind, knows_identity=True)
 def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
-    """A choice that is the same on all towers keeps kinds; one per row makes rows."""
+    """Answer a choice: by a replicated predicate the kind of the cases stays.
+
+    If rows choose, each row chooses for itself, so the cases must be rows or
+    replicated.
+    """
     if constant_of(predicate) == 0:
         return cases[0]
     for x in pair.ins:
@@ -241,7 +252,10 @@ def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
 
 
 def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
-    """The infinity that padding gets, or None: a predicate of 0 chooses case 0."""
+    """Return the infinity that a choice puts into padding rows, or None.
+
+    The predicate must be 0 in padding rows, so that they get case 0.
+    """
     is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
     if not isinstance(chosen, TowerRows) or not is_chosen:
         return None
@@ -249,7 +263,7 @@ def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
 
 
 def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
-    """A choice between a carry, and the same carry after a row was added or written."""
+    """Return the kind of a choice between a loop's carry and the changed carry."""
     known = [x for x in cases if x.power is not None] or cases
     of_carry = {_carry_of(x) for x in cases}
     is_of_row = isinstance(predicate, Row | SAME_FOR_ALL) and pair.rows_in[0] is None
@@ -263,7 +277,7 @@ def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
 
 
 def _carry_of(x: Kind) -> Any:
-    """Which carry of a loop a value is, and what a trip did with it."""
+    """Return which carry of a loop a value is, and what a trip did with it."""
     if isinstance(x, SoFar):
         return SoFar, x.carry, x.extreme
     return (Buffer, x.carry) if isinstance(x, Buffer) else (type(x), x)
@@ -271,5 +285,5 @@ def _carry_of(x: Kind) -> Any:
 
 @rule("clamp", every=ELEMENTS)
 def _clamped(pair: EquationPair, *ins: Kind) -> Kind:
-    """A clip, which is a maximum and a minimum."""
+    """Answer a clip, which is a maximum and a minimum: the kind stays."""
     return joined(ins, "clipped by")

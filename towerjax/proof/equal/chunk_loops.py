@@ -32,7 +32,11 @@ from towerjax.proof.equal.kinds import (
 
 
 def runs_over_chunks(pair: EquationPair) -> bool:
-    """Whether a scan runs over chunks of the tower's rows."""
+    """Return whether a `scan` runs over chunks of the tower's rows.
+
+    Raises:
+      NotOfOneKindError: It runs over groups of rows that are no chunks in order.
+    """
     start = sum(loop_sizes(pair.first))
     pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
     groups = [(x.layout, axis) for x, axis in pairs if isinstance(x, Groups)]
@@ -43,7 +47,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
 
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
-    """The kinds of a loop's results over chunks: sums, and what it keeps per row."""
+    """Return the kinds of a loop's results over chunks: sums, and values per row."""
     if pair.scope.loop is not None or pair.scope.in_chunks:
         raise NotOfOneKindError(
             "a loop over chunks of rows is inside another loop over rows"
@@ -75,7 +79,7 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """The kind of a value that all trips get; it may not have rows or differ."""
+    """Return the kind of a value that all trips get, which must be replicated."""
     if isinstance(x, Copy | Zero | Unknown):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows uses {x}")
@@ -86,7 +90,7 @@ def _added_to(number: int, x: Kind) -> Kind:
 
 
 def _of_a_trip(pair: EquationPair, x: Kind) -> Kind:
-    """The kind of one trip's slice of an array ``[k, ...]``."""
+    """Return the kind of one trip's slice of an array ``[k, ...]``."""
     if isinstance(x, Groups):
         return rows_as(x)
     if isinstance(x, Zero | Unknown):
@@ -95,7 +99,11 @@ def _of_a_trip(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> Kind:
-    """The kind of a carry after all trips."""
+    """Return the kind of a carry after all trips, from its kinds around a trip.
+
+    ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it.
+    """
     if isinstance(end, Unknown):
         return end
     try:
@@ -109,7 +117,7 @@ def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> K
 
 
 def _of_all_trips(pair: EquationPair, x: Kind, axis: int | None) -> Kind:
-    """The kind of the outputs that trips stack: rows in chunks, or sums of them."""
+    """Return the kind of an output that trips stack: rows in chunks, or their sums."""
     if isinstance(x, Zero | Unknown):
         return x if isinstance(x, Unknown) else ZERO
     if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:

@@ -1,5 +1,6 @@
-"""The kind of a constant: a literal, or an array that a program closes over."""
+"""Constants of a program, literals and arrays that it closes over, and their kinds."""
 
+import functools
 from fractions import Fraction
 from typing import Any
 
@@ -18,15 +19,66 @@ from towerjax.proof.equal.kinds import (
     Unknown,
     copy,
 )
+from towerjax.types.trees import is_key, key_data
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 """The powers of T that a constant of a program may have."""
 
 
+class ConstValue:
+    """A constant of a program, an array or a key."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.array = np.asarray(key_data(value) if is_key(value) else value)
+
+    def is_same(self, other: Any) -> bool:
+        """Return whether ``other`` is a constant with equal elements and dtype."""
+        if not isinstance(other, ConstValue):
+            return False
+        x = self.array
+        y = other.array
+        is_like = (x.dtype, x.shape) == (y.dtype, y.shape)
+        return is_like and (self.value is other.value or bool(np.array_equal(x, y)))
+
+    @functools.cached_property
+    def is_finite(self) -> bool:
+        """Whether no element is infinite or no number."""
+        is_inexact = jnp.issubdtype(self.array.dtype, jnp.inexact)
+        return not is_inexact or bool(np.isfinite(self.array).all())
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is one number or flag, and no key."""
+        return self.array.shape == () and not is_key(self.value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one whole number or flag."""
+        return self.is_scalar and self.array.dtype.kind in "biu"
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is the inexact number 0; a whole one may number a micro-batch."""
+        return not self.is_whole and self.is_scalar and bool(self.array == 0)
+
+
+def real_number(x: Any) -> float | None:
+    """Return the real number that a constant is, or None."""
+    if not isinstance(x, ConstValue) or not x.is_scalar:
+        return None
+    dtype = x.array.dtype
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return float(x.array) if is_real else None
+
+
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
-    """The kind of a literal, or of an array that a program closes over."""
+    """Return the kind of a literal, or of an array that a program closes over.
+
+    ``first`` and ``second`` are its values in the two programs.
+    """
     if isinstance(first, Tracer) or isinstance(second, Tracer):
-        # A value of the program around a step, which has no number yet.
+        # The constant is a value of a program around the step, so it has no number yet.
         why = "the program closes over other values for another number of {many}"
         return copy() if first is second else Unknown(why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
@@ -65,20 +117,21 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
 
 
 def size_of_rows(sizes: Sizes) -> Kind:
-    """The kind of the number of a tower's rows."""
+    """Return the kind of the number of a tower's rows."""
     if sizes.padded:
         return SIZE
     return copy(-1, ROWS_OF_TOWER)
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
-    """The power of T by which two constants differ; None if there is none."""
+    """Return the power of T by which two constants differ; None if there is none."""
     ratio = sizes.towers[1] / sizes.towers[0]
     for power in POWERS:
         factor = ratio ** float(power)
         if a.dtype.kind in "fc":
             rtol = min(1e-6, 16 * float(np.finfo(a.dtype).eps))
-            is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
+            with np.errstate(over="ignore"):  # the largest number may be a constant
+                is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
         else:
             is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
         if is_power:
@@ -95,5 +148,5 @@ def _as_numbers(x: Any) -> np.ndarray | None:
 
 
 def _is_filled(x: np.ndarray) -> bool:
-    """Whether an array is one number throughout."""
+    """Return whether all elements of an array are one number."""
     return bool(x.size) and bool((x == x.flat[0]).all())

@@ -66,31 +66,40 @@ _NO_ELEMENTS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
     knows_identity=True,
 )
 def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Result i is operand i."""
+    """Answer an identity: result i has the kind of operand i."""
     return [*ins]
 
 
 @rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
-    """The operand's kind, as another value, because its derivative is another."""
+    """Answer a value whose derivative is stopped: the kind stays.
+
+    It is another value of the program, because its derivative is another.
+    """
     return x.replace(fact=None)
 
 
 @rule("reduce_precision", OF_ONE_TOWER, knows_identity=True)
 def _rounded(pair: EquationPair, x: Kind) -> Kind:
-    """The operand: rounding is ignored, and keeps the order."""
+    """Answer a rounded value: the kind stays.
+
+    Rounding is ignored, and it does not change which value is larger.
+    """
     return x
 
 
 @rule("neg", LINEAR | Groups, knows_identity=True)
 def _negative(pair: EquationPair, x: Kind) -> Kind:
-    """The negative is linear."""
+    """Answer the negative of a value: the kind stays, because -x is linear."""
     return x.times_tower(x.power)
 
 
 @rule("neg", Stacked, knows_identity=True)
 def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
-    """The negatives of all towers' values; a maximum would become a minimum."""
+    """Answer the negatives of all towers' values, except of maxima and minima.
+
+    The negative of a maximum would be a minimum.
+    """
     if x.of in (Maximum, Minimum):
         raise refused(pair)
     return x.times_tower(x.power)
@@ -98,31 +107,34 @@ def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("real imag conj", LINEAR)
 def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
-    """A linear function over the real numbers."""
+    """Answer a real part, imaginary part or conjugate: the kind stays.
+
+    Each is a linear function over the real numbers.
+    """
     return x
 
 
 @rule("complex", LINEAR, LINEAR)
 def _of_two_parts(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A complex number, which is linear in both parts."""
+    """Answer a complex number, which is linear in its real and its imaginary part."""
     return joined([x, y], "together with")
 
 
 @rule("squeeze expand_dims", OF_ONE_TOWER, knows_identity=True)
 def _laid_otherwise(pair: EquationPair, x: Kind) -> Kind:
-    """The operand; its dims get other numbers, which the shapes show."""
+    """Answer a value that gets or loses dims of one element: the kind stays."""
     return x
 
 
 @rule("transpose", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _transposed(pair: EquationPair, x: Kind) -> Kind:
-    """The operand; its dims get other numbers, which the shapes show."""
+    """Answer a transposed value: the kind stays, as the shapes show the dim of rows."""
     return x
 
 
 @rule("transpose", Groups, knows_identity=True)
 def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Groups of rows lie along the new numbers of their dims."""
+    """Answer transposed groups of rows, whose dims get other numbers."""
     new = pair.params["permutation"].index
     dims = tuple(new(i) for i in x.layout.dims)
     return x.replace(layout=x.layout._replace(dims=dims))
@@ -130,13 +142,14 @@ def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("convert_element_type", OF_ONE_TOWER | SPECIAL, knows_identity=True)
 def _converted(pair: EquationPair, x: Kind) -> Kind:
-    """The operand, except for rounding, where the new dtype holds its numbers.
+    """Answer a conversion to a dtype that holds the operand's numbers: the kind stays.
 
-    Any other conversion is a function of each element.
+    Rounding is ignored. Any other conversion is a function of each element.
     """
     old = np.dtype(pair.dtype(0))
     new = np.dtype(pair.params["new_dtype"])
-    if isinstance(x.fact, InfinitePadding) and new.itemsize < 2:  # without infinity
+    # Floats of 8 bits may have no infinity.
+    if isinstance(x.fact, InfinitePadding) and new.itemsize < 2:
         x = x.replace(fact=None)
     if isinstance(x, Zero) or _holds_numbers(old, new):
         return x
@@ -145,15 +158,15 @@ def _converted(pair: EquationPair, x: Kind) -> Kind:
             return x
         if is_rows_of_tower(x):
             return x
-    found = function_of([x], f"a conversion to {new.name}")
-    # A flag that is a number keeps its identity.
+    converted = function_of([x], f"a conversion to {new.name}")
+    # A flag is 0 or 1 in each of these dtypes, so it stays the same flag.
     if isinstance(x.fact, Flag) and (new.kind in "biu" or old.kind in "biu"):
-        return found.replace(zeros=x.zeros, fact=x.fact)
-    return found
+        return converted.replace(zeros=x.zeros, fact=x.fact)
+    return converted
 
 
 def _holds_numbers(old: Any, new: Any) -> bool:
-    """Whether a dtype holds another one's numbers, except for rounding."""
+    """Return whether a dtype holds another dtype's numbers, except for rounding."""
     if jnp.issubdtype(new, jnp.complexfloating):
         return True
     if jnp.issubdtype(new, jnp.inexact):
@@ -164,18 +177,19 @@ def _holds_numbers(old: Any, new: Any) -> bool:
     return old.kind == "b" or (widens and new.kind in "iu")
 
 
-# Sums.
-
-
 @rule("add sub add_any", LINEAR, LINEAR, knows_identity=True)
 def _sum_of_two(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Kinds are closed under sums; a copy is also a part of T times itself."""
+    """Answer a sum or difference of two values of one kind and power: both stay.
+
+    A replicated value of power p is also a part of power p + 1, because its sum over T
+    towers is T times the value.
+    """
     return joined([x, y])
 
 
 @rule("add sub add_any", Groups, Groups, knows_identity=True)
 def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
-    """Sums over the same groups of rows."""
+    """Answer a sum or difference of two values that have the same groups of rows."""
     if (x.power, x.layout) != (y.power, y.layout):
         raise refused(pair)
     return x.times_tower(x.power)
@@ -183,7 +197,11 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 
 @rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
-    """The rows' numbers in the batch, if all towers have equally many, all at once."""
+    """Answer the number of a row in its tower plus that of the tower's first row.
+
+    The sum is the row's number in the batch. This needs equally many rows on all
+    towers, and all of them at once.
+    """
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
         raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
@@ -194,7 +212,7 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
 @rule("sub", NUMBER, Zero, knows_identity=True)
 @rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
 def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """A number plus 0 is itself."""
+    """Answer a tower's or row's number plus 0, which is that number."""
     if isinstance(x, NextRow):
         raise refused(pair)
     return x
@@ -202,7 +220,7 @@ def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
 
 @rule("add add_any", Counter, Copy, commutes=True)
 def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
-    """In a loop, a row's number plus 1 is the next row's number."""
+    """Answer a row's number plus 1, in a loop over rows: the next row's number."""
     if y.number != 1:
         raise refused(pair)
     return NextRow()
@@ -211,7 +229,10 @@ def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
 @rule("sub", SoFar, LINEAR, knows_identity=True)
 @rule("add add_any", SoFar, LINEAR, knows_identity=True, commutes=True)
 def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """The sum of a carry and what a trip adds to it, in a loop over rows or chunks."""
+    """Answer what a trip adds to a loop's carry: the carry stays a sum over rows.
+
+    In a loop over rows a trip adds one row's value, in a loop over chunks a part.
+    """
     adds_sums = pair.scope.loop is None and pair.scope.in_chunks
     addend = as_part(y) if adds_sums else y
     if x.extreme is None and isinstance(addend, Zero):
@@ -224,12 +245,12 @@ def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
     return x.replace(power=addend.power)
 
 
-# Products and powers.
-
-
 @rule("mul", ELEMENTS, ELEMENTS, knows_identity=True)
 def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Rows times rows are rows; the product of two flags is a flag."""
+    """Answer a product of rows or replicated values: the powers of T add.
+
+    The product of two flags is a flag.
+    """
     if constant_of(x) == 1:
         return y
     if constant_of(y) == 1:
@@ -239,13 +260,16 @@ def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """A multiple of a part is a part."""
+    """Answer a part times a replicated value, which is a part."""
     return product_of(x, y)
 
 
 @rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
 def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
-    """The number of a tower, times a tower's rows, is the number of its first row."""
+    """Answer a tower's number times its number of rows.
+
+    The product is the number of the tower's first row in the batch.
+    """
     if y.number == 1:
         return x
     if isinstance(x, TowerId) and is_rows_of_tower(y):
@@ -255,7 +279,10 @@ def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
 
 @rule("mul", Groups | Stacked, Copy, knows_identity=True, commutes=True)
 def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """A multiple by one number for all elements."""
+    """Answer groups of rows, or all towers' values, times one number.
+
+    Maxima and minima are refused, because a negative number would exchange them.
+    """
     is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
     if pair.shape(1) != () or is_extreme:
         raise refused(pair)
@@ -264,7 +291,10 @@ def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
 @rule("div", ELEMENTS, ELEMENTS, knows_identity=True)
 def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A quotient, like a product; integer division is not linear."""
+    """Answer a quotient of rows or replicated values: the powers of T are subtracted.
+
+    An integer division is a function of each element, because it is not linear.
+    """
     if _is_whole(pair):
         return function_of([x, y], "an integer division")
     if isinstance(y, Zero):
@@ -274,7 +304,7 @@ def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("div", Part, Copy, knows_identity=True)
 def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """A part, divided by what all towers have, is a part."""
+    """Answer a part divided by a replicated value: it stays a part."""
     if _is_whole(pair):
         raise refused(pair)
     return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
@@ -282,7 +312,7 @@ def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 @rule("div", Groups | Stacked, Copy, knows_identity=True)
 def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """Values, divided by one number for all elements."""
+    """Answer groups of rows, or all towers' values, divided by one number."""
     is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
     if _is_whole(pair) or pair.shape(1) != () or is_extreme:
         raise refused(pair)
@@ -290,7 +320,7 @@ def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
 
 def _is_whole(pair: EquationPair) -> bool:
-    """Whether a division is one of integers, which is not linear."""
+    """Return whether a division is one of integers, which is not linear."""
     return bool(jnp.issubdtype(pair.dtype(0), jnp.integer))
 
 
@@ -305,7 +335,10 @@ _EXPONENTS = {
 
 @rule("integer_pow square sqrt rsqrt cbrt abs", ELEMENTS)
 def _power(pair: EquationPair, x: Kind) -> Kind:
-    """(T^p x)^y is T^(p y) x^y, because powers of T are positive."""
+    """Answer a power or root of a value: (T^p x)^y is T^(p y) x^y.
+
+    This holds for roots and `abs`, too, because powers of T are positive.
+    """
     exponent = _EXPONENTS.get(pair.name)
     exponent = Fraction(pair.params["y"]) if exponent is None else exponent
     if exponent == 1 and pair.name == "integer_pow":
@@ -317,13 +350,10 @@ def _power(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("integer_pow", _NO_ELEMENTS)
 def _first_power(pair: EquationPair, x: Kind) -> Kind:
-    """The first power of a value is itself."""
+    """Answer the first power of a value, which is that value."""
     if pair.params["y"] != 1:
         raise refused(pair)
     return x
-
-
-# Any other function.
 
 
 @rule(
@@ -336,15 +366,18 @@ def _first_power(pair: EquationPair, x: Kind) -> Kind:
     every=ELEMENTS,
 )
 def _function(pair: EquationPair, *ins: Kind) -> Kind:
-    """Each element is a function of one element of each operand."""
+    """Answer any function of the elements: it keeps rows and replicated values.
+
+    The operands must have power 0 of T.
+    """
     return function_of(ins, pair.name)
 
 
 @rule("bitcast_convert_type", ELEMENTS)
 def _bits_of(pair: EquationPair, x: Kind) -> Kind:
-    """The bits of each element, which are a function of it."""
+    """Answer the bits of each element, which are a function of that element."""
     sizes = {np.dtype(pair.dtype(0)).itemsize}
     sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
     if len(sizes) > 1 and pair.rows_in[0] is not None:
-        raise NotOfOneKindError("bits of rows are joined or split")
+        raise NotOfOneKindError("no rule for a bitcast that joins or splits {its} rows")
     return function_of([x], pair.name)

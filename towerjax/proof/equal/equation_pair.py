@@ -1,4 +1,4 @@
-"""One equation of two programs, with the kinds of its operands."""
+"""An equation of two programs, for two numbers of towers, and its operands' kinds."""
 
 import dataclasses
 import math
@@ -19,11 +19,11 @@ from towerjax.proof.equal.kinds import (
 
 
 class ProgramsDifferError(Exception):
-    """The programs differ in more than their numbers of rows and towers."""
+    """The two programs differ in more than their numbers of rows and towers."""
 
 
 def failed(error: Exception) -> str:
-    """The reason why nothing is known where the proof itself raised an error."""
+    """Return the reason for a result if the proof itself raised an error there."""
     lines = str(error).splitlines() or [""]
     return (
         f"the proof failed with {type(error).__name__}: {lines[0]}; please report this"
@@ -34,30 +34,35 @@ class Sizes(NamedTuple):
     """The sizes in which two programs differ, as pairs with one for each program."""
 
     towers: tuple[int, int]
-    rows: tuple[Any, Any]  # of one tower: two numbers, or one symbol
+    rows: tuple[Any, Any]  # the rows of one tower, as two numbers or one symbol
     padded: bool = False  # whether towers may have different amounts of padding
-    # The numbers of micro-batches of a tower's rows; each counts as a tower.
+    # A tower's rows may be in several micro-batches, and each counts as a tower.
     parts: tuple[int, int] = (1, 1)
 
     def times(self, first: Any, second: Any) -> Fraction | None:
-        """The multiple of a tower's rows that these sizes are; None if they are not."""
+        """Return the multiple of a tower's rows that both sizes are.
+
+        The result is None if they are not the same multiple in both programs.
+        """
         both = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
         return both[0] if both[0] == both[1] else None
 
     def are_of_tower(self, first: Any, second: Any) -> bool:
-        """Whether these sizes are the rows of all micro-batches of a tower."""
+        """Return whether these sizes are the rows of all micro-batches of a tower."""
         triples = zip((first, second), self.rows, self.parts, strict=True)
         return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
-        """The dim of rows of two arrays, and their dim of towers.
+        """Find the dim of rows that two arrays have, and the dim of towers.
 
         Raises:
-          ProgramsDifferError: Another dim differs, or several have rows.
+          ProgramsDifferError: Another dim differs, or several dims have rows.
         """
         axes: dict[str, int] = {}
         if len(first.shape) != len(second.shape):
-            raise ProgramsDifferError("the number of dims differs")
+            raise ProgramsDifferError(
+                "an array has another number of dims for another number of {many}"
+            )
         pairs = zip(first.shape, second.shape, strict=True)
         for i, (m, n) in enumerate(pairs):
             if is_size(m) and is_size(n) and m == n:
@@ -80,7 +85,7 @@ class Sizes(NamedTuple):
         times = [_times(x, r) for x, r in zip((m, n), self.rows, strict=True)]
         is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
         if is_of_all and not is_number and not self.padded:
-            return ""  # the rows of all towers, equally many
+            return ""  # A dim of all towers' rows has one size in both programs.
         raise ProgramsDifferError(
             "a size that is no number of rows depends on the number of {many}"
         )
@@ -96,17 +101,17 @@ def _times(size: Any, rows: Any) -> Fraction | None:
 
 
 def is_size(x: Any) -> bool:
-    """Whether a size is a number and not a symbol."""
+    """Return whether a size is a number and not a symbol."""
     return isinstance(x, int | np.integer)
 
 
 class Scope(NamedTuple):
-    """Where an equation runs: what is around it, and which of a tower's rows it has."""
+    """Where an equation runs: the equations around it, and which rows it has."""
 
     site: Site | None = None  # the equation that runs its program
-    loop: tuple[Any, Any] | None = None  # the lengths of a loop over rows
-    in_chunks: bool = False  # whether it has some of a tower's rows, as in a chunk
-    within: frozenset[str] = frozenset()  # axes of a tower's own devices
+    loop: tuple[Any, Any] | None = None  # the lengths of a loop over rows around it
+    in_chunks: bool = False  # whether it has only some of a tower's rows, as a chunk
+    within: frozenset[str] = frozenset()  # the mesh axes of a tower's own devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,7 @@ class EquationPair:
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
     towers_out: Sequence[int | None]
-    is_swapped: bool = False  # whether its two operands are the second and the first
+    is_swapped: bool = False  # whether its two operands are exchanged
 
     @property
     def site(self) -> Site:
@@ -132,15 +137,16 @@ class EquationPair:
     def inside(
         self, programs: Sequence[Any], ins: Sequence[Kind], **scope: Any
     ) -> list[Kind]:
-        """The kinds of the results of programs that the equation runs.
+        """Return the kinds of the results of programs that the equation runs.
 
-        ``scope`` has the fields of its scope that are others inside.
+        ``scope`` has the fields of the equation's scope that differ inside these
+        programs.
         """
         new = self.scope._replace(site=self.site, **scope)
         return self.walk.closed(*programs, ins, new)
 
     def _operand_of(self, eqn: JaxprEqn, operand: int) -> Any:
-        """The variable of an operand in one of the programs."""
+        """Return the variable of an operand in one of the programs."""
         return eqn.invars[1 - operand if self.is_swapped else operand]
 
     def swapped(self) -> "EquationPair":
@@ -169,60 +175,64 @@ class EquationPair:
         return self.walk.sizes
 
     def shape(self, operand: int) -> tuple[Any, ...]:
-        """The shape of an operand in the first program."""
+        """Return the shape of an operand in the first program."""
         aval: Any = self._operand_of(self.first, operand).aval
         return aval.shape
 
     def out_shape(self, result: int = 0) -> tuple[Any, ...]:
-        """The shape of a result in the first program."""
+        """Return the shape of a result in the first program."""
         aval: Any = self.first.outvars[result].aval
         return aval.shape
 
     def dtype(self, operand: int) -> Any:
-        """The dtype of an operand."""
+        """Return the dtype of an operand."""
         aval: Any = self._operand_of(self.first, operand).aval
         return aval.dtype
 
     def out_dtype(self, result: int) -> Any:
-        """The dtype of a result; None for a token."""
+        """Return the dtype of a result; None for a token."""
         return getattr(self.first.outvars[result].aval, "dtype", None)
 
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
-        """The sizes of a dim of an operand, in both programs."""
+        """Return the sizes of a dim of an operand, in both programs."""
         first: Any = self._operand_of(self.first, operand).aval
         second: Any = self._operand_of(self.second, operand).aval
         return first.shape[axis], second.shape[axis]
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
-        """The multiple of a tower's rows that a dim of an operand has."""
+        """Return how many times a tower's rows a dim of an operand has.
+
+        The result is None for ``axis=None`` and for a dim that is no multiple of the
+        rows.
+        """
         if axis is None:
             return None
         return self.sizes.times(*self.sizes_along(operand, axis))
 
     def constant(self, operand: int) -> Any:
-        """The constant that an operand is in both programs; None if it is unknown."""
+        """Return the constant that an operand is in both programs; None if unknown."""
         return constant_of(self.ins[operand])
 
     def are(self, kinds: Any) -> bool:
-        """Whether all operands are of these kinds."""
+        """Return whether all operands are of these kinds."""
         return all(isinstance(x, kinds) for x in self.ins)
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
-        """Whether padding may count in a value that is 0 only in these places."""
+        """Return whether padding may count in a value that is 0 only in ``zeros``."""
         return self.walk.has_padding(zeros)
 
     def with_kinds(self, ins: Sequence[Kind]) -> "EquationPair":
-        """The same equation with other kinds of its operands."""
+        """Return the same equation with other kinds for its operands."""
         return dataclasses.replace(self, ins=ins)
 
     def unknown(self, why: str) -> Kind:
-        """An unknown kind, with a reason and the line of this equation."""
+        """Return an unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
         return Unknown(why=f"{why}, at {line}" if line else why)
 
 
 def constant_of(x: Kind) -> Any:
-    """Return the constant that a value is in both programs; None if it is unknown."""
+    """Return the constant that a value is in both programs; None if unknown."""
     if isinstance(x, Zero):
         return 0
     if isinstance(x, Copy) and isinstance(x.number, bool | int | float):
@@ -231,7 +241,7 @@ def constant_of(x: Kind) -> Any:
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:
-    """The number of elements of the dims before an axis."""
+    """Return the number of elements along all dims before ``axis``."""
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
         raise ProgramsDifferError(

@@ -36,11 +36,11 @@ _ANY_IS = {"gt": True, "ne": True, "eq": False, "le": False}
 _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
-# Flags, and the numbers of rows that have one.
-
-
 def as_flag(pair: EquationPair, value: Kind) -> Kind:
-    """Return the value as a flag of rows, 0 or 1, with an identity of its own."""
+    """Return rows as a flag, 0 or 1 in each row, with an identity of its own.
+
+    Any other kind is returned as it is.
+    """
     if not isinstance(value, TowerRows):
         return value
     number = pair.walk.new_identity()
@@ -48,26 +48,33 @@ def as_flag(pair: EquationPair, value: Kind) -> Kind:
 
 
 def flag_of(pair: EquationPair, value: Kind) -> Kind:
-    """Return the value, as a flag if all operands are flags."""
+    """Return ``value`` as a flag if all operands of the equation are flags."""
     are_flags = all(isinstance(x.fact, Flag) for x in pair.ins)
     return as_flag(pair, value) if are_flags else value
 
 
 def counted_flag(value: Kind) -> Any:
-    """Return the flag whose rows a value counts, or None."""
+    """Return the flag whose rows a value counts; None if the value is no count."""
     is_count = isinstance(value, Part) and isinstance(value.fact, Count)
     return value.fact.flag if is_count else None  # type: ignore
 
 
 def has_any(flag: Any, is_any: bool) -> Kind:
-    """Return whether a tower has a row with a flag, or none, as an extreme."""
+    """Return the kind of a bool that says whether a flag is 1 in some row of a tower.
+
+    If ``is_any`` is false, the bool says that the tower has no such row. The first is a
+    maximum over towers, the second a minimum.
+    """
     kind = Maximum if is_any else Minimum
     return kind(fact=HasRow(flag, is_any))
 
 
 @rule("eq ne lt le gt ge", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """A comparison of a count with 0 or 1 tells whether there is a row with a flag."""
+    """Answer a count of rows with a flag, compared with 0 or 1.
+
+    The result says whether a tower has a row with the flag.
+    """
     flag = counted_flag(x)
     name = _SWAPPED.get(pair.name, pair.name) if pair.is_swapped else pair.name
     if flag is not None and constant_of(y) == 1 and name in ("ge", "lt"):
@@ -79,7 +86,7 @@ def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("not", Maximum | Minimum, knows_identity=True)
 def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """The opposite of a maximum of flags is a minimum of opposites."""
+    """Answer `not` of a maximum of bools, which is a minimum, or the reverse."""
     if pair.dtype(0).kind != "b":
         raise refused(pair)
     if isinstance(x.fact, HasRow):
@@ -89,7 +96,10 @@ def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
 
 @rule("max", Part, Copy, knows_identity=True, commutes=True)
 def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """The maximum of a count and a number above 0, of at most 1."""
+    """Answer the maximum of a count and a number above 0 that is at most 1.
+
+    The number replaces the count on a tower that counts no row, and nowhere else.
+    """
     flag = counted_flag(x)
     bound = constant_of(y)
     if flag is None or bound is None or not 0 < bound <= 1:
@@ -98,12 +108,12 @@ def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 
 def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
-    """Return the case for a tower that has a row with a flag, if both cases fit.
+    """Return the kind of a choice by whether a tower has a row with a flag.
 
-    It is None if the predicate is none that tells whether there is such a row.
+    The result is None if ``predicate`` does not say whether there is such a row.
 
     Raises:
-      NotOfOneKindError: The cases do not fit.
+      NotOfOneKindError: The two cases do not fit.
     """
     if not isinstance(predicate.fact, HasRow):
         return None
@@ -121,12 +131,9 @@ def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
     raise NotOfOneKindError(f"no rule for a choice by {predicate}")
 
 
-# Means.
-
-
 @rule("div", Part, AtLeast, knows_identity=True)
 def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
-    """A mean over the rows with a flag, of which there may be none."""
+    """Answer a sum over rows with a flag, divided by their guarded count: a mean."""
     is_whole = pair.dtype(0).kind in "iu"
     if pair.shape(1) != () or y.flag not in x.zeros or is_whole:
         raise refused(pair)
@@ -135,7 +142,11 @@ def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
 
 @rule("div", Part, Part, knows_identity=True)
 def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
-    """A mean by any part; a tower where that is 0 has NaN, and no way back."""
+    """Answer a part divided by any part of the same tower: a mean.
+
+    A tower where the divisor is 0 gets NaN, so no product makes such a mean a part
+    again.
+    """
     if pair.shape(1) != () or pair.dtype(0).kind in "iu":
         raise refused(pair)
     return Mean(x.power, y.power)
@@ -143,19 +154,19 @@ def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
 
 @rule("neg", Mean, knows_identity=True)
 def _negative_mean(pair: EquationPair, x: Mean) -> Kind:
-    """The negative of a mean is the mean of the negatives."""
+    """Answer the negative of a mean, which is the mean of the negatives."""
     return x
 
 
 @rule("mul", Mean, Copy, knows_identity=True, commutes=True)
 def _multiple_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """The product of a mean and a copy."""
+    """Answer a mean times a replicated value, which is a mean: the powers of T add."""
     return x.replace(power=x.power + y.power)
 
 
 @rule("div", Mean, Copy, knows_identity=True)
 def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """A mean, divided by a copy."""
+    """Answer a mean divided by a replicated value, which is a mean."""
     if pair.dtype(0).kind in "iu":
         raise refused(pair)
     return x.replace(power=x.power - y.power)
@@ -163,7 +174,7 @@ def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("mul", Mean, Part, knows_identity=True, commutes=True)
 def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
-    """The product of a mean with its divisor is the part that was divided."""
+    """Answer a mean times its divisor, which is the part that was divided."""
     if x.fact is None or y.fact != x.fact:
         raise refused(pair)
     return part(x.power)
@@ -171,13 +182,13 @@ def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
 
 @rule("add sub add_any", Mean, Zero, knows_identity=True, commutes=True)
 def _mean_and_zero(pair: EquationPair, x: Mean, y: Zero) -> Kind:
-    """The sum of a mean and 0."""
+    """Answer a mean plus or minus 0, which is that mean."""
     return x
 
 
 @rule("add sub add_any", Mean, Copy, knows_identity=True, commutes=True)
 def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """The sum with a copy c, because c is c n / n."""
+    """Answer a mean x / n plus a replicated value c, which is (x + c n) / n."""
     if y.power + x.divisor != x.power:
         raise refused(pair)
     return x
@@ -185,7 +196,7 @@ def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("add sub add_any", Mean, Mean, knows_identity=True)
 def _sum_of_means(pair: EquationPair, x: Mean, y: Mean) -> Kind:
-    """The sum of two means by one number is a mean: (x + y) / n."""
+    """Answer the sum of two means by one divisor n: x / n + y / n = (x + y) / n."""
     if (x.power, x.fact) != (y.power, y.fact):
         raise refused(pair)
     return x.replace(vanishes=x.vanishes and y.vanishes)

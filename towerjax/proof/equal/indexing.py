@@ -50,41 +50,38 @@ _OTHER_ELEMENTS = "which elements are taken depends on the number of rows"
 
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
-    """Whether the enclosing loop runs over a dim of an operand."""
+    """Return whether the loop around the equation runs over a dim of an operand."""
     if pair.scope.loop is None or axis is None:
         return False
     return pair.sizes_along(operand, axis) == pair.scope.loop
 
 
 def _of_this_row(x: Kind) -> Kind:
-    """The kind of the current row of an array of rows, in a loop over rows."""
+    """Return the kind of the current row of an array of rows, in a loop over rows."""
     if isinstance(x, Zero) or x.power is None:
         return ZERO
     return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
 def _with_this_row(x: Buffer, new: Kind) -> Kind:
-    """The kind of a buffer after the current row is written, in a loop over rows."""
+    """Return the kind of a loop's buffer after its current row is written."""
     if not isinstance(new, Row | Copy | Zero):
-        raise NotOfOneKindError(f"{new} is written to a row")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a row")
     if isinstance(new, Zero):
         return x
     if x.power not in (None, new.power):
-        raise NotOfOneKindError(f"{new} is written to a row of {x}")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a row of {x}")
     return x.replace(power=new.power, zeros=x.zeros & new.zeros)
 
 
 def _are_same(indices: Any) -> bool:
-    """Whether all towers have the same indices."""
+    """Return whether all towers have the same indices."""
     return all(isinstance(v, SAME_FOR_ALL) and not v.power for v in indices)
-
-
-# Slices.
 
 
 @rule("dynamic_slice", Stacked, every=OF_ONE_TOWER)
 def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
-    """The tower's own value, from the values of all towers."""
+    """Answer a slice of all towers' values at the tower's number: its own value."""
     axis = pair.towers_in[0]
     assert axis is not None
     sizes = pair.params["slice_sizes"]
@@ -99,7 +96,7 @@ def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", Buffer, every=OF_ONE_TOWER)
 def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
-    """In a loop over rows, the current row of an array that it fills."""
+    """Answer a slice of the array that a loop over rows fills: the current row."""
     if not _takes_this_row(pair, at):
         raise NotOfOneKindError(_AMONG_ROWS)
     return _of_this_row(x)
@@ -107,7 +104,11 @@ def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", LINEAR | Key, every=OF_ONE_TOWER, copies_as_rows=True)
 def _slice_at(pair: EquationPair, x: Kind, *at: Kind) -> Kind:
-    """A slice at one place along dims without rows; in a loop, the current row."""
+    """Answer a slice that starts at the same place on all towers: the kind stays.
+
+    In a loop over rows, it may be the current row, or start at a place that this row
+    gives. It may also be a tower's rows of a batch that all towers have.
+    """
     axis = pair.rows_in[0]
     sizes = pair.params["slice_sizes"]
     if (
@@ -133,7 +134,7 @@ def _slice_at(pair: EquationPair, x: Kind, *at: Kind) -> Kind:
 
 
 def _takes_this_row(pair: EquationPair, at: Any) -> bool:
-    """Whether a slice is the current row, in a loop over rows."""
+    """Return whether a slice is the current row, in a loop over rows."""
     axis = pair.rows_in[0]
     if axis is None or not _is_loop_over(pair, 0, axis):
         return False
@@ -144,7 +145,7 @@ def _takes_this_row(pair: EquationPair, at: Any) -> bool:
 
 
 def _takes_rows_of_batch(pair: EquationPair, at: Any) -> bool:
-    """Whether a slice is the tower's rows of a whole batch."""
+    """Return whether a slice of a whole batch is the tower's own rows."""
     place = pair.rows_out[0]
     if place is None or not _are_rows_of_batch(pair, 0, place, at):
         return False
@@ -153,7 +154,7 @@ def _takes_rows_of_batch(pair: EquationPair, at: Any) -> bool:
 
 
 def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> bool:
-    """Whether a dim has the rows of the batch, and a slice starts at the tower's."""
+    """Return whether a dim has the batch's rows, and a slice starts at the tower's."""
     pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
     is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
     is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
@@ -162,13 +163,13 @@ def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> 
 
 
 def _is_flag(pair: EquationPair) -> bool:
-    """Whether the array has flags, which no towers add up."""
+    """Return whether the array has bools, which towers do not add up."""
     return pair.dtype(0) == jnp.bool_
 
 
 @rule("dynamic_update_slice", Buffer, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Kind:
-    """In a loop over rows, the current row of an array that it fills."""
+    """Answer an array that a loop over rows fills, after it writes the current row."""
     axis = pair.rows_in[0]
     others = [v for i, v in enumerate(at) if i != axis]
     is_here = axis is not None and isinstance(at[axis], Counter)
@@ -180,13 +181,17 @@ def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Ki
 
 @rule("dynamic_update_slice", LINEAR, LINEAR, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
-    """A slice that is written, by the rules of a slice."""
+    """Answer an array after a slice is written at a place that all towers share.
+
+    If each tower writes its rows at their place in zeros of the batch's size, the
+    result is a part.
+    """
     axis, place, *_ = pair.rows_in
     if isinstance(x, Zero) and axis is None and place is not None:
         is_each = pair.times_rows(1, place) == 1 and blocks_of(new) == 1
         is_each &= isinstance(new, TowerRows | Zero) and not _is_flag(pair)
         if is_each and _are_rows_of_batch(pair, 0, place, at):
-            return part(new.power)  # of each row all towers but one have 0
+            return part(new.power)  # In each row all towers except one have 0.
     if axis != place or not _are_same(at):
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
@@ -194,11 +199,11 @@ def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
     return joined([x, new], "together with")
 
 
-# Elements at indices.
-
-
 def _columns_of(pair: EquationPair) -> list[Any]:
-    """The kind of each column of indices; of an order, all that is known."""
+    """Return the type of each column's kind in an array of indices.
+
+    For row numbers in another order it is the `RowOrder` itself.
+    """
     at = pair.ins[1]
     if isinstance(at, Columns):
         return [*at.columns]
@@ -206,14 +211,14 @@ def _columns_of(pair: EquationPair) -> list[Any]:
 
 
 def _as_array(pair: EquationPair, x: Kind) -> Kind:
-    """The array of a gather; 0 is an array like others."""
+    """Return the kind of a gather's array, for which 0 counts as any array."""
     if not isinstance(x, Zero):
         return x
     return copy() if pair.rows_in[0] is None else rows()
 
 
 def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
-    """Whether the fill value of a gather has the kind and power of its array."""
+    """Return whether a gather's fill value has the kind and power of its array."""
     is_nan = pair.params["fill_value"] is None
     is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
     is_number = isinstance(x, ELEMENTS) and not x.power
@@ -221,14 +226,14 @@ def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
 
 
 def _refuse_fill(pair: EquationPair, x: Kind) -> None:
-    """Raise if a number fills in where an index is beyond the array."""
+    """Raise if a gather fills in a number of another kind beyond its array."""
     if not _keeps_by_fill(pair, x):
-        raise NotOfOneKindError(f"a number fills in for elements beyond {x}")
+        raise NotOfOneKindError(f"no rule for a fill value of elements beyond {x}")
 
 
 @rule("gather", Stacked, every=OF_ONE_TOWER | SPECIAL)
 def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
-    """The tower's own value of all towers' values, read by the tower's number."""
+    """Answer a gather from all towers' values by the tower's number: its own value."""
     dims = pair.params["dimension_numbers"]
     axis = pair.towers_in[0]
     sizes = pair.params["slice_sizes"]
@@ -242,7 +247,7 @@ def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
 
 @rule("gather", ELEMENTS | Buffer, Counter, copies_as_rows=True)
 def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
-    """In a loop over rows, the current row."""
+    """Answer a gather by the current row's number, in a loop over rows: that row."""
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
     x = _as_array(pair, x)
@@ -255,7 +260,7 @@ def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
 
 @rule("gather", LINEAR, ELEMENTS, copies_as_rows=True)
 def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Elements of one table by indices, or of each row by its own index."""
+    """Answer elements of a replicated table, or of each row at an index of its own."""
     x = _as_array(pair, x)
     if at.power:
         raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
@@ -271,7 +276,7 @@ def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowNumbers | Columns, copies_as_rows=True)
 def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Elements of each row, which has its own number as its index."""
+    """Answer a gather in which each row reads its own elements by its number."""
     columns = at.columns if isinstance(at, Columns) else ()
     if orders := [order for order in columns if isinstance(order, RowOrder)]:
         return _by_order(pair, x, orders[0])
@@ -286,12 +291,12 @@ def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowOrder, copies_as_rows=True)
 def _gathered_by_order(pair: EquationPair, x: Kind, at: RowOrder) -> Kind:
-    """All rows in another order."""
+    """Answer a gather of all rows by numbers in another order: reordered rows."""
     return _by_order(pair, x, at)
 
 
 def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
-    """All rows in another order, each exactly once."""
+    """Return the kind of all rows in another order, each exactly once."""
     x = _as_array(pair, x)
     dims = pair.params["dimension_numbers"]
     axis, at_axis = pair.rows_in
@@ -300,7 +305,7 @@ def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
     columns = dict(zip(dims.start_index_map, _columns_of(pair), strict=True))
     is_by_row = axis in dims.collapsed_slice_dims
     is_by_row &= columns.pop(axis, None) in (order, RowOrder)
-    # Other columns are the same for all rows, and other dims are taken whole.
+    # The other columns must be equal for all rows, and the other dims taken whole.
     is_by_row &= all(kind in (Copy, Zero) for kind in columns.values())
     others = [i for i in range(len(sizes)) if i != axis and i not in columns]
     is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
@@ -314,7 +319,7 @@ def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
 
 @rule("towerjax_take", Copy, ELEMENTS)
 def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
-    """The rows of a table that `tj.sparse.take` looks up, by the ids of each row."""
+    """Answer rows of a replicated table that `tj.sparse.take` looks up for each row."""
     is_table = pair.params["stacked"] == 0 and pair.rows_in[0] is None
     if not is_table or at.power:
         raise NotOfOneKindError(f"no rule for a lookup in {x} by {at}")
@@ -324,7 +329,7 @@ def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
 
 
 def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Elements of an array that has no rows."""
+    """Return the kind of elements at indices ``at`` of an array without rows."""
     if pair.params["slice_sizes"] != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError(_OTHER_ELEMENTS)
     if isinstance(at, Zero):
@@ -337,13 +342,13 @@ def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 
 def _has_plain_rows(pair: EquationPair, x: Kind, at: Kind) -> bool:
-    """Whether an array has rows in one block, and a gather keeps a dim for them."""
+    """Return whether an array has rows in one block, and a gather keeps their dim."""
     is_plain = isinstance(x, TowerRows) and x.blocks == blocks_of(at) == 1
     return is_plain and pair.rows_out[0] is not None
 
 
 def _takes_rows_whole(pair: EquationPair, dims: Any, at: Kind) -> bool:
-    """Whether the same elements of all rows are taken."""
+    """Return whether a gather takes the same elements of all rows."""
     axis, at_axis = pair.rows_in
     assert axis is not None
     is_whole = pair.params["slice_sizes"][axis] == pair.shape(0)[axis]
@@ -352,7 +357,7 @@ def _takes_rows_whole(pair: EquationPair, dims: Any, at: Kind) -> bool:
 
 
 def _is_batched(pair: EquationPair, dims: Any) -> bool:
-    """Whether rows and indices share one batch dim."""
+    """Return whether the rows of the array and of the indices share one batch dim."""
     axis, at_axis = pair.rows_in
     if axis not in dims.operand_batching_dims:
         return False
@@ -361,7 +366,7 @@ def _is_batched(pair: EquationPair, dims: Any) -> bool:
 
 
 def _is_by_own_number(pair: EquationPair) -> bool:
-    """Whether row i is read by an index with i in one column."""
+    """Return whether row i is read by an index that has i in one column."""
     dims = pair.params["dimension_numbers"]
     axis, at_axis = pair.rows_in
     if axis not in dims.start_index_map or at_axis is None or axis is None:
@@ -374,15 +379,13 @@ def _is_by_own_number(pair: EquationPair) -> bool:
     return is_one and is_even and number is RowNumbers and is_known
 
 
-# Elements that are written at indices.
-
 _SCATTERS = "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"
 _ADDS = ("scatter-add", "scatter-sub")
 
 
 @rule(_SCATTERS, Buffer, OF_ONE_TOWER | Columns, OF_ONE_TOWER, copies_as_rows=True)
 def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
-    """In a loop over rows, an array after the current row is written."""
+    """Answer a scatter to the current row, in a loop over rows: the array is filled."""
     _refuse_function(pair)
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
@@ -402,10 +405,13 @@ def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """A gather that is written; rows that are added to a table make parts of it."""
+    """Answer a scatter: rows are written to themselves, or added to a table.
+
+    A table to which each tower adds its own rows is a part.
+    """
     _refuse_function(pair)
     if at.power or max(map(blocks_of, pair.ins)) > 1:
-        raise NotOfOneKindError(f"elements are written at indices that are {at}")
+        raise NotOfOneKindError(f"no rule for a write at indices that are {at}")
     if pair.name == "scatter-mul":
         if new.power or not (isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)):
             raise NotOfOneKindError(f"no rule for elements of {x} times {new}")
@@ -429,27 +435,27 @@ def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
         and isinstance(new, TowerRows | Zero)
     ):
         return _into_table(pair, x, at, new)
-    raise NotOfOneKindError(f"{new} is written to a table")
+    raise NotOfOneKindError(f"no rule for a write of {new} to a table")
 
 
 def _refuse_function(pair: EquationPair) -> None:
-    """Raise if a function of the user's is applied to what is written."""
+    """Raise if a scatter applies a user's function to what it writes."""
     if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
-        raise NotOfOneKindError("a function is applied to only some elements")
+        raise NotOfOneKindError("no rule for a scatter with a function of the user's")
 
 
 def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
-    """Elements that all towers write at the same places."""
+    """Return the kind of an array in which all towers write at the same places."""
     if pair.name in _ADDS:
         return added([x, new])
     are_elements = isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)
     if pair.name != "scatter" and not are_elements:
-        raise NotOfOneKindError(f"{new} is written to a table")
+        raise NotOfOneKindError(f"no rule for a write of {new} to a table")
     return joined([x, new], "together with")
 
 
 def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """A table to which rows are added, or whose maximum they may be."""
+    """Return the kind of a table to which a tower's rows are added, or compared."""
     if pair.name in _ADDS and isinstance(x, Zero | Part | Copy):
         if isinstance(new, Zero):
             return x
@@ -459,7 +465,7 @@ def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
     is_each = isinstance(at.fact, NumberInBatch) and not _is_flag(pair)
     is_each &= pair.name == "scatter" and "CLIP" not in str(pair.params["mode"])
     if is_each and isinstance(x, Zero):
-        return part(new.power)  # no two rows have one number
+        return part(new.power)  # Each row of the batch is written by one tower.
     is_even = (
         isinstance(new, TowerRows) and x.power == new.power and not pair.sizes.padded
     )
@@ -468,13 +474,13 @@ def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
             return Maximum(x.power)
         if pair.name == "scatter-min":
             return Minimum(x.power)
-    raise NotOfOneKindError(f"{new} is written to a table")
+    raise NotOfOneKindError(f"no rule for a write of {new} to a table")
 
 
 def _writes_own_rows(
     pair: EquationPair, axis: int, at: Kind, new_axis: int | None
 ) -> bool:
-    """Whether each row is written to its own place."""
+    """Return whether each row is written to its own place."""
     dims = pair.params["dimension_numbers"]
     at_axis = pair.rows_in[1]
     if axis in dims.operand_batching_dims:
@@ -490,9 +496,9 @@ def _writes_own_rows(
         is_own &= {*columns} <= {TowerRows, Copy, Zero}
         return is_own and pair.shape(1)[at_axis] == pair.shape(0)[axis]
     gone = {*dims.inserted_window_dims, *dims.operand_batching_dims}
-    kept = [i for i in range(len(pair.shape(0))) if i not in gone]
-    if at_axis is not None or new_axis is None or axis not in kept:
+    window = [i for i in range(len(pair.shape(0))) if i not in gone]
+    if at_axis is not None or new_axis is None or axis not in window:
         return False
-    is_here = new_axis == dims.update_window_dims[kept.index(axis)]
+    is_here = new_axis == dims.update_window_dims[window.index(axis)]
     is_whole = pair.shape(2)[new_axis] == pair.shape(0)[axis]
     return isinstance(at, SAME_FOR_ALL) and is_here and is_whole

@@ -4,8 +4,10 @@ A proof compares two numbers of towers, ``a`` and ``b``, on one global batch. A 
 with the power ``p`` says that the towers' values, put together as the kind says, are
 for ``b`` towers ``(b / a)^p`` times what they are for ``a`` towers.
 
-Each kind is a type, with a field for all that is known of such a value. What each means
-is a function of values in ``tests/proof/meanings.py``.
+The main kinds are replicated values (`Copy`), rows of the batch (`TowerRows`) and parts
+(`Part`), which are the towers' addends of a sum over towers. Each kind is a type, with
+a field for all that is known of such a value. The meaning of each is a function of
+values in ``tests/proof/meanings.py``.
 """
 
 import dataclasses
@@ -23,44 +25,44 @@ NO_ZEROS: frozenset[Any] = frozenset()
 class InPadding(enum.IntEnum):
     """What is known of a value in padding rows; a smaller member says less."""
 
-    ANY = 0  # it may be infinite
+    ANY = 0  # The value may be infinite.
     FINITE = 1
-    # Computed from the row's values as an example's is, and not from its padding. It is
-    # finite, because what is computed from any example is assumed to be finite.
+    # The value is computed from its row as in an example. It is finite, because what is
+    # computed from an example is assumed to be finite.
     AS_EXAMPLE = 2
 
 
-# What else is known of a value.
-
-
 class Identity(int):
-    """The identity of one value of a program, or of one flag."""
+    """A number that identifies one value of a program, or one flag."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OneValue:
-    """One value of the program, with its derivative."""
+    """A fact: a value, with its derivative, is the one that has this identity."""
 
     number: Identity
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of each row, 0 or 1; that of PADDING says that a row is no padding."""
+    """A fact: each row has 0 or 1. The flag of PADDING is 0 in padding rows."""
 
     flag: Identity | str
 
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """The number of rows with a flag."""
+    """A fact: a value is the number of rows in which a flag is 1."""
 
     flag: Identity | str
 
 
 @dataclasses.dataclass(frozen=True)
 class HasRow:
-    """Whether a tower has a row with a flag, or has none."""
+    """A fact: a value says whether a flag is 1 in some row of a tower, or in none.
+
+    It says that some row has the flag if ``is_any`` is true.
+    """
 
     flag: Identity | str
     is_any: bool
@@ -68,14 +70,14 @@ class HasRow:
 
 @dataclasses.dataclass(frozen=True)
 class InfinitePadding:
-    """Rows whose padding is minus or plus infinity."""
+    """A fact: rows hold minus or plus infinity in padding."""
 
     sign: int
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberInBatch:
-    """Rows that are each row's number in the whole batch, which has no padding."""
+    """A fact: each row holds its own number in the whole batch, without padding."""
 
 
 LOWEST = InfinitePadding(-1)
@@ -92,7 +94,7 @@ class Power(Fraction):
     line: str
 
     def __new__(cls, power: Any, line: str) -> "Power":
-        """The number ``power``, with a line."""
+        """Create the number ``power``, with the line where a value got it."""
         self = super().__new__(cls, power)
         self.line = line
         return self
@@ -101,19 +103,17 @@ class Power(Fraction):
 NO_POWER = Fraction(0)
 
 
-# The kinds.
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What is known of a value in two programs.
 
     Attributes:
-      power: The power of the number of towers; None for a sum to which nothing was
-        added.
-      zeros: Where the value is 0: PADDING, and flags without which all of it is 0.
-      fact: What else is known of it.
-      in_padding: What is known of its padding.
+      power: The power of the number of towers; None for a sum in a loop to which
+        nothing was added.
+      zeros: Where the value is 0: PADDING stands for padding rows, and a flag for
+        towers that have no row with it.
+      fact: What else is known of the value.
+      in_padding: What is known of the value in padding rows.
     """
 
     power: Any = NO_POWER
@@ -121,24 +121,24 @@ class Kind:
     fact: Fact | None = dataclasses.field(default=None, kw_only=True)
     in_padding: InPadding = dataclasses.field(default=InPadding.ANY, kw_only=True)
 
-    name: ClassVar[str]  # for reasons, with fields for `Nouns`
-    # The fields that say which value it is, as they are where that is not known.
+    name: ClassVar[str]  # its text in reasons, with fields that `Nouns` fills in
+    # These fields say which value it is. Here is what they hold if that is unknown.
     no_identity: ClassVar[dict[str, None]] = {"fact": None}
 
     def replace(self, **fields: Any) -> Any:
-        """Return the same kind with other fields."""
+        """Return this kind with other values in the fields that are named."""
         return dataclasses.replace(self, **fields)
 
     def bare(self) -> Any:
-        """Return the same, without what holds only in one trip of a loop."""
+        """Forget what holds only in one trip of a loop, and return the kind."""
         return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
 
     def times_tower(self, power: Any) -> Any:
-        """Return the same kind with another power, as another value."""
+        """Return this kind with another power of T, for another value."""
         return self.replace(power=power, **self.no_identity)
 
     def without_identity(self) -> Any:
-        """Return the same, without which value it is and where it is 0."""
+        """Forget which value of the program this is, and where it is 0."""
         return self.replace(zeros=NO_ZEROS, **self.no_identity)
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Kind:
 
 
 def _told_power(power: Any) -> str:
-    """The text for a power of the number of towers, after a kind."""
+    """Return the text for a power of the number of towers, to follow a kind."""
     match power:
         case None | 0:
             return ""
@@ -160,7 +160,10 @@ def _told_power(power: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown(Kind):
-    """Nothing is known; ``why`` is the reason, with a line."""
+    """The kind of a value of which nothing is known.
+
+    ``why`` is the reason, with a line of the program.
+    """
 
     name = "unknown"
     why: str = dataclasses.field(default="", kw_only=True)
@@ -168,13 +171,13 @@ class Unknown(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Zero(Kind):
-    """0, for all towers."""
+    """The kind of a value that is 0 on all towers."""
 
     name = "zero"
 
 
 class RowsOfTower(enum.Enum):
-    """The number of a tower's rows, which no program says as a number."""
+    """A mark in `Copy.number`: the value is the number of a tower's rows."""
 
     NUMBER = "rows of a tower"
 
@@ -184,9 +187,10 @@ ROWS_OF_TOWER = RowsOfTower.NUMBER
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Kind):
-    """Each tower has the value. If it has a dim of rows, it is constant along it.
+    """The kind of a replicated value, which all towers have.
 
-    ``number`` is the number that it is, if that is known.
+    If the value has a dim of rows, it is constant along that dim. ``number`` is the
+    number that the value is, if that is known.
     """
 
     name = "a replicated value"
@@ -196,9 +200,9 @@ class Copy(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class TowerRows(Kind):
-    """The value is the towers' values, joined along their dim of rows.
+    """The kind of rows: all towers' rows, joined along their dim, are one tower's.
 
-    ``blocks`` is the number of blocks in the dim; each block has all rows in order.
+    ``blocks`` is the number of blocks in that dim. Each block has all rows in order.
     """
 
     name = "{its} rows"
@@ -207,20 +211,20 @@ class TowerRows(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Part(Kind):
-    """The value is the sum of the towers' values."""
+    """The kind of one tower's addend: the towers' parts add up to one tower's value."""
 
     name = "a sum over {its} rows"
 
 
 class GroupDims(NamedTuple):
-    """The way in which an array has the tower's rows along several dims.
+    """The dims along which an array has a tower's rows, if there are several.
 
     Attributes:
       dims: The dims, outermost first, that together have each row in order.
-      by_row: Whether an element belongs to one row; otherwise the elements along the
+      by_row: True if each element belongs to one row. Otherwise the elements along the
         dims add up to a sum over rows.
-      order: None; or the other order that the rows are in, counted over all towers,
-        each row once. The same order is the same value of the program.
+      order: None, or the other order that the rows are in. Orders count the rows of all
+        towers, and have each row once. Equal orders are the same value of the program.
     """
 
     dims: tuple[int, ...]
@@ -233,37 +237,37 @@ PERMUTED = "{its} rows in another order"
 
 @dataclasses.dataclass(frozen=True)
 class Groups(Kind):
-    """Rows along several dims, or along one in another order."""
+    """The kind of rows along several dims, or along one dim in another order."""
 
     layout: GroupDims = dataclasses.field(kw_only=True)
 
     @property
     def name(self) -> str:
-        """The text for errors."""
+        """The text for the kind in reasons."""
         in_order = self.layout.order is None
         return "{its} rows in groups" if in_order else PERMUTED
 
 
 @dataclasses.dataclass(frozen=True)
 class Maximum(Kind):
-    """The value is the largest of the towers' values."""
+    """The kind of a maximum: the largest of all towers' values is one tower's value."""
 
     name = "a maximum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Minimum(Kind):
-    """The value is the smallest of the towers' values."""
+    """The kind of a minimum: the least of all towers' values is one tower's value."""
 
     name = "a minimum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Kind):
-    """A part divided by a part of the tower's own; see `guards`.
+    """The kind of a part divided by another part of the same tower; see `guards`.
 
     ``divisor`` is the power of the divisor. ``vanishes`` tells whether the dividend is
-    0 where the divisor is.
+    0 wherever the divisor is 0.
     """
 
     name = "a mean over {its} rows"
@@ -273,46 +277,46 @@ class Mean(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class RowsInTurn:
-    """Rows that towers get in turn: tower t has the rows t, t + T, t + 2 T, ..."""
+    """Rows that are dealt out in turn: tower t has the rows t, t + T, t + 2 T, ..."""
 
-    name = PERMUTED  # for errors, as that of a `Kind`
+    name = PERMUTED  # its text in reasons, as for a `Kind`
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(Kind):
-    """The towers' values one after another, each of the kind ``of``."""
+    """The kind of an array of all towers' values, each of the kind ``of``."""
 
     name = "the values of all {many}"
     of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
 
 
-# Numbers and keys of a tower's own.
+# These are the kinds of numbers and keys of which each tower has its own.
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerId(Kind):
-    """The number of the tower."""
+    """The kind of the number of a tower, which counts from 0."""
 
     name = "{number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstRow(Kind):
-    """The number of a tower's first row in the whole batch."""
+    """The kind of the number of a tower's first row in the whole batch."""
 
     name = "the number of a {one}'s first row"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers(Kind):
-    """The numbers of a tower's rows, which start at 0 on each tower."""
+    """The kind of the numbers of a tower's rows, which start at 0 on each tower."""
 
     name = "the numbers of {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder(Kind):
-    """The numbers of the tower's rows in another order, each number once."""
+    """The kind of the numbers of a tower's rows in another order, each number once."""
 
     name = "the numbers of {its} rows in another order"
     order: Any = dataclasses.field(kw_only=True)
@@ -320,7 +324,11 @@ class RowOrder(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Columns(Kind):
-    """Indices, of which each column has a kind of its own; an order is told whole."""
+    """The kind of indices whose columns differ in kind.
+
+    ``columns`` has the type of each column's kind. A column of row numbers in another
+    order is a `RowOrder` itself.
+    """
 
     name = "indices with the numbers of {its} rows"
     columns: tuple[type[Kind] | RowOrder, ...] = dataclasses.field(kw_only=True)
@@ -328,56 +336,59 @@ class Columns(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Key(Kind):
-    """A tower's own key, which stands for one key per row."""
+    """The kind of a tower's own random key, which stands for one key per row."""
 
     name = "a {one}'s own key"
 
 
 @dataclasses.dataclass(frozen=True)
 class Valid(Kind):
-    """The number of the tower's rows that are no padding."""
+    """The kind of the number of a tower's rows that are no padding."""
 
     name = "the number of {its} rows without padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size(Kind):
-    """The number of the tower's rows, of towers that may have padding."""
+    """The kind of the number of a tower's rows, if some of them may be padding."""
 
     name = "the number of {its} rows, padding included"
 
 
 @dataclasses.dataclass(frozen=True)
 class IsFull(Kind):
-    """Whether a tower has no padding."""
+    """The kind of a flag that says whether a tower has no padding."""
 
     name = "whether none of {its} rows is padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Kind):
-    """The number of rows with a flag, or any number above 0 if there are none."""
+    """The kind of a count of rows with a flag, which is guarded against 0.
+
+    If a tower has no row with the flag, the value is some number above 0.
+    """
 
     name = "the number of rows with a flag, or another number if there are none"
     flag: Any = dataclasses.field(kw_only=True)
 
 
-# In a loop over rows.
+# These kinds are found only inside loops over rows or chunks of rows.
 
 
 @dataclasses.dataclass(frozen=True)
 class Row(Kind):
-    """The value of one row."""
+    """The kind of the value of one row, in a loop over rows."""
 
     name = "a value of one row"
 
 
 @dataclasses.dataclass(frozen=True)
 class SoFar(Kind):
-    """A carry that only grows: the sum, or an extreme, of the trips so far.
+    """The kind of a loop's carry that is a sum, or an extreme, of the trips so far.
 
-    ``carry`` is its number among the loop's carries. ``extreme`` is the kind of the
-    extreme that it is; None for a sum, and for a carry that nothing has changed.
+    ``carry`` is its number among the loop's carries. ``extreme`` is `Maximum` or
+    `Minimum`. It is None for a sum, and for a carry that no trip has changed.
     """
 
     name = "the sum of the rows so far"
@@ -389,21 +400,24 @@ class SoFar(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Counter(Kind):
-    """The number of the row in a loop."""
+    """The kind of the number of the current row, in a loop over rows."""
 
     name = "the number of the row in a loop"
 
 
 @dataclasses.dataclass(frozen=True)
 class NextRow(Kind):
-    """The number of the next row in a loop."""
+    """The kind of the number of the next row, in a loop over rows."""
 
     name = "the number of the next row in a loop"
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer(Kind):
-    """An array that a loop fills row by row; ``carry`` is its number."""
+    """The kind of an array that a loop over rows fills row by row.
+
+    ``carry`` is its number among the loop's carries.
+    """
 
     name = "an array that a loop fills row by row"
     carry: int = dataclasses.field(kw_only=True)
@@ -411,18 +425,8 @@ class Buffer(Kind):
 
 ALL_KINDS: tuple[type[Kind], ...] = (
     *(Unknown, Zero, Copy, TowerRows, Part, Groups, Maximum, Minimum, Mean, Stacked),
-    *(
-        TowerId,
-        FirstRow,
-        RowNumbers,
-        RowOrder,
-        Columns,
-        Key,
-        Valid,
-        Size,
-        IsFull,
-        AtLeast,
-    ),
+    *(TowerId, FirstRow, RowNumbers, RowOrder, Columns),
+    *(Key, Valid, Size, IsFull, AtLeast),
     *(Row, SoFar, Counter, NextRow, Buffer),
 )
 """All kinds."""
@@ -444,7 +448,7 @@ SIZE = Size()
 
 
 def copy(power: Any = 0, number: Any = None) -> Copy:
-    """Return the kind of a value that is the same on all towers."""
+    """Return the kind of a replicated value."""
     return Copy(Fraction(power), number, in_padding=InPadding.AS_EXAMPLE)
 
 
@@ -454,12 +458,12 @@ def rows(power: Any = 0, blocks: int = 1) -> TowerRows:
 
 
 def rows_as(x: Kind) -> TowerRows:
-    """Return rows with what is known of where a value is 0, and of its padding."""
+    """Return the kind of rows that are 0 where ``x`` is, and have its padding."""
     return TowerRows(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
 def part(power: Any = 0) -> Part:
-    """Return the kind of a part of a sum over towers."""
+    """Return the kind of a part: one tower's addend of a sum over towers."""
     return Part(Fraction(power))
 
 
@@ -479,9 +483,9 @@ def is_rows_of_tower(x: Kind) -> bool:
 
 
 def of_one_tower(x: Stacked, axis: int | None) -> Kind:
-    """Return the kind of one tower's value, from that of the values of all towers.
+    """Return the kind of one tower's value, taken from an array of all towers' values.
 
-    ``axis`` is its dim of rows.
+    ``axis`` is the dim of rows of the tower's value; None if it has none.
     """
     if isinstance(x.of, RowsInTurn):
         own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
@@ -492,17 +496,24 @@ def of_one_tower(x: Stacked, axis: int | None) -> Kind:
 
 
 def as_part(value: Kind) -> Kind:
-    """Return the value as a part: T copies add up to T times a copy."""
+    """Return a part in place of a replicated value; return any other kind as it is.
+
+    The sum over T towers of a replicated value is T times the value, so the power grows
+    by 1.
+    """
     return part(value.power + 1) if isinstance(value, Copy) else value
 
 
 def added_over_towers(x: Copy | Part | Zero) -> Kind:
-    """Return the kind of the sum of all towers' values; copies add up to T copies."""
+    """Return the kind of the sum of all towers' values.
+
+    Parts add up to a replicated value. T copies add up to T times a copy.
+    """
     return ZERO if isinstance(x, Zero) else copy(as_part(x).power)
 
 
 class NotOfOneKindError(Exception):
-    """The values have no kind in common; the text says why."""
+    """No rule gives the values a kind; the text says why."""
 
 
 def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
@@ -527,7 +538,7 @@ def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
         other = odd[0] if odd else live[-1]
         raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
     if len({x.blocks for x in live if isinstance(x, TowerRows)}) > 1:
-        raise NotOfOneKindError("rows meet rows in another order")
+        raise NotOfOneKindError("rows are combined with rows in another order")
     most = next((x for x in live if not isinstance(x, Copy)), live[0])
     if isinstance(most, TowerRows):
         return TowerRows(most.power, most.blocks)
@@ -546,10 +557,10 @@ def added(values: Sequence[Kind]) -> Any:
 
 
 def function_of(values: Sequence[Kind], name: str) -> Any:
-    """Return the kind of any function of the elements of its operands.
+    """Return the kind of an elementwise function of its operands.
 
     Raises:
-      NotOfOneKindError: One of the operands is neither a copy nor rows, or has a power.
+      NotOfOneKindError: An operand is neither replicated nor rows, or has a power.
     """
     for x in values:
         if not isinstance(x, ELEMENTS) or x.power:
@@ -558,17 +569,17 @@ def function_of(values: Sequence[Kind], name: str) -> Any:
 
 
 def as_copy(value: Kind) -> Kind:
-    """Return the value, as a copy if it is 0."""
+    """Return the kind of a replicated value for 0, and any other kind as it is."""
     return copy() if isinstance(value, Zero) else value
 
 
 def product_of(x: Kind, y: Kind, verb: str = "times") -> Any:
     """Return the kind of the elementwise product of two values.
 
-    Zero is a copy here: the product with a value that may be infinite is not 0.
+    Here 0 counts as a replicated value, because 0 times infinity is not 0.
 
     Raises:
-      NotOfOneKindError: Neither value is a copy, and they are not both rows.
+      NotOfOneKindError: Neither value is replicated, and they are not both rows.
     """
     x = as_copy(x)
     y = as_copy(y)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towerjax.jaxprs.flow import inner_programs
 from towerjax.jaxprs.params import (
     given_name,
     is_hidden,
@@ -10,7 +11,6 @@ from towerjax.jaxprs.params import (
     named_axes,
     open_jaxpr,
     program_of_class,
-    sub_jaxprs,
     trace_hidden,
 )
 from towerjax.jaxprs.sites import all_eqns
@@ -55,7 +55,7 @@ from towerjax.proof.equal.micro_batches import (
 )
 from towerjax.proof.equal.rules import OF_ONE_TOWER, SPECIAL, rule
 
-_ROUNDS = 12  # the most walks through a loop until its kinds no longer change
+_ROUNDS = 12  # the most walks through a loop before its kinds must stay unchanged
 
 
 @rule(
@@ -65,7 +65,7 @@ _ROUNDS = 12  # the most walks through a loop until its kinds no longer change
     knows_identity=True,
 )
 def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of the results of the called program."""
+    """Answer a call: the kinds of the results of the program that it runs."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return pair.inside(programs, ins)
 
@@ -76,7 +76,11 @@ def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of the called program, as other values if it has its own derivative."""
+    """Answer a call of a function that may have a derivative of its own.
+
+    The kinds are those of the program that it runs. Each value counts as a new one,
+    because the user may have written its derivative.
+    """
     others = [_without_number(pair, x) for x in ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return [_without_number(pair, x) for x in pair.inside(programs, others)]
@@ -88,7 +92,10 @@ def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of the results of `jax.checkpoint` and others, with ``jax_remat3``."""
+    """Answer a call whose program is in an object, as with ``jax_remat3``.
+
+    Such calls are `jax.checkpoint`, `jax.custom_jvp` and `jax.custom_vjp`.
+    """
     eqns = (pair.first, pair.second)
     if all(given_name(eqn) is not None for eqn in eqns):
         return [*ins]
@@ -110,12 +117,14 @@ def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 def _without_number(pair: EquationPair, value: Kind) -> Kind:
     if isinstance(value, Mean):
-        return pair.unknown(f"a function with its own derivative has {value}")
+        return pair.unknown(
+            f"no rule for a function with its own derivative of {value}"
+        )
     return value.replace(fact=None)
 
 
 def _program_of(eqn: Any) -> Any:
-    """The program that a call runs, with its constants."""
+    """Return the program that a call runs, with its constants."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
             return eqn.params[key]
@@ -131,7 +140,10 @@ def _program_of(eqn: Any) -> Any:
 
 @rule("cond", every=OF_ONE_TOWER | Unknown, knows_identity=True)
 def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
-    """The kinds of the results of a branch, which all towers take together."""
+    """Answer a `cond`, whose branch all towers must take together.
+
+    The predicate must be replicated, or say whether a tower has a row with a flag.
+    """
     if isinstance(predicate, Unknown):
         return [predicate] * len(pair.rows_out)
     is_any = isinstance(predicate, Maximum | Minimum)
@@ -148,7 +160,7 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
 
 
 def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
-    """The kind of a result, if a branch is taken by whether a row has a flag."""
+    """Return the kind of a branch's result, chosen by whether a row has a flag."""
     unknown = [x for x in cases if isinstance(x, Unknown)]
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
@@ -162,7 +174,7 @@ def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
 def _either_of(
     pair: EquationPair, values: Sequence[Kind], verb: str = "as an alternative to"
 ) -> Kind:
-    """The kind of a value that may be any of these."""
+    """Return the kind of a value that has one of these kinds, whichever it is."""
     if all(x == values[0] for x in values):
         return values[0]
     unknown = [x for x in values if isinstance(x, Unknown)]
@@ -187,7 +199,10 @@ def _settled(
     trip: Callable[[list[Kind]], list[Kind]],
     carry: Sequence[Kind],
 ) -> list[Kind]:
-    """The kinds of a carry that a trip no longer changes."""
+    """Find kinds of a loop's carry that a trip no longer changes, by repeated trips.
+
+    If there are none after some rounds, all are unknown.
+    """
     kinds = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
         ends = [x.bare() for x in trip(kinds)]
@@ -196,13 +211,15 @@ def _settled(
         if new == kinds:
             return kinds
         kinds = new
-    return [pair.unknown("the kind of a loop's carry changes from trip to trip")] * len(
-        carry
-    )
+    return [
+        pair.unknown(
+            "no rule for a loop that changes a carry in another way in each trip"
+        )
+    ] * len(carry)
 
 
 def _refuse_special(ins: Sequence[Kind]) -> None:
-    """Raise for operands that a loop over other dims may not have."""
+    """Raise for operands that a loop over dims without rows may not have."""
     for x in ins:
         if isinstance(x, Stacked | Groups | Mean | RowOrder):
             raise NotOfOneKindError(f"no rule for a loop with {x}")
@@ -214,7 +231,10 @@ def _refuse_special(ins: Sequence[Kind]) -> None:
     knows_identity=True,
 )
 def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of a loop that all towers run equally often, or per row under vmap."""
+    """Answer a `while` loop: all towers make the same trips, or each row its own.
+
+    Rows have their own trips if ``vmap`` made the loop.
+    """
     first = pair.first.params
     second = pair.second.params
     tests = first["cond_nconsts"]
@@ -244,7 +264,10 @@ def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _each_for_itself(carry: Sequence[Kind]) -> list[Kind]:
-    """Carries whose rows have their own trips, so that none is constant along rows."""
+    """Return the kinds of carries of which each row makes trips of its own.
+
+    A replicated value then becomes rows, because it may differ from row to row.
+    """
     return [rows(x.power) if isinstance(x, Copy) else x for x in carry]
 
 
@@ -276,7 +299,10 @@ def _refuse_unless_by_row(
     knows_identity=True,
 )
 def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of a loop over a dim without rows; see `_over_own_rows` for rows."""
+    """Answer a `scan`; loops over rows, chunks and micro-batches have their own laws.
+
+    In any other loop the carry has kinds that a trip does not change.
+    """
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
@@ -314,7 +340,7 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Kind]:
-    """The kinds of a loop over rows, in which no row depends on another row."""
+    """Return the kinds of a loop over rows, in which no row may depend on another."""
     if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
         raise NotOfOneKindError("a loop over {its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
@@ -336,7 +362,7 @@ def _over_own_rows(
     counts = [isinstance(x, Counter) for x in carry]
     is_next = [isinstance(x, NextRow) for x in outs[:carry_size]]
     if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
-        # A carry that starts at 0 and is not a counter is a sum.
+        # A carry that starts at 0 and that no trip counts up is a sum, not a counter.
         carry = [
             _sum_of_carry(i) if isinstance(x, Counter) and not is_next[i] else x
             for i, x in enumerate(carry)
@@ -351,7 +377,7 @@ def _over_own_rows(
 
 
 def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """The kind of one row of an array, in a loop over rows."""
+    """Return the kind of one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
         return pair.unknown("no rule for a loop over {its} rows and another dim")
     if isinstance(x, Zero | Unknown | Copy):
@@ -368,7 +394,10 @@ def _sum_of_carry(number: int) -> Kind:
 
 
 def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """The kind of a carry in any trip, which says what a row may do with it."""
+    """Return the kind of a carry in any trip, which says what a row may do with it.
+
+    It is an array to fill, a counter, or a sum so far.
+    """
     number = operand - loop_sizes(pair.first)[0]
     if isinstance(x, Unknown):
         return x
@@ -385,7 +414,11 @@ def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
 
 
 def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
-    """The kind of a carry after all rows."""
+    """Return the kind of a carry after all rows, from its kinds around a trip.
+
+    ``first`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it.
+    """
     if isinstance(end, Unknown):
         return end
     try:
@@ -404,9 +437,9 @@ def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
 
 
 def _count_of_trips(pair: EquationPair) -> Kind:
-    """The number of trips of a loop over rows, which is a multiple of a tower's rows.
+    """Return the kind of a counter after a loop over rows: the number of its trips.
 
-    A counter starts at 0, and grows by 1 in each trip.
+    The counter starts at 0, and grows by 1 in each trip.
     """
     lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
     if pair.sizes.times(*lengths) == 1:
@@ -422,7 +455,7 @@ def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
 
 
 def _rows_of(pair: EquationPair, x: Kind) -> Kind:
-    """The kind of an output that a loop over rows stacks."""
+    """Return the kind of an output that a loop over rows stacks, an entry per row."""
     if isinstance(x, Row):
         all_rows = rows(x.power).replace(zeros=x.bare().zeros)
         return all_rows.replace(in_padding=x.in_padding)
@@ -437,11 +470,9 @@ def _rows_of(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
 def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """The kinds of the results of the equation's program `solve`."""
-    lengths = pair.params["const_lengths"]
-    start = lengths.matvec + lengths.vecmat
-    used = [*ins[start : start + lengths.solve], *ins[sum(lengths) :]]
-    programs = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
-    solve = [eqn.params["jaxprs"].solve for eqn in (pair.first, pair.second)]
-    assert [open_jaxpr(x) for x in solve] == programs
-    return pair.inside(solve, used)
+    """Answer a `custom_linear_solve` with the kinds of its program `solve`."""
+    [first] = inner_programs(pair.first)
+    [second] = inner_programs(pair.second)
+    kinds = dict(zip(map(id, pair.first.invars), ins, strict=True))
+    used = [kinds[id(x)] for x in first.operands]
+    return pair.inside((first.jaxpr, second.jaxpr), used)

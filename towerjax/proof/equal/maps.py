@@ -1,11 +1,11 @@
 """The rule of a `shard_map`, and so of a `pmap`, whose devices are the towers.
 
-The program around it is a program of all devices, whose results must be the same for
-any number of devices. There a `Copy` is an array that is the same for any number, and
-`Stacked` is one that has the devices' own values, one after another.
+The program around the map is a program of all devices. Its results must be the same for
+any number of devices. In that program a `Copy` is an array that is the same for any
+number, and a `Stacked` is an array of the devices' own values, one after another.
 
-A mesh of several axes is read in the ways of `mesh_axes`. What one reading or another
-says of a result holds.
+A mesh of several axes is read in the ways of `mesh_axes`. Each way is sound, so a
+result has the kind that any of them finds.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 
 @rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
-    """The kinds of a map's results; a device gets its own rows of split operands."""
+    """Answer a `shard_map`: a device gets its own rows of operands that are split."""
     if pair.walk.axes or only_others_grow(pair):
         return mapped_within(pair)
     kinds = list[Kind]()
@@ -55,7 +55,7 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
 
 
 def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
-    """What is known of each result, by the first or by the second."""
+    """Return each result's kind from the first list, or if unknown from the second."""
     if not kinds:
         return [*others]
     return [
@@ -65,9 +65,9 @@ def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
 
 
 def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[Kind]:
-    """The kinds of a map's results by a reading of its axes.
+    """Return the kinds of a map's results by one reading of its mesh axes.
 
-    ``is_first``: whether the kinds of all values of its program are kept.
+    ``is_first`` tells whether to keep the kinds of all values in the map's program.
     """
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     splits = [axes.dim_split(spec) for spec in pair.params["in_specs"]]
@@ -77,7 +77,8 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
     scope = Scope(pair.site, within=within)
     avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
     kinds = list[Kind]()
-    # Arrays may be split along dims of several sizes, such as words and hidden units.
+    # Arrays may be split along dims of several sizes, such as words and hidden units,
+    # so each size in turn is taken for the number of rows.
     for rows_each in _rows_each(bodies, axes.counts):
         sizes = Sizes(axes.counts, rows_each)
         walk = Walk(sizes, [axes.towers], has_keys=False, alone=axes.alone)
@@ -96,7 +97,10 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
 
 
 def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, int]]:
-    """The rows of a device: the sizes of dims that are split, in order."""
+    """Return the sizes that may be a device's number of rows, in both programs.
+
+    They are the sizes of dims that are split over the devices.
+    """
     a, b = towers
     pairs = zip(*[body.invars for body in bodies], strict=True)
     sizes = [
@@ -111,7 +115,7 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, in
 def _given_device(
     pair: EquationPair, operand: int, split: int | None, axes: MeshAxes
 ) -> Kind:
-    """The kind of an operand on one device."""
+    """Return the kind of an operand on one device of a map."""
     x = pair.ins[operand]
     has_rows = pair.rows_in[operand] is not None
     if isinstance(x, Unknown | Zero):
@@ -133,14 +137,14 @@ def _of_all_devices(
     split: int | None,
     axes: MeshAxes,
 ) -> Kind:
-    """The kind of a result, from its kind on one device."""
+    """Return the kind of a map's result, from its kind on one device."""
     if isinstance(value, Unknown | Zero):
         return value
     if split is None:
         if isinstance(value, Copy) and own_rows is None:
             return copy(value.power)
         return pair.unknown(
-            f"out_specs of a shard_map call the same on all {{many}} {value}"
+            f"out_specs of a shard_map declare {value} the same on all {{many}}"
         )
     if not isinstance(value, _STACKABLE) or blocks_of(value) > 1:
         return pair.unknown(f"out_specs of a shard_map join {value}")

@@ -1,13 +1,15 @@
-"""The axes of the meshes of a `shard_map` in two programs: which have the towers.
+"""The mesh axes of a `shard_map` in two programs: along which axes the towers are.
 
-An axis that has the same size in both programs may be *still*. Its places are then like
-the devices of a tower; see `within`. The devices of one place are the towers, and a
-kind describes the values of these, for each place. Where one dim is split over a still
-axis and the towers, the towers are innermost, so that each place has a block of its
-own: the same block for any number of towers.
+The towers are the devices along the axes whose sizes grow from one program to the
+other. An axis that has the same size in both programs may be *still*. Its places are
+then like the devices of a tower; see `within`. The devices of one place are the towers,
+and a kind describes the values of these, for each place. Where one dim is split over a
+still axis and the towers, the towers are innermost, so that each place has a block of
+its own: the same block for any number of towers.
 
-Or axes with several devices always act together: each array is split over all of them,
-and each collective names all of them, in the mesh's order. They are then one axis.
+In another reading all axes with several devices are one axis. They must then act
+together: each array is split over all of them, and each collective names all of them,
+in the mesh's order.
 """
 
 import math
@@ -22,11 +24,11 @@ from towerjax.types.refusals import listed
 
 
 class MeshAxes(NamedTuple):
-    """A reading of the axes of two meshes.
+    """A reading of the axes of two meshes, which says along which axes the towers are.
 
     Attributes:
       towers: The axes whose devices are the towers, in order.
-      counts: How many towers each mesh has.
+      counts: The number of towers of each mesh.
       alone: The other axes with one device.
       still: The other axes with several devices.
     """
@@ -37,11 +39,11 @@ class MeshAxes(NamedTuple):
     still: frozenset[str]
 
     def has_each_tower_of(self, sizes: Sizes) -> bool:
-        """Whether an array with an entry for each tower has one for each device."""
+        """Return whether an array with an entry per tower has one entry per device."""
         return self.counts == sizes.towers and not self.still
 
     def dim_split(self, spec: PartitionSpec) -> int | None:
-        """The dim that is split over the towers; None if there is none.
+        """Return the dim that is split over the towers; None if there is none.
 
         Raises:
           NotOfOneKindError: The spec does not fit this reading of the axes.
@@ -70,17 +72,17 @@ class MeshAxes(NamedTuple):
 
 
 def only_others_grow(pair: EquationPair) -> bool:
-    """Whether the mesh of a `shard_map` grows along none of the axes it maps over."""
+    """Return whether a `shard_map`'s mesh grows only along axes it does not map."""
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     are_same = all(first.get(x) == second.get(x) for x in manual_axes(pair.first))
     return are_same and first != second
 
 
 def readings_of(pair: EquationPair) -> list[MeshAxes]:
-    """The readings of the meshes of a `shard_map`, which grow as the devices do.
+    """Find the readings of a `shard_map`'s meshes, which must grow as the towers do.
 
     Raises:
-      NotOfOneKindError: The meshes do not grow so.
+      NotOfOneKindError: The meshes have no such reading.
     """
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     both = {name: (size, second.get(name, 0)) for name, size in first.items()}

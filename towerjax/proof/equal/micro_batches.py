@@ -2,11 +2,11 @@
 
 Such a loop is a map over towers. A trip is a tower: it has the rows of one micro-batch,
 and what it adds to a carry is its part of a sum. After the loop the carry is the whole
-sum, the same for any number of micro-batches. Around the loop an array ``[n, B / n,
-...]`` has the values of all micro-batches.
+sum, which is replicated: it is the same for any number of micro-batches. Around the
+loop an array ``[n, B / n, ...]`` has the values of all micro-batches.
 
-A carry may be the number of the trip, too, as in ``fori_loop``. Any other carry weighs
-a micro-batch by those before it.
+A carry may also be the number of the trip, as in ``fori_loop``. Any other carry is
+refused, because it weighs a micro-batch by those before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,12 +43,15 @@ _SHARED: TypeAlias = Copy | Zero | Unknown | Stacked
 
 
 def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> bool:
-    """Whether a scan has one trip for each tower, and is around all of them."""
+    """Return whether a scan runs over all micro-batches, which count as towers."""
     return lengths == pair.sizes.towers and not pair.walk.axes
 
 
 def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
-    """The kinds of a loop's results: sums over all trips, and what it keeps of each."""
+    """Return the kinds of the results of a loop that has a trip per micro-batch.
+
+    They are sums over all trips, and values that the loop keeps of each trip.
+    """
     if pair.scope.in_chunks or pair.scope.loop is not None:
         raise NotOfOneKindError("a loop over micro-batches is inside another loop")
     consts, carry_size = loop_sizes(pair.first)
@@ -78,7 +81,7 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind
 
 
 def _change_of(body: Any, operand: int, result: int) -> str:
-    """The way in which a trip changes a carry: "kept", "counted" or "other"."""
+    """Return how a trip changes a carry: "kept", "counted" or "other"."""
     before = body.invars[operand]
     after = body.outvars[result]
     if after is before:
@@ -93,12 +96,12 @@ def _change_of(body: Any, operand: int, result: int) -> str:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """The kind of a value that all trips get whole."""
+    """Return the kind of a value that all trips get whole."""
     return x if isinstance(x, _SHARED) else pair.unknown(f"each micro-batch uses {x}")
 
 
 def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
-    """The kind of a carry in any trip, which says what a trip may do with it."""
+    """Return the kind of a carry in any trip, which says what a trip may do with it."""
     if change == "kept":
         return _shared(pair, x)
     if change == "counted" and isinstance(x, Zero) and not pair.params["reverse"]:
@@ -107,7 +110,7 @@ def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
 
 
 def _slice_of(pair: EquationPair, operand: int) -> Kind:
-    """The kind of one trip's slice of an array ``[n, ...]``."""
+    """Return the kind of one trip's slice of an array ``[n, ...]``."""
     x = pair.ins[operand].bare()
     if isinstance(x, Stacked) and pair.towers_in[operand] == 0:
         return of_one_tower(x, None if pair.rows_in[operand] is None else 0)
@@ -117,7 +120,10 @@ def _slice_of(pair: EquationPair, operand: int) -> Kind:
 
 
 def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int, int]:
-    """The rows of a micro-batch: the least size that grows as their number falls."""
+    """Return the number of rows of a micro-batch, in both programs.
+
+    It is the least size in the loop that grows as the number of micro-batches falls.
+    """
     a, b = towers
     pairs = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
     sizes = [
@@ -130,7 +136,7 @@ def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int,
 
 
 def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
-    """The shapes of a program's arguments and of all values in it."""
+    """Yield the shapes of a program's arguments and of all values in it."""
     yield from (v.aval.shape for v in body.invars)
     eqns: Iterator[JaxprEqn] = all_eqns(body)
     for eqn in eqns:
@@ -140,11 +146,15 @@ def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
 def _after_all_trips(
     pair: EquationPair, before: Kind, change: str, start: Kind, end: Kind
 ) -> Kind:
-    """The kind of a carry after all trips."""
+    """Return the kind of a carry after all trips, from its kinds around a trip.
+
+    ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it.
+    """
     if change == "kept":
         return before
     if isinstance(start, TowerId):
-        return copy(1)  # the number of trips
+        return copy(1)  # It is the number of trips, which has power 1 of T.
     if isinstance(end, Unknown):
         return end
     try:
@@ -160,7 +170,7 @@ def _after_all_trips(
 def _stacked(
     pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Kind
 ) -> Kind:
-    """The kind of the values that all trips return, one after another."""
+    """Return the kind of the values that all trips return, one after another."""
     if isinstance(x, Zero | Unknown):
         return x
     avals = [body.outvars[result].aval for body in bodies]

@@ -59,14 +59,14 @@ from towerjax.proof.equal.walk import kinds_of_results
 
 
 class Given(enum.Enum):
-    """The kinds of inputs of a tower's program."""
+    """The ways in which towers get an input of a tower's program."""
 
     REPLICATED = "the same on all towers"
     ROWS = "the tower's rows of the batch, along dim 0"
     VALID = "the number of its rows without padding"
     TOWER_ID = "the number of the tower"
     PER_TOWER = "a per-tower value"
-    # Keys and row numbers of a micro-batch start from it, so that any number acts as 0.
+    # A micro-batch's keys and row numbers start from it, so any number acts as 0.
     MICRO_BATCH = "the number of a tower's micro-batch"
 
 
@@ -75,8 +75,7 @@ class TowerProgram(NamedTuple):
 
     Attributes:
       jaxpr: The closed jaxpr.
-      towers: The number of towers T; with several micro-batches per tower, the number
-        of all of these.
+      towers: The number of towers T. Each micro-batch of a tower counts as a tower.
       rows: The rows of one tower or micro-batch: a number, or a symbol that all
         programs share.
       micro_batches: The number of micro-batches of a tower.
@@ -152,7 +151,7 @@ def equal_to_one_tower(
     axes: Sequence[str],
     padded: bool = False,
 ) -> list[Equality]:
-    """The proof's answers: is each merged leaf the same for all numbers of towers?
+    """Prove for each merged leaf that it is the same for all numbers of towers.
 
     Args:
       programs: The programs for two or more numbers of towers on one global batch.
@@ -164,20 +163,20 @@ def equal_to_one_tower(
         then not be proportional to the numbers of towers, or be one symbol.
 
     Returns:
-      One answer for each leaf except those of PER_TOWER; the worst of all pairs of
+      One answer for each leaf except those of PER_TOWER: the worst of all pairs of
       programs.
     """
     try:
         pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
         answers = [_answers(programs[0].jaxpr, x, outputs, padded) for x in pairs]
-    except Exception as error:  # a fault of the proof ends no training
+    except Exception as error:  # A fault of the proof must not end a user's training.
         merged = [x for x in outputs if x.merge is not Merge.PER_TOWER]
         return [Equality(x.name, Says.UNKNOWN, failed(error)) for x in merged]
     return worst_of([x for of_pair in answers for x in of_pair])
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
-    """The worst answer for each leaf, in the order of first appearance."""
+    """Return the worst answer for each leaf, in the order of first appearance."""
     worst_by_leaf: dict[str, Equality] = {}
     for equality in equalities:
         known = worst_by_leaf.get(equality.leaf)
@@ -194,11 +193,12 @@ def _results_of_pairs(
     axes: Sequence[str],
     padded: bool,
 ) -> list[list[ProvedResult]]:
-    """The kinds of the results for each pair of programs, by induction over steps.
+    """Return the kinds of the results for each pair of programs, for all steps.
 
-    A variable is the same on all towers before the first step. It is replicated in all
-    steps if a step keeps it so: given that it and the other such variables are
-    replicated before a step, it is replicated after the step.
+    A variable that is the same on all towers before the first step is replicated in all
+    steps if a step keeps it so. For this, all such variables are taken as replicated
+    before a step. Those that are not replicated after the step are left out, until all
+    others are.
     """
     pairs = [*itertools.pairwise(programs)]
     stays = {x.becomes for x in outputs} - {None}
@@ -220,7 +220,7 @@ def _results_of_pair(
     axes: Sequence[str],
     padded: bool,
 ) -> list[ProvedResult]:
-    """The kinds of the results for two numbers of towers."""
+    """Return the kinds of the results for two numbers of towers."""
     first, second = pair
     numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*numbers, strict=True)
@@ -235,7 +235,7 @@ def _results_of_pair(
 
 
 def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Kind]:
-    """The kinds of a tower's inputs."""
+    """Return the kinds of a tower's inputs."""
     numbers = Valid() if padded else copy(-1, ROWS_OF_TOWER)
     return [_INPUTS.get(x, numbers) for x in inputs]
 
@@ -246,7 +246,7 @@ def _answers(
     outputs: Sequence[MergedLeaf],
     padded: bool,
 ) -> list[Equality]:
-    """The proof's answers for two numbers of towers, with lines of one program."""
+    """Return the proof's answers for two numbers of towers, with lines of a program."""
     equalities = []
     for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
@@ -272,21 +272,21 @@ def _answers(
 
 
 def _line_of_result(program: ClosedJaxpr, number: int) -> str:
-    """The user's line that makes a result of a program; "" if there is none."""
+    """Return the user's line that makes a result of a program; "" if there is none."""
     jaxpr = open_jaxpr(program)
     makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
     return user_line((makers[0], None)) if makers else ""
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:
-    """The multiple of a tower's rows that dim 0 of a result has; None for others."""
+    """Return the multiple of a tower's rows that dim 0 of a result has, or None."""
     if not first.shape or not second.shape:
         return None
     return sizes.times(first.shape[0], second.shape[0])
 
 
 def _is_of_one_shape(sizes: Sizes, first: Any, second: Any) -> bool:
-    """Whether no dim of a result depends on the number of towers."""
+    """Return whether no dim of a result depends on the number of towers."""
     try:
         return sizes.axes(first, second) == (None, None)
     except ProgramsDifferError:

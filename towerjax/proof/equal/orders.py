@@ -1,7 +1,7 @@
-"""Rows in another order, under work within a row: the results are in that order.
+"""Rows in another order: work within rows gives results in that same order.
 
-A rule that puts no row before another one says the same of rows in any order. So it is
-asked as if they were in order, and its rows are in theirs.
+A rule that compares no row with another says the same of rows in any order. So it is
+asked as if the rows were in their original order, and its results get the order back.
 """
 
 from towerjax.proof.equal.equation_pair import EquationPair
@@ -22,8 +22,8 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.rules import BY_ELEMENT
 
-# None of these looks at which row comes before another, nor does a function of each
-# element.
+# The results of these primitives do not depend on which row comes before another.
+# Functions of each element, in `BY_ELEMENT`, do not either.
 _WITHIN_ROWS = frozenset(
     """dot_general broadcast_in_dim squeeze expand_dims concatenate pad reduce_max
     reduce_min reduce_or reduce_and reduce_prod argmax argmin cumsum cummax cummin
@@ -32,10 +32,9 @@ _WITHIN_ROWS = frozenset(
 
 
 def order_of(pair: EquationPair) -> GroupDims | None:
-    """The one order of all operands that are rows in another order; else None.
+    """Find the one order that the rows of all operands are in; None if there is none.
 
-    Other operands are copies. A copy is constant along rows, so that it is in each
-    order.
+    A replicated operand fits any order, because it is constant along rows.
     """
     if pair.name not in BY_ELEMENT and pair.name not in _WITHIN_ROWS:
         return None
@@ -51,19 +50,19 @@ def order_of(pair: EquationPair) -> GroupDims | None:
 
 
 def as_in_order(pair: EquationPair) -> EquationPair:
-    """The same equation of rows in order."""
+    """Return the equation as if its operands' rows were in their original order."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     return pair.with_kinds(ins)
 
 
-def in_order(pair: EquationPair, found: list[Kind], order: GroupDims) -> list[Kind]:
-    """The results, whose rows are in the operands' order."""
-    pairs = zip(found, pair.rows_out, strict=True)
+def in_order(pair: EquationPair, kinds: list[Kind], order: GroupDims) -> list[Kind]:
+    """Return the kinds of the results, with rows in the order of the operands' rows."""
+    pairs = zip(kinds, pair.rows_out, strict=True)
     return [_in_order(*x, order) for x in pairs]
 
 
 def _in_order(x: Kind, axis: int | None, order: GroupDims) -> Kind:
-    """A result whose rows, if it has any, are in an order."""
+    """Return the kind of a result, with an order for its rows if it has any."""
     if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:
         return permuted(x, axis, order.order).replace(zeros=x.zeros)
     if isinstance(x, Copy | Zero | Part | Maximum | Minimum):

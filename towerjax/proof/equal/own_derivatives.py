@@ -1,7 +1,7 @@
-"""Whether a rule of the user's, and not of JAX's, says what a derivative is.
+"""Find out whether a rule of the user's, and not of JAX's, defines a derivative.
 
-A proof for a value holds for its derivative, too, unless a user's rule says what that
-is. Then the derivative is a program that has to be proved as well.
+A proof for a value holds for its derivative, too, unless a user's rule defines that.
+Then the derivative is a program that has to be proved as well.
 """
 
 import contextlib
@@ -25,21 +25,22 @@ _OWN_FOLDER = str(Path(__file__).parents[2])
 
 
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a rule that is not JAX's own says what a derivative is.
+    """Return whether a rule of the user's defines a derivative in a program.
 
     Then derivatives must be walked, too, because a proof for a value says nothing about
-    them.
+    them. Rules of JAX and of towerjax do not count.
     """
     return any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))
 
 
 def _has_own_rule(eqn: JaxprEqn) -> bool:
-    """Whether a user's rule says what the derivative of the equation is."""
+    """Return whether a user's rule defines the derivative of an equation."""
     name = eqn.primitive.name
     if name == "custom_linear_solve":
         programs = [x for x in eqn.params["jaxprs"] if x is not None]
         return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
-    if "_prim" in eqn.params:  # with jax_custom_jvp3, jax_custom_vjp3 or jax_remat3
+    # JAX has this param with the flags jax_custom_jvp3, jax_custom_vjp3 or jax_remat3.
+    if "_prim" in eqn.params:
         high = eqn.params["_prim"]
         is_known = given_name(eqn) is not None or type(high).__name__ == "RematTraced"
         return not (is_known or _is_rule_of_jax(vars(high)))
@@ -47,7 +48,7 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
 
 
 def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
-    """Whether JAX, or towerjax, defines both the function and its rule."""
+    """Return whether JAX or towerjax defines both the function and its rule."""
     rules = [x for key, x in params.items() if key in _RULE_PARAMS]
     files = [x.co_filename for x in _code_in(rules)]
     if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
@@ -62,12 +63,12 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
     kinds = (jax.custom_jvp, jax.custom_vjp)
     has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
-    # Functions that find roots get the method from the user.
+    # Functions of JAX that find roots get the solver from the user.
     return is_of_ours and has_rule and not file.endswith("solves.py")
 
 
 def _code_in(values: Sequence[Any]) -> list[CodeType]:
-    """The code of functions, and of the functions that they hold, wrap or belong to."""
+    """Return the code of functions, and of functions that they hold or wrap."""
     codes: list[CodeType] = []
     todo = [*values]
     seen = set()
@@ -79,7 +80,7 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
         if isinstance(x, FunctionType):
             codes.append(x.__code__)
             for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is still empty
+                with contextlib.suppress(ValueError):  # An empty cell raises this.
                     todo.append(cell.cell_contents)
         elif isinstance(x, tuple | list):
             todo += x
@@ -94,6 +95,6 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
 
 
 def _source_of(program: Any) -> str:
-    """The file of the function from which a program was traced."""
+    """Return the file of the function from which a program was traced."""
     info = getattr(open_jaxpr(program), "debug_info", None)
     return str(getattr(info, "func_src_info", "")).partition(" at ")[2]

@@ -4,6 +4,11 @@ A rule is registered for a primitive and for the kinds of operands that it accep
 two rules of a primitive accept the same kinds, so that each can be read, and judged by
 its lemmas, alone. An equation that no rule accepts is not proved.
 
+The rules use five words. A *replicated* value is the same on all towers. *Rows* are
+values of which each belongs to one example of the tower's. A *part* is a tower's addend
+of a sum over towers. A value has the *power* p of T if on T towers it is T^p times as
+large as on one. An *extreme* is a maximum or minimum over towers.
+
 Rules need not look at widths of integers or at where a value is 0: `widths` and `zeros`
 do, once for all. What one tower computes of its inputs is assumed to be finite.
 """
@@ -46,20 +51,20 @@ It returns one kind for each result, or one for all of them.
 """
 
 NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter | NextRow
-"""Numbers of a tower, or of a row, that are other numbers on another tower."""
+"""Kinds of the number of a tower or of a row, which differs from tower to tower."""
 
 OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
-"""Numbers and keys of a tower's own."""
+"""Kinds of numbers and keys of which each tower has its own."""
 
 OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
-"""Kinds of one tower's array, or of one row of it."""
+"""Kinds of an array that one tower has, or of one row of such an array."""
 
 SPECIAL: TypeAlias = Groups | Stacked | Columns | SoFar | Buffer | RowOrder
-"""Other kinds, which no rule may take for one tower's array by mistake."""
+"""Other kinds. A rule names them if it accepts them; they are no tower's array."""
 
 
 BY_ELEMENT = ELEMENTWISE | {"bitcast_convert_type"}
-"""Primitives whose rules are for single elements, and so for groups of rows, too."""
+"""Primitives that compute each element alone; their rules hold for groups, too."""
 
 
 class Registered(NamedTuple):
@@ -67,16 +72,16 @@ class Registered(NamedTuple):
 
     rule: Rule
     operands: tuple[Any, ...]  # the kinds of the first operands
-    every: Any = None  # those of each operand after these; None if there is none
-    # Whether it is given rows for a copy that has a dim of rows.
+    every: Any = None  # the kinds of each later operand; None if there may be none
+    # If this is true, the rule gets a replicated operand with a dim of rows as rows.
     copies_as_rows: bool = False
-    # Whether it says which value a result is, and where this is 0; otherwise what was
-    # known of that is dropped.
+    # If this is true, the rule says which value a result is, and where the value is 0.
+    # Otherwise both are forgotten.
     knows_identity: bool = False
-    is_swapped: bool = False  # whether it is given the second operand first
+    is_swapped: bool = False  # whether the rule gets the second operand first
 
     def is_again(self, other: "Registered") -> bool:
-        """Return whether another rule is this one, loaded again."""
+        """Return whether another rule is this one, from a module loaded again."""
         names = [(x.rule.__module__, x.rule.__qualname__) for x in (self, other)]
         operands = {(x.every, frozenset(x.operands)) for x in (self, other)}
         return names[0] == names[1] and len(operands) == 1
@@ -92,7 +97,7 @@ class Registered(NamedTuple):
         return fits and all(isinstance(x, self.every) for x in more)
 
     def ask(self, pair: EquationPair) -> list[Kind]:
-        """Return the kinds of an equation's results."""
+        """Return the kinds of an equation's results, as the rule answers them."""
         if self.is_swapped:
             pair = pair.swapped()
         said = self.rule(pair, *pair.ins)
@@ -119,10 +124,11 @@ def rule(
     Args:
       names: The names of its primitives.
       *operands: The kinds of the first operands.
-      every: The kinds of each operand after these, of which there may be any number.
-      copies_as_rows: Whether it is given rows for a copy that has a dim of rows.
-      knows_identity: Whether it says which value a result is.
-      commutes: Whether it accepts its two operands in either order, too.
+      every: The kinds of each later operand, of which there may be any number.
+      copies_as_rows: Whether a replicated operand that has a dim of rows is passed to
+        the rule as rows.
+      knows_identity: Whether the rule says which value a result is.
+      commutes: Whether the rule accepts its two operands in either order.
     """
 
     def register(function: Rule) -> Rule:
@@ -131,7 +137,8 @@ def rule(
         if commutes:
             both.append(new._replace(operands=operands[::-1], is_swapped=True))
         for name in names.split():
-            # A module that is loaded again registers its rules again.
+            # A module that is loaded again registers its rules a second time, so the
+            # first registration is dropped.
             others = [x for x in RULES.get(name, ()) if not x.is_again(new)]
             RULES[name] = (*others, *both)
         return function
@@ -140,7 +147,10 @@ def rule(
 
 
 def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
-    """Return the rule that accepts an equation, and the equation as it gets it."""
+    """Return the rule that accepts an equation, and the equation as the rule gets it.
+
+    The result is None if no rule accepts the equation.
+    """
     for registered in RULES.get(pair.name, ()):
         asked = _with_copies_as_rows(pair) if registered.copies_as_rows else pair
         if registered.fits(asked):
@@ -149,7 +159,7 @@ def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
 
 
 def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
-    """The equation, with rows for each copy that is constant along its rows."""
+    """Return the equation, with rows for each replicated operand with a dim of rows."""
     ins = [
         rows(x.power) if isinstance(x, Copy) and axis is not None else x
         for x, axis in zip(pair.ins, pair.rows_in, strict=True)
@@ -157,7 +167,7 @@ def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
     return pair.with_kinds(ins)
 
 
-# How an equation is told whose operands no rule accepts.
+# If no rule accepts the operands of an equation, a reason names it in these words.
 _OF_TWO = {
     "add": "{} added to {}",
     "add_any": "{} added to {}",

@@ -1,12 +1,12 @@
-"""Whether the traces of a function for two numbers of rows took one way through it.
+"""Compare a function's traces for two numbers of rows, to see if it took one path.
 
 JAX itself traces other equations for a dim of one row: it drops the dim from a gather,
 and leaves reshapes and broadcasts out. So the program of a tower of one row cannot be
-walked beside another. But if a function took the same way for one row and for two, its
+walked beside another. But if a function took the same path for one row and for two, its
 program for two says what it computes for one, because a function of JAX computes the
 same for each number of rows.
 
-Two ways were tried before. A symbol for the rows is compared with a number in silence,
+Two other ways do not work. A symbol for the rows is compared with a number in silence,
 so that a branch is not seen. To leave out the equations that only one program has does
 not pair the gathers. Here all other equations have to be the same, of the same operands
 and at the same instructions of the user's code.
@@ -23,9 +23,9 @@ from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
 from towerjax.jaxprs.sites import is_library
 from towerjax.proof.equal.walk import NOT_COMPARED, PLACES, is_same
 
-# Equations that change the shape alone; JAX leaves them out where they change nothing.
+# These equations change only the shape. JAX leaves them out if they change nothing.
 _SHAPES = frozenset("reshape squeeze broadcast_in_dim expand_dims copy".split())
-# Parameters that are sizes, or numbers of rows.
+# These parameters are sizes, so they may be numbers of rows.
 _SIZES = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     dim reps""".split()
@@ -35,7 +35,7 @@ _SIZES = frozenset(
 def way_of(
     first: ClosedJaxpr, second: ClosedJaxpr, rows: tuple[int, int]
 ) -> list[bool] | None:
-    """Return the way that a function took for both of these numbers of rows, or None.
+    """Return the path that a function took for both of these numbers of rows, or None.
 
     Args:
       first: A function's program for ``rows[0]`` rows.
@@ -44,9 +44,10 @@ def way_of(
 
     Returns:
       None, unless the same instructions of the user's code made the same equations of
-      the same operands. Else for each number and each size of a dim, in order, whether
-      it is a multiple of the rows. A function takes the same way for other rows only if
-      the same numbers are multiples there: 1 and 2 are the rows, or a choice.
+      the same operands. Otherwise a list of bools: for each number and each size of a
+      dim, in order, whether it is a multiple of the rows. For other numbers of rows the
+      list is the same if the function takes the same path. If it differs, a number such
+      as 1 or 2 was a choice that equals the rows by chance.
     """
     pair = _Pair(rows)
     return pair.multiples if pair.is_same(first, second, at_top=True) else None
@@ -60,7 +61,10 @@ class _Pair:
         self.multiples: list[bool] = []
 
     def is_same(self, first: Any, second: Any, *, at_top: bool) -> bool:
-        """Whether two programs are the same; ``at_top`` if no call is around them."""
+        """Return whether two programs are the same.
+
+        ``at_top`` tells that no call is around them.
+        """
         a = open_jaxpr(first)
         b = open_jaxpr(second)
         consts = [getattr(x, "consts", ()) for x in (first, second)]
@@ -99,7 +103,8 @@ class _Pair:
         counts = [(len(x.invars), len(x.outvars)) for x in (one, two)]
         if counts[0] != counts[1]:
             return False
-        # JAX keeps a function that it has traced, with the lines of its first call.
+        # JAX traces an inner function once, so its equations have the lines of its
+        # first call. Only equations outside calls have lines that can be compared.
         if at_top and _instructions(one) != _instructions(two):
             return False
         is_gather = one.primitive.name == "gather" and _is_in_take(one, two)
@@ -121,7 +126,7 @@ class _Pair:
         return is_gather or all(map(self._fits, one.outvars, two.outvars))
 
     def _are_sizes(self, first: Any, second: Any) -> bool:
-        """Whether two parameters are numbers that are equal, or multiples of rows."""
+        """Return whether two parameters are equal numbers, or multiples of the rows."""
         a = np.ravel(np.asarray(first, object))
         b = np.ravel(np.asarray(second, object))
         if len(a) != len(b):
@@ -132,7 +137,7 @@ class _Pair:
         return all(self._is_multiple(x, y) for x, y in pairs)
 
     def _fits(self, first: Any, second: Any) -> bool:
-        """Whether two values have one dtype, and sizes that are equal or of rows."""
+        """Return whether two values have one dtype, and equal sizes or row sizes."""
         a = first.aval
         b = second.aval
         if getattr(a, "dtype", None) != getattr(b, "dtype", None):
@@ -143,13 +148,13 @@ class _Pair:
         return all(self._is_multiple(m, n) for m, n in zip(*sizes, strict=True))
 
     def _is_multiple(self, first: Any, second: Any) -> bool:
-        """Whether two numbers are equal, or the same multiple of the rows."""
+        """Return whether two numbers are equal, or the same multiple of the rows."""
         is_equal = first == second
         self.multiples.append(not is_equal)
         return is_equal or first * self._rows[1] == second * self._rows[0]
 
     def _is_same_number(self, first: Any, second: Any) -> bool:
-        """Whether two constants are the same, or the same multiple of the rows."""
+        """Return whether two constants are equal, or the same multiple of the rows."""
         if first is second:
             return True
         if isinstance(first, Tracer) or isinstance(second, Tracer):
@@ -164,7 +169,7 @@ class _Pair:
 
 
 def _sources_of(jaxpr: Any) -> dict[Any, Any]:
-    """For each result of an equation of shapes, what it is a view of."""
+    """Map each result of an equation that only reshapes to the operand it reshapes."""
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in jaxpr.eqns
@@ -179,7 +184,10 @@ def _source(sources: dict[Any, Any], x: Any) -> Any:
 
 
 def _instructions(eqn: JaxprEqn) -> Sequence[tuple[Any, int]]:
-    """The instructions of the user's code that made an equation, outermost last."""
+    """Return the instructions of the user's code that made an equation.
+
+    The outermost instruction is the last.
+    """
     traceback: Any = eqn.source_info.traceback
     if traceback is None:
         return []
@@ -188,7 +196,7 @@ def _instructions(eqn: JaxprEqn) -> Sequence[tuple[Any, int]]:
 
 
 def _is_in_take(*eqns: JaxprEqn) -> bool:
-    """Whether equations are made by `jnp.take_along_axis`, which drops a dim of 1."""
+    """Return whether `jnp.take_along_axis` made all equations; it drops a dim of 1."""
 
     def names(eqn: JaxprEqn) -> list[str]:
         traceback = eqn.source_info.traceback

@@ -4,7 +4,7 @@ import enum
 
 
 class Says(enum.StrEnum):
-    """The three answers, the worst last."""
+    """The three answers that a proof gives, the worst last."""
 
     PROVED = "proved"
     UNKNOWN = "unknown"

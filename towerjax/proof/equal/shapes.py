@@ -49,12 +49,15 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.rules import OF_ONE_TOWER, refused, rule
 
 _OF_EACH_ROW: TypeAlias = Valid | IsFull | Size
-"""Numbers of a tower that are the same for each row."""
+"""Kinds of a tower's numbers that are the same for each of its rows."""
 
 
 @rule("iota", every=Kind)
 def _counted_up(pair: EquationPair) -> Kind:
-    """The row numbers along a dim of rows; otherwise a constant."""
+    """Answer an `iota`: the rows' numbers along a dim of rows, else replicated.
+
+    Along a dim of towers it is the numbers of all towers.
+    """
     if pair.towers_out[0] == 0 and len(pair.out_shape()) == 1:
         return Stacked(of=TowerId)
     is_along = pair.params["dimension"] == pair.rows_out[0]
@@ -63,7 +66,10 @@ def _counted_up(pair: EquationPair) -> Kind:
 
 @rule("dim_as_value", every=Kind, knows_identity=True)
 def _size_as_number(pair: EquationPair) -> Kind:
-    """The number of a tower's rows, which is that of the batch divided by T."""
+    """Answer a symbolic size as a number.
+
+    The number of a tower's rows has power -1 of T.
+    """
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
     if times == 1:
@@ -77,49 +83,52 @@ def _size_as_number(pair: EquationPair) -> Kind:
 
 @rule("empty empty2", every=Kind)
 def _not_written(pair: EquationPair) -> Kind:
-    """A copy, because no program reads elements that it has not written."""
+    """Answer an array that is not yet written: a replicated value.
+
+    No program reads elements that it has not written.
+    """
     return copy()
 
 
 @rule("platform_index", every=Kind)
 def _platform_of_all(pair: EquationPair) -> Kind:
-    """A copy, because all towers are on devices of one platform."""
+    """Answer the index of the platform: it is the same on all towers."""
     return copy()
 
 
 @rule("random_wrap random_unwrap", OF_ONE_TOWER)
 def _key_as_bits(pair: EquationPair, x: Kind) -> Kind:
-    """The same key, as bits or as a key."""
+    """Answer a random key as bits, or bits as a key: the kind stays."""
     return x
 
 
-# Repeated along dims.
-
-
 def _axis_after(pair: EquationPair) -> int | None:
-    """The dim that has an operand's rows after a broadcast."""
+    """Return the dim along which a broadcast puts the rows of its operand."""
     [axis] = pair.rows_in
     return None if axis is None else pair.params["broadcast_dimensions"][axis]
 
 
 def _size(shape: tuple[Any, ...]) -> Any:
-    """The sizes that are not 1, as texts, which stand for the number of elements."""
+    """Return the sizes of a shape except 1, as sorted texts."""
     return sorted(map(str, (x for x in shape if str(x) != "1")))
 
 
 def _is_of_one_size(pair: EquationPair) -> bool:
-    """Whether a result has as many elements as the operand."""
+    """Return whether a result has as many elements as its operand."""
     return _size(pair.shape(0)) == _size(pair.out_shape())
 
 
 def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
-    """A value that is repeated: it is another value, unless it is there once."""
+    """Return the kind of a repeated value, a new value if it has more elements."""
     return x if _is_of_one_size(pair) else x.replace(fact=None)
 
 
 @rule("broadcast_in_dim", Copy | Zero | _OF_EACH_ROW, knows_identity=True)
 def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
-    """What is the same for each row may be repeated along rows, or for each tower."""
+    """Answer a broadcast of a value that is the same for each row: the kind stays.
+
+    A replicated value may also be repeated for each tower.
+    """
     [r_out] = pair.rows_out
     dims = pair.params["broadcast_dimensions"]
     has_rows = r_out is not None or pair.rows_in[0] is not None
@@ -146,7 +155,7 @@ def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _broadcast(pair: EquationPair, x: Kind) -> Kind:
-    """The operand, repeated along new dims; rows stay along their dim."""
+    """Answer a value that is repeated along new dims: rows stay along their dim."""
     if _axis_after(pair) != pair.rows_out[0]:
         raise refused(pair)
     return _as_repeated(pair, x)
@@ -154,7 +163,7 @@ def _broadcast(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("broadcast_in_dim", Mean, knows_identity=True)
 def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
-    """A mean with other dims of one element."""
+    """Answer a broadcast of a mean, which may add dims of one element only."""
     if not _is_of_one_size(pair):
         raise refused(pair)
     return x
@@ -162,7 +171,7 @@ def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
 
 @rule("tile", LINEAR, knows_identity=True)
 def _repeated(pair: EquationPair, x: Kind) -> Kind:
-    """The operand, repeated; along rows its blocks are repeated."""
+    """Answer a tiled value: along the dim of rows it repeats blocks of rows."""
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
     times = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
@@ -173,20 +182,17 @@ def _repeated(pair: EquationPair, x: Kind) -> Kind:
         from_one = changed == [r_out] and pair.sizes_along(0, changed[0]) == (1, 1)
         if from_one:
             return repeated
-        raise NotOfOneKindError(f"{x} is repeated along rows")
+        raise NotOfOneKindError(f"no rule for {x} repeated along rows")
     if r_in != r_out:
-        raise NotOfOneKindError(f"{x} is repeated")
+        raise NotOfOneKindError(f"no rule for a tile of {x}")
     if r_in is None or not isinstance(x, TowerRows):
         return repeated
     return repeated.replace(blocks=x.blocks * times[r_in][0])
 
 
-# In another shape.
-
-
 @rule("reshape", Zero | _OF_EACH_ROW, knows_identity=True)
 def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
-    """What is the same for each row, in another shape."""
+    """Answer a reshape of 0, or of a number that is the same for each row."""
     return x
 
 
@@ -196,7 +202,7 @@ def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
-    """A value without a dim of rows, in another shape without one."""
+    """Answer a reshape between shapes without a dim of rows: the kind stays."""
     if pair.rows_out[0] is not None:
         raise refused(pair)
     return x
@@ -204,7 +210,10 @@ def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Mean | AtLeast, knows_identity=True)
 def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
-    """A value with other dims of one element."""
+    """Answer a reshape that only adds or removes dims of one element.
+
+    The kind stays.
+    """
     if pair.rows_out[0] is not None or not _is_of_one_size(pair):
         raise refused(pair)
     return x
@@ -212,7 +221,7 @@ def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Copy, knows_identity=True)
 def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
-    """A copy in another shape, which may have a dim of towers."""
+    """Answer a reshape of a replicated value, which may get a dim of towers."""
     pair = _in_order_of_read(pair)
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
@@ -227,7 +236,10 @@ def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
 
 @rule("reshape", RowNumbers | Key | RowOrder, knows_identity=True)
 def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
-    """The rows' numbers or keys, with other dims of one element."""
+    """Answer a reshape of the rows' numbers or keys that adds dims of one element.
+
+    It may also remove such dims. The kind stays.
+    """
     pair = _in_order_of_read(pair)
     has_rows = [axis is not None for axis in (*pair.rows_in, *pair.rows_out)]
     if not any(has_rows) or (all(has_rows) and _stays_as_one(pair)):
@@ -237,7 +249,7 @@ def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", TowerRows, knows_identity=True)
 def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Rows in another shape; blocks of rows stay blocks, if no row is cut."""
+    """Answer a reshape of rows: they stay rows, or become groups along several dims."""
     pair = _in_order_of_read(pair)
     if pair.rows_out[0] is None:
         raise refused(pair)
@@ -246,11 +258,11 @@ def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("reshape", Groups, knows_identity=True)
 def _from_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Groups of rows as one dim again, in their original order."""
+    """Answer a reshape of groups of rows back to rows along one dim."""
     pair = _in_order_of_read(pair)
     [groups] = pair.ins
     assert isinstance(groups, Groups)
-    layout = groups.layout  # its dims may be transposed
+    layout = groups.layout  # The reshape may read its dims in another order.
     old = pair.shape(0)
     new = pair.out_shape()
     dims = layout.dims
@@ -266,7 +278,7 @@ def _from_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reshape", Stacked, knows_identity=True)
 def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
-    """The rows of all towers, ``[T, b, ...]``, as rows of the batch, ``[B, ...]``."""
+    """Answer a reshape of all towers' rows ``[T, b, ...]`` to a batch ``[B, ...]``."""
     pair = _in_order_of_read(pair)
     is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
     is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
@@ -278,7 +290,7 @@ def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
 
 
 def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Rows in another shape: whole blocks, or groups."""
+    """Return the kind of rows in another shape: whole blocks of rows, or groups."""
     [r_in] = pair.rows_in
     blocks = _blocks_after(pair, x.blocks, r_in, pair.rows_out[0])
     if blocks is not None:
@@ -288,7 +300,7 @@ def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 
 def _stays_as_one(pair: EquationPair) -> bool:
-    """Whether a shape gets or loses dims of one element alone, and keeps its rows."""
+    """Return whether a reshape only adds or removes dims of one element."""
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
     apart = _ones_apart(pair.shape(0), r_in), _ones_apart(pair.out_shape(), r_out)
@@ -296,26 +308,26 @@ def _stays_as_one(pair: EquationPair) -> bool:
 
 
 def _in_order_of_read(pair: EquationPair) -> EquationPair:
-    """The reshape, as one of an operand that is transposed before, as by order="F"."""
+    """Return a reshape with ``order="F"`` as one of the transposed operand."""
     return pair if pair.params["dimensions"] is None else _transposed_before(pair)
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfTransposed(EquationPair):
-    """A reshape whose operand is transposed before."""
+    """A reshape that reads its operand as if its dims were transposed."""
 
     def shape(self, operand: int) -> tuple[Any, ...]:
-        """The shape of the transposed operand in the first program."""
+        """Return the shape of the transposed operand in the first program."""
         shape = super().shape(operand)
         return tuple(shape[i] for i in self.params["dimensions"])
 
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
-        """The sizes of a dim of the transposed operand, in both programs."""
+        """Return the sizes of a dim of the transposed operand, in both programs."""
         return super().sizes_along(operand, self.params["dimensions"][axis])
 
 
 def _transposed_before(pair: EquationPair) -> EquationPair:
-    """The reshape, as one of the operand with its dims in the order that it reads."""
+    """Return a reshape as one of an operand whose dims are in the order of reading."""
     place = {old: new for new, old in enumerate(pair.params["dimensions"])}
     [x] = pair.ins
     if isinstance(x, Groups):
@@ -333,16 +345,17 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
 
 
 def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
-    """The rows of the batch, ``[B, ...]``, as rows of all towers, ``[T, b, ...]``.
+    """Return the kind of a batch ``[B, ...]`` that is reshaped to ``[T, b, ...]``.
 
-    As ``[b, T, ...]`` towers get them in turn.
+    It is an array of all towers' rows. As ``[b, T, ...]`` the towers get the rows in
+    turn.
     """
     shape = pair.out_shape()
     old = pair.shape(0)
     [towers] = pair.towers_out
-    [own] = pair.rows_out
-    start = min(towers or 0, own or 0)
-    is_split = own is not None and abs((towers or 0) - own) == 1
+    [row_dim] = pair.rows_out
+    start = min(towers or 0, row_dim or 0)
+    is_split = row_dim is not None and abs((towers or 0) - row_dim) == 1
     is_split &= (shape[:start], shape[start + 2 :]) == (old[:start], old[start + 1 :])
     is_all = shape[towers or 0] == pair.sizes.towers[0]
     if not (is_split and is_all) or pair.sizes.padded:
@@ -351,14 +364,17 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:
-    """The sizes that are not 1, before and after a dim."""
+    """Return the sizes that are not 1 before a dim, and those after it."""
     sides = shape[:axis], shape[axis + 1 :]
     before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
     return before, after
 
 
 def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | None:
-    """The number of blocks of the new dim of rows; None if a block or row is cut."""
+    """Return the number of blocks in the new dim of rows; None if a row is cut.
+
+    It is None, too, if a block is cut.
+    """
     before = size_before(pair.shape(0), r_in) * old
     blocks, left = divmod(before, size_before(pair.out_shape(), r_out))
     if left or not blocks:
@@ -374,7 +390,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 
 def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
-    """Layout of rows along the dims into which the dim of rows was split."""
+    """Return the kind of rows whose dim is split into several dims."""
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
@@ -385,14 +401,12 @@ def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
     return Groups(x.power, layout=GroupDims((*range(start, end),), True))
 
 
-# Joined, cut and taken apart.
-
-
 @rule("concatenate", every=OF_ONE_TOWER | Columns | RowOrder)
 def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
-    """The joined operands; along rows, blocks of rows stay blocks.
+    """Answer a concatenation: the kind stays if all operands have that kind.
 
-    An array without elements adds nothing.
+    Along the dim of rows, blocks of rows are joined to more blocks. An array without
+    elements adds nothing.
     """
     axis = pair.params["dimension"]
     some = [i for i in range(len(ins)) if pair.sizes_along(i, axis) != (0, 0)]
@@ -408,7 +422,7 @@ def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _rows_joined(pair: EquationPair, axis: int) -> Kind:
-    """Blocks of rows, joined along their dim."""
+    """Return the kind of blocks of rows that are joined along their dim."""
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("{its} rows are joined with other values")
     ins = [rows(x.power) if isinstance(x, Copy) else x for x in pair.ins]
@@ -428,7 +442,7 @@ def _rows_joined(pair: EquationPair, axis: int) -> Kind:
 
 
 def _columns(pair: EquationPair, axis: int) -> Kind:
-    """Indices that have the row numbers in some of their columns."""
+    """Return the kind of indices that have row numbers in some of their columns."""
     if axis != len(pair.out_shape()) - 1:
         raise NotOfOneKindError("no rule for these indices of {its} rows")
     columns: list[type[Kind] | RowOrder] = []
@@ -449,20 +463,20 @@ def _columns(pair: EquationPair, axis: int) -> Kind:
 
 @rule("stack", every=LINEAR | EXTREME, copies_as_rows=True)
 def _stacked_up(pair: EquationPair, *ins: Kind) -> Kind:
-    """The operands, stacked along a new dim."""
+    """Answer arrays that are stacked along a new dim: the kind they have in common."""
     return joined(ins, "together with")
 
 
 @rule("unstack", LINEAR | Key, copies_as_rows=True)
 def _unstacked(pair: EquationPair, x: Kind) -> Kind:
-    """Elements along a dim without rows."""
+    """Answer the elements along a dim without rows: the kind stays."""
     _refuse_some_rows(pair, pair.params["axis"], x)
     return x
 
 
 @rule("rev", LINEAR | Key, copies_as_rows=True)
 def _reversed(pair: EquationPair, x: Kind) -> Kind:
-    """The operand, reversed; along rows it is another order of the rows."""
+    """Answer a reversed value: along the dim of rows, the rows get another order."""
     along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
         if axis != along or not isinstance(x, TowerRows) or x.blocks > 1:
@@ -476,14 +490,14 @@ def _reversed(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _refuse_some_rows(pair: EquationPair, axis: int, x: Kind) -> None:
-    """Raise if some elements along a dim are some of the rows."""
+    """Raise if ``axis`` is the dim of rows, along which all rows must be taken."""
     if axis == pair.rows_in[0] and not isinstance(x, Zero):
         raise NotOfOneKindError("only some rows are taken, or in another order")
 
 
 @rule("split", LINEAR | Key, copies_as_rows=True)
 def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
-    """The pieces of the operand; along rows they must be whole blocks."""
+    """Answer the pieces of a value: along the dim of rows they must be whole blocks."""
     axis = pair.params["axis"]
     sizes = [eqn.params["sizes"] for eqn in (pair.first, pair.second)]
     if isinstance(x, Zero):
@@ -505,7 +519,10 @@ def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
 
 @rule("slice", LINEAR | Key | RowNumbers | _OF_EACH_ROW, copies_as_rows=True)
 def _sliced(pair: EquationPair, x: Kind) -> Kind:
-    """A slice: all rows or whole blocks of rows, and any elements along other dims."""
+    """Answer a slice of all rows or of whole blocks of rows; the kind stays.
+
+    Along other dims it may take any elements.
+    """
     [axis] = pair.rows_in
     if isinstance(x, Zero):
         return x
@@ -535,7 +552,7 @@ def _sliced(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | None:
-    """A position along rows, counted in blocks; None if it is inside a block."""
+    """Return a position along the rows, counted in blocks; None if it is inside one."""
     of_block = Fraction(pair.times_rows(0, axis) or 0) / blocks_of(x)
     if all(is_size(n) and n == 0 for n in at):
         return 0
@@ -546,7 +563,7 @@ def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | N
 
 @rule("pad", LINEAR, SAME_FOR_ALL, copies_as_rows=True)
 def _padded(pair: EquationPair, x: Kind, filler: Kind) -> Kind:
-    """The operand, padded along dims without rows."""
+    """Answer a value that is padded along dims without rows."""
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
         raise NotOfOneKindError("{its} rows are joined with other values")

@@ -52,20 +52,24 @@ _EXTREMES: dict[str, Any] = {
     "reduce_and": Minimum,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
-# Those that are a number other than 0 if there are no elements.
+# If there are no elements, the result of these is a number that is not 0.
 _OF_NONE = ("reduce_max", "reduce_min", "reduce_and", "reduce_prod")
-# The value that changes no maximum, and the one that changes no minimum.
+# Minus infinity changes no maximum, and plus infinity changes no minimum.
 _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
 def _dims_of(pair: EquationPair) -> set[int]:
-    """The dims that a reduction is over."""
+    """Return the dims that a reduction is over."""
     return {i % len(pair.shape(0)) for i in pair.params["axes"]}
 
 
 @rule(_REDUCTIONS, ELEMENTS, knows_identity=True)
 def _reduction(pair: EquationPair, x: Kind) -> Kind:
-    """A reduction: a function of each row if no row meets another, or one over rows."""
+    """Answer a reduction of rows or replicated values.
+
+    Within each row it is a function of the row. Over the rows, a sum gives a part, and
+    an extreme a maximum or minimum over towers.
+    """
     name = pair.name
     axes = _dims_of(pair)
     is_over = pair.rows_in[0] in axes
@@ -73,14 +77,14 @@ def _reduction(pair: EquationPair, x: Kind) -> Kind:
         raise NotOfOneKindError(f"no rule for {name} of the bits of {x}")
     if is_over_none(pair) and name in _OF_NONE:
         return copy()
-    x = as_copy(x)  # the place of the largest of zeros
+    x = as_copy(x)  # For zeros, an argmax gives a position, which need not be 0.
     if is_over and isinstance(x, Copy):
         return _of_equal_rows(pair, x)
     if is_over:
         return _over_rows(pair, x, axes)
     if name in _SCALING:
-        kept = x.fact if _is_infinite(x, name) else None
-        return x.times_tower(x.power).replace(fact=kept)
+        fact = x.fact if _is_infinite(x, name) else None
+        return x.times_tower(x.power).replace(fact=fact)
     if name.startswith("arg"):
         return x.times_tower(0).replace(zeros=NO_ZEROS)
     return function_of([x], name)
@@ -88,14 +92,17 @@ def _reduction(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_sum", Part)
 def _sum_of_part(pair: EquationPair, x: Part) -> Kind:
-    """The sum over dims of a part is a part."""
+    """Answer the sum of a part's elements, which is a part."""
     return part(x.power)
 
 
 @rule("reduce_max reduce_or", Maximum)
 @rule("reduce_min reduce_and", Minimum)
 def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """The largest element of a maximum is a maximum."""
+    """Answer the largest element of a maximum over towers, which is a maximum again.
+
+    The smallest element of a minimum is a minimum.
+    """
     if is_over_none(pair) and pair.name in _OF_NONE:
         return copy()
     if _is_of_bits(pair):
@@ -104,12 +111,15 @@ def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
 
 
 def _is_of_bits(pair: EquationPair) -> bool:
-    """Whether a reduction is of the bits of numbers, which has no maximum."""
+    """Return whether a reduction is of the bits of integers, which has no maximum."""
     return pair.name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b"
 
 
 def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
-    """A reduction over rows of a value that is constant along them."""
+    """Return the kind of a reduction over rows along which a value is constant.
+
+    A sum of a tower's b = B / T equal rows has one power of T less than a row.
+    """
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
     if pair.name in ("reduce_or", "reduce_and"):
@@ -120,9 +130,10 @@ def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
 
 
 def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
-    """A reduction over rows, which makes a part or a maximum; padding must not count.
+    """Return the kind of a reduction over rows: a part or a maximum over towers.
 
-    The maximum of a tower without rows is minus infinity, which no other tower has.
+    Padding must not change the result. The maximum of a tower without rows is minus
+    infinity, which changes no maximum over towers.
     """
     name = pair.name
     is_all = len(axes) == len(pair.shape(0))
@@ -146,13 +157,17 @@ def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
 
 
 def _is_infinite(x: Kind, name: str) -> bool:
-    """Whether padding is the infinity that changes no such extreme."""
+    """Return whether padding holds the infinity that does not change this extreme."""
     return isinstance(x.fact, InfinitePadding) and x.fact == _CHANGES_NONE.get(name)
 
 
 @rule("reduce_sum", Groups, knows_identity=True)
 def _over_groups(pair: EquationPair, x: Groups) -> Kind:
-    """A sum over some dims of groups of rows."""
+    """Answer a sum over some dims of groups of rows.
+
+    Over all dims that have the rows, it is a part. Otherwise the sum has groups along
+    the dims that are left.
+    """
     axes = _dims_of(pair)
     dims = x.layout.dims
     left = [i for i in dims if i not in axes]
@@ -168,7 +183,7 @@ def _over_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reduce_sum reduce_max reduce_min", Stacked, knows_identity=True)
 def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
-    """A reduction over all towers, like a collective."""
+    """Answer a reduction over all towers' values, which acts like a collective."""
     axes = _dims_of(pair)
     if pair.towers_in[0] not in axes:
         raise refused(pair)
@@ -185,7 +200,7 @@ def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("reduce", every=ELEMENTS, copies_as_rows=True)
 def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
-    """A reduction by a user's function, over dims without rows."""
+    """Answer a reduction by a user's function, which must be over dims without rows."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
@@ -208,7 +223,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp", ELEMENTS, copies_as_rows=True)
 def _cumulative(pair: EquationPair, x: Kind) -> Kind:
-    """A cumulative sum, product or extreme along a dim without rows."""
+    """Answer a cumulative sum, product or extreme along a dim without rows."""
     if pair.params["axis"] == pair.rows_in[0]:
         raise NotOfOneKindError(f"no rule for {pair.name} along {{its}} rows")
     if pair.name in ("cumsum", "cummax", "cummin"):
@@ -218,13 +233,13 @@ def _cumulative(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("cumsum", Part)
 def _cumulative_part(pair: EquationPair, x: Part) -> Kind:
-    """The cumulative sum of a part is a part."""
+    """Answer the cumulative sum of a part, which is a part."""
     return x
 
 
 @rule("sort", every=ELEMENTS | Groups | RowNumbers | Unknown, copies_as_rows=True)
 def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """A sort along a dim without rows, which only moves elements of a row."""
+    """Answer a sort along a dim without rows, which moves elements within a row."""
     if pair.params["dimension"] in pair.rows_in:
         return _in_another_order(pair)
     if unknown := [x for x in ins if isinstance(x, Unknown)]:
@@ -236,15 +251,18 @@ def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _in_another_order(pair: EquationPair) -> list[Kind]:
-    """A sort of rows: one order for all operands, with each row exactly once."""
-    if len(pair.shape(0)) != 1:  # each column has its own order
+    """Return the kinds of arrays of rows that are sorted together.
+
+    All get the same order, which has each row exactly once.
+    """
+    if len(pair.shape(0)) != 1:  # A sort gives each column an order of its own.
         raise NotOfOneKindError("{its} rows are sorted")
     order = pair.walk.new_identity()
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
 
 def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
-    """The kind of one of the arrays that are sorted together."""
+    """Return the kind of one of several arrays that are sorted together by rows."""
     if isinstance(x, Zero | Unknown):
         return x
     if isinstance(x, TowerRows) and x.blocks == 1:
@@ -257,13 +275,13 @@ def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
 
 
 def _places_in(value: Kind) -> Kind:
-    """The kind of the positions of elements, which no power changes."""
+    """Return the kind of the positions of elements, which no power of T changes."""
     return value.times_tower(0)
 
 
 @rule("top_k", ELEMENTS, copies_as_rows=True)
 def _best(pair: EquationPair, x: Kind) -> list[Kind]:
-    """The largest elements along a dim without rows, by the rule of a sort."""
+    """Answer the largest elements along a dim without rows, and their positions."""
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0]:
         raise NotOfOneKindError("no rule for the largest of {its} rows")
@@ -273,15 +291,19 @@ def _best(pair: EquationPair, x: Kind) -> list[Kind]:
 
 @rule("dot_general", ELEMENTS, ELEMENTS)
 def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A product; rows times rows, summed over the rows, are a part."""
+    """Answer a matrix product of rows or replicated values: the powers of T add.
+
+    If rows are multiplied by rows and summed over the rows, the product is a part.
+    """
     (x_sums, _), _ = pair.params["dimension_numbers"]
-    # If a tower's rows met other rows, the result would have two dims of rows.
+    # Here no row meets another: otherwise the result would have two dims of rows, which
+    # is refused before.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
     if not pair.are(Copy | TowerRows):
         raise refused(pair)
     if pair.out_dtype(0).kind == "b":
-        raise NotOfOneKindError("a product of bools tests whether any row has a flag")
+        raise NotOfOneKindError("no rule for a product of bools over {its} rows")
     both = product_of(x, y)
     if isinstance(both, TowerRows):
         if pair.has_padding(zeros_of(pair, 0)):
@@ -294,13 +316,19 @@ def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("dot_general", Part, SAME_FOR_ALL, commutes=True)
 def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """A product of a part with what all towers have is linear in the part."""
+    """Answer a matrix product of a part with a replicated value, which is a part.
+
+    The product is linear in the part.
+    """
     return product_of(x, y)
 
 
 @rule("conv_general_dilated", ELEMENTS, ELEMENTS, copies_as_rows=True)
 def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """A convolution whose rows are images, or are summed into a kernel's gradient."""
+    """Answer a convolution whose rows are images, or are summed into a kernel.
+
+    The second is the gradient of a kernel, and is a part.
+    """
     params = pair.params
     dims = params["dimension_numbers"]
     x_rows, y_rows = pair.rows_in
@@ -310,7 +338,8 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     is_of_images &= params["batch_group_count"] == 1
     if is_of_images and pair.rows_out[0] == dims.out_spec[0]:
         return product_of(x, y)
-    # Here groups of the batch are channels, and each has all rows.
+    # In the gradient of a kernel, the dims of rows stand where channels stand, and the
+    # convolution sums over them.
     are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
     if are_summed and params["feature_group_count"] == 1:
         if pair.are(TowerRows) and not pair.has_padding(zeros_of(pair, 0)):
@@ -320,7 +349,10 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
 def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """A convolution of a part with what all towers have is linear in the part."""
+    """Answer a convolution of a part with a replicated value, which is a part.
+
+    A convolution is linear in each operand.
+    """
     if pair.rows_in[1] is not None:
         raise NotOfOneKindError("no rule for a convolution along {its} rows")
     return product_of(x, y)
@@ -342,7 +374,7 @@ _WINDOW = {
     copies_as_rows=True,
 )
 def _window(pair: EquationPair, *ins: Kind) -> Kind:
-    """A reduction of windows along dims without rows, a function of a row."""
+    """Answer a reduction of windows along dims without rows, a function of each row."""
     _refuse_windows_of_rows(pair)
     x = ins[0]
     if pair.name == "reduce_window_sum":
@@ -358,7 +390,7 @@ def _window(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _refuse_windows_of_rows(pair: EquationPair) -> None:
-    """Raise if windows have several rows."""
+    """Raise if a window covers several rows."""
     for axis in {*pair.rows_in, *pair.rows_out} - {None}:
         for key, alone in _WINDOW.items():
             sizes = pair.params.get(key)
@@ -372,7 +404,7 @@ def _refuse_windows_of_rows(pair: EquationPair) -> None:
 
 @rule("fft", LINEAR, copies_as_rows=True)
 def _transformed(pair: EquationPair, x: Kind) -> Kind:
-    """A Fourier transform, which is linear along the last dims."""
+    """Answer a Fourier transform along dims without rows, which is linear."""
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if pair.rows_in[0] in last or pair.rows_in[0] != pair.rows_out[0]:
@@ -386,7 +418,7 @@ def _transformed(pair: EquationPair, x: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """A function of each matrix in the last two dims."""
+    """Answer a function of each matrix in the last two dims, such as `qr`."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
             raise NotOfOneKindError(f"no rule for {pair.name} of {{its}} rows")
@@ -399,7 +431,10 @@ def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("triangular_solve", ELEMENTS, LINEAR, copies_as_rows=True)
 def _solution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """The solution of a triangular system, which is linear in its right-hand side."""
+    """Answer the solution of a triangular system: linear in its right-hand side.
+
+    The matrix must be replicated for that, else the solution is a function of each row.
+    """
     rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1
     is_linear = isinstance(x, Copy) and not x.power and pair.rows_in[0] is None

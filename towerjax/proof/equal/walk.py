@@ -56,28 +56,29 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.rules import BY_ELEMENT, RULES, refused, rule_for
 from towerjax.proof.equal.within import is_within, met_within
 
-# Kinds that have a dim of rows, and kinds that have none; others may have one.
+# Values of the first kinds have a dim of rows, and values of the others have none.
+# Values of kinds that are not listed may have one.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
 _IN_TRIPS: TypeAlias = Row | SoFar | Counter | NextRow
 _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
 )
 
-# Parameters that are not compared: sizes, which follow from shapes or which rules
-# check; precision; and programs, which are walked.
+# These parameters are not compared. Sizes follow from shapes, or rules check them;
+# precision changes rounding alone; and programs are walked.
 NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
     cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
     donated_invars call reps _prim""".split()
 )
-# Parameters that say where arrays are, which changes no number.
+# These parameters say where arrays are placed, which changes no number.
 PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
 )
 _TOP = Scope()
-_MOST_FLAGS = 8  # the most flags without which one value is known to vanish
+_MOST_FLAGS = 8  # the most flags that `zeros` may have, so that it stays small
 
 
 class _Walked(NamedTuple):
@@ -90,10 +91,10 @@ class _Walked(NamedTuple):
 
 
 class Walk:
-    """One walk of two programs.
+    """A walk of two programs of one function, for two numbers of towers, side by side.
 
     ``axes`` are names of the axis of all towers; a tuple names axes that together have
-    all towers, in order. ``alone`` are those of axes that have one device. With
+    all towers, in order. ``alone`` are the names of axes that have one device. With
     ``has_keys``, a tower's own key stands for one key per row.
 
     Attributes:
@@ -117,21 +118,22 @@ class Walk:
         self._count = 0
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
-        """Whether padding may count in a value that is known to be 0 in ``zeros``."""
+        """Return whether padding may count in a value that is 0 only in ``zeros``."""
         return self.sizes.padded and PADDING not in zeros
 
     def new_identity(self) -> Identity:
-        """A new identity, which no other value has."""
+        """Return a new identity, which no other value has."""
         self._count += 1
         return Identity(self._count)
 
     def closed(
         self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope = _TOP
     ) -> list[Kind]:
-        """The kinds of two programs' results, given those of their arguments.
+        """Return the kinds of two programs' results, given those of their arguments.
 
-        The programs are walked once for the same kinds. Each call gives results that
-        are values of their own, because the arguments' values may be others.
+        Two programs are walked only once for the same kinds of arguments. A second call
+        still returns values with new identities, because its arguments may be other
+        values.
         """
         key = id(first), id(second), tuple(ins), scope._replace(site=None)
         if key not in self._known:
@@ -143,7 +145,7 @@ class Walk:
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], scope)
-            programs = first, second  # kept, so that their ids stay unique
+            programs = first, second  # A reference keeps their ids unique.
             self._known[key] = _Walked(out, start, self._count, programs)
             return out
         walked = self._known[key]
@@ -164,7 +166,7 @@ class Walk:
         inputs = [*zip(a.constvars, b.constvars, strict=True)]
         inputs += zip(a.invars, b.invars, strict=True)
         env = {x: value for (x, _), value in zip(inputs, ins, strict=True)}
-        twin = dict(inputs)  # the variable of the second program for each of the first
+        twin = dict(inputs)  # from variables of the first program to the second's
 
         def read(x: Any, y: Any) -> Kind:
             if isinstance(x, Literal) and isinstance(y, Literal):
@@ -185,13 +187,13 @@ class Walk:
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
     def constant(self, first: Any, second: Any) -> Kind:
-        """The kind of a literal, or of an array that a program closes over."""
+        """Return the kind of a literal, or of an array that a program closes over."""
         return kind_of_constant(self.sizes, first, second)
 
     def equation(
         self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Kind], scope: Scope
     ) -> list[Kind]:
-        """The kinds of the results of an equation."""
+        """Return the kinds of the results of an equation; unknown if no rule fits."""
         pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
         count = len(one.outvars)
         try:
@@ -200,7 +202,7 @@ class Walk:
             return [self._checked(pair, i, value) for i, value in enumerate(kinds)]
         except (NotOfOneKindError, ProgramsDifferError) as error:
             return [pair.unknown(str(error))] * count
-        except Exception as error:  # a fault of a rule ends no training
+        except Exception as error:  # A fault in a rule must not end a user's training.
             return [pair.unknown(failed(error))] * count
 
     def _with_axes(self, pair: EquationPair) -> EquationPair:
@@ -221,14 +223,14 @@ class Walk:
     def _refuse_other_params(self, pair: EquationPair) -> None:
         one = pair.first
         two = pair.second
-        # The rule for a permutation of towers checks it for both numbers of towers.
+        # The rule for `ppermute` checks the param for both numbers of towers.
         of_rule = set() if is_within(pair) else {"perm"}
         keys = (one.params | two.params).keys()
         for key in keys - NOT_COMPARED - PLACES - of_rule:
             x = one.params.get(key)
             y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
-                continue  # rules of derivatives, or of an unknown primitive
+                continue  # They are rules of derivatives, or of unknown primitives.
             if x is not y and not is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(
@@ -236,7 +238,7 @@ class Walk:
                 )
 
     def _by_rule(self, pair: EquationPair) -> list[Kind]:
-        """The kinds of an equation's results, by the rule for it."""
+        """Return the kinds of an equation's results, by the rule for that equation."""
         unknown = [x for x in pair.ins if isinstance(x, Unknown)]
         if unknown and rule_for(pair) is None:
             return [unknown[0]] * len(pair.rows_out)
@@ -255,12 +257,14 @@ class Walk:
         return _by_its_rule(pair)
 
     def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
-        """The kind of a result, checked against its shape, with its zeros."""
+        """Return the kind of a result, checked against its shape, with its zeros."""
         if isinstance(value, Unknown):
             return value
         has_rows = pair.rows_out[result] is not None
         if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
-            return pair.unknown(f"{pair.name} makes {value}, but not in its shape")
+            return pair.unknown(
+                f"the result of {pair.name} is {value}, which does not fit its shape"
+            )
         if why := widths.why_not_held(pair, result, value):
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
@@ -283,7 +287,7 @@ class Walk:
 
 
 def _by_its_rule(pair: EquationPair) -> list[Kind]:
-    """The kinds of an equation's results, by the rule that accepts its operands."""
+    """Return the kinds of an equation's results, by the rule that fits its operands."""
     asked = rule_for(pair)
     if asked is not None:
         registered, pair = asked
@@ -294,7 +298,7 @@ def _by_its_rule(pair: EquationPair) -> list[Kind]:
 
 
 def _is_of_groups(pair: EquationPair) -> bool:
-    """Whether the operands are the same groups of rows, or one number for all."""
+    """Return whether the operands are equal groups of rows, or one number for all."""
     layouts = {x.layout for x in pair.ins if isinstance(x, Groups)}
     others = [i for i, x in enumerate(pair.ins) if not isinstance(x, Groups)]
     are_numbers = all(
@@ -306,7 +310,7 @@ def _is_of_groups(pair: EquationPair) -> bool:
 
 
 def _by_groups(pair: EquationPair) -> list[Kind]:
-    """The kind that an elementwise rule gives for groups of rows."""
+    """Return the kinds that an elementwise rule gives for groups of rows."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     layout = next(x.layout for x in pair.ins if isinstance(x, Groups))
     return [
@@ -316,13 +320,13 @@ def _by_groups(pair: EquationPair) -> list[Kind]:
 
 
 def _line_of_power(pair: EquationPair, power: Any) -> str:
-    """The line where a result of the equation got its power."""
+    """Return the line where a result of the equation got its power of T."""
     lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
     return lines.get(power) or user_line(pair.site)
 
 
 def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
-    """The value with new identities in place of those that were new in a walk."""
+    """Return a value with new identities for those that were new in a walk."""
 
     def new(x: Any) -> Any:
         if isinstance(x, Identity):
@@ -343,7 +347,7 @@ def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
-    """The pairs of equations of both programs; raise if their structures differ."""
+    """Pair the equations of two programs; raise if their structures differ."""
     pairs = list(zip(a.eqns, b.eqns, strict=False))
     for one, two in pairs:
         if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
@@ -358,14 +362,17 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
 
 
 def is_same(x: Any, y: Any) -> bool:
-    """Whether two parameters of equations are the same."""
+    """Return whether two parameters of equations are equal."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return np.array_equal(x, y)
     return type(x) is type(y) and bool(x == y)
 
 
 def _of_plain_copies(pair: EquationPair) -> Kind:
-    """A copy, for a pure function of copies that has no rule of its own."""
+    """Return a replicated kind for a pure function that has no rule of its own.
+
+    All its operands must be replicated, or values of one row in a loop.
+    """
     primitive = pair.first.primitive
     axes = [*pair.rows_in, *pair.rows_out]
     is_apart = all(x is None for x in axes) and not named_axes(pair.first)
@@ -382,7 +389,7 @@ def kinds_of_results(
     sizes: Sizes,
     axes: Sequence[str],
 ) -> list[Kind]:
-    """The kinds of the results of two programs, from the kinds of their inputs.
+    """Return the kinds of the results of two programs, from the kinds of their inputs.
 
     Args:
       programs: Closed jaxprs, for ``sizes.towers`` towers.
@@ -391,7 +398,7 @@ def kinds_of_results(
       axes: The names of the axis of all towers.
 
     Returns:
-      One kind for each result; all are unknown if the programs' structures differ.
+      One kind for each result. All are unknown if the programs' structures differ.
     """
     first, second = programs
     try:

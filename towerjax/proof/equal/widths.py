@@ -1,9 +1,10 @@
-"""Whether integers hold what is said of them: asked once, of the results of all rules.
+"""Check whether the dtype of an integer can hold what a rule says of it.
 
-Sums over rows are assumed to fit in signed integers of 32 bits and more. Shorter ones
-wrap around, on one tower as on several: a sum of them is right modulo their size. So
-such a sum may be added and multiplied, but neither become another dtype nor be compared
-by its size. The number of a row or tower must be held as it is.
+This is asked once, of the results of all rules. Sums over rows are assumed to fit in
+signed integers of 32 bits and more. Shorter integers wrap around, on one tower as on
+several, so their sums are right modulo their size. Such a sum may be added and
+multiplied, but it must not become another dtype or be compared by its size. A dtype
+must also be wide enough for the number of a row or tower.
 """
 
 from typing import Any, TypeAlias
@@ -34,22 +35,25 @@ _BY_SIZE = frozenset(
 
 
 def holds_sums(dtype: Any) -> bool:
-    """Whether sums over rows are assumed to fit; shorter integers wrap around."""
+    """Return whether sums over rows are assumed to fit in a dtype.
+
+    Integers of less than 32 bits wrap around.
+    """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32
     return dtype != jnp.bool_
 
 
 def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
-    """The reason why a result is not what a rule says of it; "" if it is."""
+    """Return why a dtype may not hold what a rule says of a result; "" if it does."""
     dtype = pair.out_dtype(result)
     is_number = isinstance(value, _NUMBERS_OF_TOWER) or is_rows_of_tower(value)
     if is_number and dtype.itemsize < 4:
         return f"{value} becomes {dtype.name}, which cannot hold it"
     if sub_jaxprs(pair.first):
-        return ""  # asked of the equations inside
+        return ""  # The equations of the inner programs are checked one by one.
     for i, x in enumerate(pair.ins):
-        # A number of towers or rows is a sum, too.
+        # A value with a power of T, such as the number of towers, counts as a sum.
         if not (_is_sum(x) or bool(x.power)) or holds_sums(pair.dtype(i)):
             continue
         if dtype != pair.dtype(i) or pair.name in _BY_SIZE:
@@ -58,7 +62,7 @@ def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
 
 
 def _is_sum(x: Kind) -> bool:
-    """Whether towers add a value up, or may do so."""
+    """Return whether towers add a value up, or may do so."""
     if isinstance(x, Groups):
         return not x.layout.by_row
     if isinstance(x, Stacked):

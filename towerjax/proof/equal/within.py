@@ -35,7 +35,7 @@ _LINEAR_MEETINGS = """
 
 
 def mapped_within(pair: EquationPair) -> list[Kind]:
-    """The kinds of the results of a `shard_map` over a tower's devices."""
+    """Return the kinds of the results of a `shard_map` over a tower's own devices."""
     axes = manual_axes(pair.first)
     towers = {name for names in pair.walk.axes for name in names}
     if axes & towers or axes != manual_axes(pair.second):
@@ -47,28 +47,31 @@ def mapped_within(pair: EquationPair) -> list[Kind]:
         bodies,
         parts,
         within=pair.scope.within | (axes - split),
-        # The devices of one place in all towers do not have all rows.
+        # If rows are split over a tower's devices, a device has only some of them.
         in_chunks=pair.scope.in_chunks or bool(split),
     )
     return [_of_parts(pair, i, x, split) for i, x in enumerate(outs)]
 
 
 def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
-    """The axes over which a dim is split."""
+    """Return the mesh axes over which a dim is split."""
     dims = axes_of_dims(spec)
     names = dims[dim] if dim is not None and dim < len(dims) else ()
     return frozenset(name for name in names if name is not None)
 
 
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
-    """The axes over which a tower's rows are split, the same for all operands.
+    """Return the mesh axes over which a tower's rows are split, equal for all operands.
 
-    Nothing else may differ over these axes, because it would weigh rows by their place.
+    Nothing else may differ over these axes, because a row would then be combined only
+    with the values of its own device.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
     if len(splits) > 1:
-        raise NotOfOneKindError("rows meet rows that are split over other devices")
+        raise NotOfOneKindError(
+            "rows are combined with rows that are split over other devices"
+        )
     split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
@@ -78,14 +81,14 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
 
 
 def _given_part(pair: EquationPair, x: Kind) -> Kind:
-    """The kind of an operand on one device of a tower."""
+    """Return the kind of an operand's shard on one device of a tower."""
     if isinstance(x, LINEAR | Unknown) and blocks_of(x) == 1:
         return x if isinstance(x, Copy) else x.bare()
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -> Kind:
-    """The kind of a tower's value, from the kind of its shard on each device."""
+    """Return the kind of a tower's result, from its shards' kind on each device."""
     axis = pair.rows_out[result]
     along = _axes_along(pair.params["out_specs"][result], axis)
     is_whole = isinstance(x, Copy | Zero) or not split
@@ -97,13 +100,16 @@ def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -
 
 
 def is_within(pair: EquationPair) -> bool:
-    """Whether an equation communicates among a tower's devices with all its rows."""
+    """Return whether a collective is over the devices of each tower alone.
+
+    Each of these devices has all rows of its tower.
+    """
     axes = frozenset(named_axes(pair.first))
     return bool(axes) and axes <= pair.scope.within
 
 
 def met_within(pair: EquationPair) -> list[Kind]:
-    """The kinds of the results of a collective over a tower's own devices."""
+    """Return the kinds of the results of a collective over a tower's own devices."""
     if pair.name == "axis_index":
         return [copy()]
     kinds = LINEAR if pair.name in _LINEAR_MEETINGS else ELEMENTS

@@ -5,23 +5,25 @@ one micro-batch has them once. Each value of the latter is matched with n values
 former, one for each micro-batch, which are its towers. For each equation the proof
 looks for the n equations that do the same to these values; their kind is that of the
 rules, as for towers. Where the n values are added up, joined or stacked, the result is
-matched with one value. A batch is matched with its n slices, too.
+matched with one value; so is a running mean, or any other sum in which all have one
+coefficient. A batch is matched with its n slices, too.
 
 Each match is a true statement, so that a value may have several; equations that no
 result needs are not looked at.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
-
+from towerjax.jaxprs.flow import is_ref
 from towerjax.jaxprs.params import open_jaxpr
-from towerjax.jaxprs.sites import Site, user_line
+from towerjax.jaxprs.sites import all_eqns, user_line
+from towerjax.proof.equal.constants import ConstValue
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Scope, Sizes
+from towerjax.proof.equal.flat import Flat, Node, params_agree, place_of, whole_number
 from towerjax.proof.equal.kinds import (
     ZERO,
     Copy,
@@ -45,221 +47,83 @@ from towerjax.proof.equal.kinds import (
     of_one_tower,
     rows,
 )
-from towerjax.proof.equal.walk import Walk, is_same
-from towerjax.types.trees import is_key, key_data
+from towerjax.proof.equal.walk import Walk
 
-_CALLS = "jit pjit closed_call core_call".split()
 _CHAINS = "add add_any max min".split()
-_MOST_MATCHES = 6  # of one value
+_MOST_MATCHES = 6  # the most matches that are kept of one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
 _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
-
-
-class _Constant:
-    """A constant of a program, which may be a key."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.array = np.asarray(key_data(value) if is_key(value) else value)
-
-    def is_same(self, other: Any) -> bool:
-        """Whether the other is an equal constant."""
-        if not isinstance(other, _Constant):
-            return False
-        x = self.array
-        y = other.array
-        is_like = (x.dtype, x.shape) == (y.dtype, y.shape)
-        return is_like and (self.value is other.value or bool(np.array_equal(x, y)))
-
-
-class _Node(NamedTuple):
-    """An equation of a program whose calls are written out."""
-
-    eqn: JaxprEqn
-    outer: Site | None
-    ins: tuple[Any, ...]  # the number of each operand, or a constant
-    outs: tuple[int, ...]
-    program: Jaxpr
-
-    @property
-    def key(self) -> Any:
-        """The primitive and its operands, without the values of constants."""
-        return self.eqn.primitive, tuple(_place(x) for x in self.ins)
-
-    def out_shape(self, result: int = 0) -> tuple[int, ...]:
-        """The shape of a result."""
-        aval: Any = self.eqn.outvars[result].aval
-        return aval.shape
-
-
-def _place(value: Any) -> Any:
-    return "constant" if isinstance(value, _Constant) else value
-
-
-class _Flat:
-    """A program without calls, in which equal equations of equal values are one."""
-
-    def __init__(self, closed: Any) -> None:
-        self.nodes: list[_Node] = []
-        self.by_key: dict[Any, list[_Node]] = defaultdict(list)
-        self.users: dict[Any, list[_Node]] = defaultdict(list)
-        self.names: list[tuple[Jaxpr, Any, Any]] = []  # (program, variable, value)
-        self._count = itertools.count()
-        jaxpr = open_jaxpr(closed)
-        self.ins = [next(self._count) for _ in jaxpr.invars]
-        consts = [_Constant(x) for x in getattr(closed, "consts", ())]
-        self.outs = self._run(jaxpr, [*consts, *self.ins], None)
-
-    def _run(
-        self, jaxpr: Jaxpr, values: Sequence[Any], outer: Site | None
-    ) -> list[Any]:
-        names = [*jaxpr.constvars, *jaxpr.invars]
-        env: dict[Any, Any] = dict(zip(names, values, strict=True))
-
-        def read(x: Any) -> Any:
-            return _Constant(x.val) if isinstance(x, Literal) else env[x]
-
-        for eqn in jaxpr.eqns:
-            ins = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in _CALLS:
-                called = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                consts = [_Constant(x) for x in getattr(called, "consts", ())]
-                outs = self._run(open_jaxpr(called), [*consts, *ins], (eqn, outer))
-            elif _is_identity(eqn):
-                outs = ins[:1]
-            else:
-                outs = self._node(eqn, outer, ins, jaxpr)
-            env |= zip(eqn.outvars, outs, strict=True)
-        self.names += [(jaxpr, var, value) for var, value in env.items()]
-        return [*map(read, jaxpr.outvars)]
-
-    def _node(
-        self, eqn: JaxprEqn, outer: Site | None, ins: tuple[Any, ...], jaxpr: Jaxpr
-    ) -> tuple[int, ...]:
-        outs = tuple(next(self._count) for _ in eqn.outvars)
-        node = _Node(eqn, outer, ins, outs, jaxpr)
-        equal = [x for x in self.by_key[node.key] if _does_the_same(x, node)]
-        if equal:
-            return equal[0].outs
-        self.nodes.append(node)
-        self.by_key[node.key].append(node)
-        for x in {x for x in ins if not isinstance(x, _Constant)}:
-            self.users[x].append(node)
-        return outs
-
-
-def _is_identity(eqn: JaxprEqn) -> bool:
-    """Whether an equation's result is its operand, as that of a slice of all is."""
-    name = eqn.primitive.name
-    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
-        return False
-    before: Any = eqn.invars[0].aval
-    after: Any = eqn.outvars[0].aval
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        return False
-    if name == "reshape":
-        return eqn.params["dimensions"] is None
-    if name == "slice":
-        return set(eqn.params["strides"] or [1]) == {1}
-    return name in ("concatenate", "split", "copy", "convert_element_type")
-
-
-def _does_the_same(x: _Node, y: _Node) -> bool:
-    """Whether two equations of one primitive and of the same values are equal."""
-    pairs = zip(x.ins, y.ins, strict=True)
-    is_equal = all(a.is_same(b) for a, b in pairs if isinstance(a, _Constant))
-    keys = x.eqn.params.keys() | y.eqn.params.keys()
-    params = [(x.eqn.params.get(k), y.eqn.params.get(k)) for k in keys]
-    return is_equal and all(a is b or _are_equal(a, b) for a, b in params)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    is_plain = not callable(a) and not hasattr(a, "eqns") and not hasattr(a, "jaxpr")
-    return is_plain and is_same(a, b)
 
 
 class _Match(NamedTuple):
     """A value of one micro-batch's program, and its values in the other program."""
 
     known: Kind
-    values: tuple[Any, ...]  # one for each micro-batch; all the same if it is shared
+    values: tuple[Any, ...]  # a value for each micro-batch; or one, repeated, for all
 
     @property
     def is_shared(self) -> bool:
-        """Whether all micro-batches have one value."""
+        """Whether all micro-batches have one and the same value."""
         return len(set(self.values)) == 1
 
 
 class Matched:
-    """The kinds of a program's results, by matches with one of ``n`` micro-batches.
+    """The kinds of a program's results, found by matches with one micro-batch.
 
-    The first program is that of one micro-batch.
+    ``first`` is the program of one micro-batch. ``second`` has ``n`` of them written
+    out.
     """
 
     def __init__(self, walk: Walk, first: Any, second: Any) -> None:
-        self._one = _Flat(first)
-        self._all = _Flat(second)
         self._number = walk.sizes.towers[1]
+        rows = _rows_of_micro_batch(second, self._number)
+        self._one = Flat(first, rows)
+        self._all = Flat(second, rows)
         self._walk = walk
-        walk.sizes = Sizes(walk.sizes.towers, self._rows(walk.sizes.towers))
+        walk.sizes = Sizes(walk.sizes.towers, rows)
         self._matches: dict[int, list[_Match]] = defaultdict(list)
         self._failed: Kind | None = None  # the first unknown value, with its reason
 
     def results(self, ins: Sequence[Kind]) -> list[Kind]:
-        """The kinds of the results, from those of the arguments."""
+        """Return the kinds of the results, from those of the arguments."""
         for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
             self._add(one, _Match(known, (other,) * self._number), ())
         for node in self._needed():
             self._match(node)
         for program, var, value in self._one.names:
-            if not isinstance(value, _Constant) and self._matches[value]:
+            if not isinstance(value, ConstValue) and self._matches[value]:
                 kinds = self._walk.kinds.setdefault(id(program), {})
                 kinds.setdefault(var, self._matches[value][0].known)
         pairs = zip(self._one.outs, self._all.outs, strict=True)
         return [self._result(*pair) for pair in pairs]
 
-    def _rows(self, towers: tuple[int, int]) -> tuple[int, int]:
-        """The rows of a micro-batch, by the first array that is cut into n."""
-        n = towers[1]
-        for node in self._all.nodes:
-            name = node.eqn.primitive.name
-            aval: Any = node.eqn.invars[0].aval if node.eqn.invars else None
-            new = node.out_shape()
-            if name == "reshape" and aval.shape and len(new) > 1:
-                if new[0] == n and aval.shape[0] == n * new[1]:
-                    return aval.shape[0], new[1]
-            if name in ("slice", "dynamic_slice", "split"):
-                for whole, size in zip(aval.shape, new, strict=True):
-                    if whole == n * size and size > 1:
-                        return whole, size
-        return n, 1
-
-    def _needed(self) -> list[_Node]:
-        """The equations of one micro-batch that some result needs, in order."""
-        needed = {x for x in self._one.outs if not isinstance(x, _Constant)}
+    def _needed(self) -> list[Node]:
+        """Return the equations of one micro-batch that some result needs, in order."""
+        needed = {x for x in self._one.outs if not isinstance(x, ConstValue)}
         nodes = []
         for node in reversed(self._one.nodes):
             if needed & {*node.outs}:
                 nodes.append(node)
-                needed |= {x for x in node.ins if not isinstance(x, _Constant)}
+                needed |= {x for x in node.ins if not isinstance(x, ConstValue)}
         return nodes[::-1]
 
     def _result(self, one: Any, other: Any) -> Kind:
-        if isinstance(one, _Constant) and isinstance(other, _Constant):
+        if isinstance(one, ConstValue) and isinstance(other, ConstValue):
             return self._walk.constant(one.value, other.value)
-        matches = [] if isinstance(one, _Constant) else self._matches[one]
+        matches = [] if isinstance(one, ConstValue) else self._matches[one]
         for match in matches:
             if match.is_shared and match.values[0] == other:
                 return match.known
         return self._failed or _unknown(_OTHERS)
 
-    # Equations.
+    def _match(self, node: Node) -> None:
+        """Find equations that do for all micro-batches what ``node`` does for one.
 
-    def _match(self, node: _Node) -> None:
-        """Add the matches of an equation's results."""
+        Their results are noted as matches of the results of ``node``.
+        """
         choices = [
-            [x] if isinstance(x, _Constant) else self._matches[x] for x in node.ins
+            [x] if isinstance(x, ConstValue) else self._matches[x] for x in node.ins
         ]
         for operands in itertools.islice(itertools.product(*choices), 64):
             for nodes in self._same_for_each(node, operands):
@@ -277,21 +141,25 @@ class Matched:
             self._failed = matches[0].known
 
     def _same_for_each(
-        self, node: _Node, operands: Sequence[Any]
-    ) -> Iterator[list[_Node]]:
-        """Equations, one for each micro-batch, that may do the same to its operands."""
+        self, node: Node, operands: Sequence[Any]
+    ) -> Iterator[list[Node]]:
+        """Yield lists of equations, one per micro-batch, that may match ``node``."""
         lists = [
-            self._all.by_key.get((node.eqn.primitive, places), [])
+            [
+                x
+                for x in self._all.by_key.get((node.eqn.primitive, places), [])
+                if _have_like_results(node, x, self._walk.sizes)
+            ]
             for places in self._places(operands)
         ]
         if not all(lists):
             return
-        is_shared = all(isinstance(x, _Constant) or x.is_shared for x in operands)
+        is_shared = all(isinstance(x, ConstValue) or x.is_shared for x in operands)
         for first in lists[0]:
             if is_shared:
                 yield [first] * self._number
                 continue
-            same = [[x for x in nodes if _constants_agree(x, first)] for nodes in lists]
+            same = [[x for x in nodes if _agree(x, first)] for nodes in lists]
             if all(same):
                 yield [nodes[0] for nodes in same]
         for step in dict.fromkeys([1, self._walk.sizes.rows[1]]):
@@ -303,17 +171,17 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """The numbers of the operands, for each micro-batch."""
+        """Yield, for each micro-batch, the numbers of its values for the operands."""
         for i in range(self._number):
             yield tuple(
-                _place(x) if isinstance(x, _Constant) else _place(x.values[i])
+                place_of(x) if isinstance(x, ConstValue) else place_of(x.values[i])
                 for x in operands
             )
 
     def _add_results(
-        self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
+        self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> None:
-        """Add a match for each result, if the rule says the same of each equation."""
+        """Note matches of the results of ``node``, if all ``nodes`` get one kind."""
         ins = self._kinds_of(node, operands, nodes)
         if ins is None:
             return
@@ -332,21 +200,24 @@ class Matched:
             self._add(node.outs[i], _Match(known, values), node.out_shape(i))
 
     def _kinds_of(
-        self, node: _Node, operands: Sequence[Any], nodes: Sequence[_Node]
+        self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> list[Kind] | None:
-        """The kinds of the operands; None if constants are not the same, or counted."""
+        """Return the kinds of the operands, or None if their constants do not fit.
+
+        Constants fit if they are equal in all micro-batches, or count these.
+        """
         ins = []
         for i, x in enumerate(operands):
-            if not isinstance(x, _Constant):
+            if not isinstance(x, ConstValue):
                 ins.append(x.known)
                 continue
             others = [other.ins[i] for other in nodes]
             if all(others[0].is_same(y) for y in others):
                 ins.append(self._walk.constant(x.value, others[0].value))
                 continue
-            numbers = [_whole(y) for y in others]
+            numbers = [whole_number(y) for y in others]
             step = self._walk.sizes.rows[1]
-            if _whole(x) != 0 or None in numbers:
+            if whole_number(x) != 0 or None in numbers:
                 return None
             if numbers == [*range(self._number)]:
                 ins.append(TowerId())
@@ -356,20 +227,18 @@ class Matched:
                 return None
         return ins
 
-    def _set_kind(self, node: _Node, result: int, known: Kind) -> None:
-        """Keep the kind of a variable, for those who look for causes."""
+    def _set_kind(self, node: Node, result: int, known: Kind) -> None:
+        """Record the kind of a variable, for `Causes`."""
         kinds = self._walk.kinds.setdefault(id(node.program), {})
         kinds[node.eqn.outvars[result]] = known
 
-    # Sums over micro-batches, and slices of the batch.
-
-    def _add_chain(self, node: _Node, operands: Sequence[Any]) -> None:
-        """Add a match with the value to which all micro-batches add theirs in turn."""
+    def _add_chain(self, node: Node, operands: Sequence[Any]) -> None:
+        """Match a sum with the value to which all micro-batches add theirs in turn."""
         name = node.eqn.primitive.name
         for start, part in (operands, operands[::-1]):
-            if isinstance(part, _Constant):
+            if isinstance(part, ConstValue):
                 continue
-            if isinstance(start, _Constant):
+            if isinstance(start, ConstValue):
                 begin: Any = start
                 known = self._walk.constant(start.value, start.value)
             elif start.is_shared:
@@ -389,9 +258,9 @@ class Matched:
             match = _Match(whole, (end,) * self._number)
             self._add(node.outs[0], match, node.out_shape())
 
-    def _add_stack(self, node: _Node, match: Any) -> None:
-        """Add a match with the array in which all values are stacked up."""
-        if isinstance(match, _Constant) or not isinstance(match.known, _ONE_EACH):
+    def _add_stack(self, node: Node, match: Any) -> None:
+        """Match a stack of one value with the stack of all micro-batches' values."""
+        if isinstance(match, ConstValue) or not isinstance(match.known, _ONE_EACH):
             return
         for other in self._all.by_key.get((node.eqn.primitive, match.values), []):
             if other.eqn.params["axis"] == node.eqn.params["axis"]:
@@ -401,7 +270,7 @@ class Matched:
                 self._add(node.outs[0], stacked, node.out_shape())
 
     def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
-        """The value to which all of these are added in turn, or None."""
+        """Return the value to which all of ``parts`` are added in turn, or None."""
         left = [*parts]
         value = begin
         while left:
@@ -416,15 +285,15 @@ class Matched:
         self, primitive: Any, value: Any, left: Sequence[Any]
     ) -> tuple[Any, Any] | None:
         for x in dict.fromkeys(left):
-            for places in ((_place(value), x), (x, _place(value))):
+            for places in ((place_of(value), x), (x, place_of(value))):
                 for node in self._all.by_key.get((primitive, places), []):
-                    constants = [y for y in node.ins if isinstance(y, _Constant)]
+                    constants = [y for y in node.ins if isinstance(y, ConstValue)]
                     if all(y.is_same(value) for y in constants):
                         return node.outs[0], x
         return None
 
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add a match of a value, and those that follow from it."""
+        """Note a match of a value, and the matches that follow from it."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
         if same and isinstance(same[0].known, Unknown):
@@ -437,16 +306,18 @@ class Matched:
         self._follow(value, match, shape)
 
     def _follow(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Add the matches that follow from one: sums, arrays of all, and slices."""
+        """Note the matches that follow from one: sums, arrays of all, and slices."""
         for other in self._sums(match):
             self._add(value, other, shape)
         for other in self._joined(match, shape):
             self._add(value, other, shape)
         for other in self._slices(match):
             self._add(value, other, shape)
+        for multiple, other in self._multiples(value, match):
+            self._add(multiple, other, shape)
 
     def _sums(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the sum of all values, or with the largest or smallest."""
+        """Yield matches with the sum of all values, or with the largest or smallest."""
         first, *others = match.values
         users = self._all.users[first]
         for primitive in dict.fromkeys(x.eqn.primitive for x in users):
@@ -461,10 +332,36 @@ class Matched:
                 continue
             yield _Match(known, (end,) * self._number)
 
-    def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
-        """Matches with the array that has all values, one after another.
+    def _multiples(self, value: int, match: _Match) -> Iterator[tuple[int, _Match]]:
+        """Yield the matches of multiples of a value with multiples of the sum of all.
 
-        ``shape`` is that of the value with one micro-batch.
+        An example is a running mean, ``mean + (x - mean) / (i + 1)``.
+        """
+        if match.is_shared:
+            return
+        try:
+            total = _total("add", match.known)
+        except NotOfOneKindError:
+            return
+        if not isinstance(total, Copy):
+            return
+        of_all = [
+            (place, factors[0])
+            for place, factors in self._all.linear_in(match.values).items()
+            if _are_one(factors)
+        ]
+        of_one = self._one.linear_in([value]).items() if of_all else ()
+        for place, [factor] in of_one:
+            for end, common in of_all:
+                power = _power_of(self._number, common, factor)
+                if power is not None:
+                    known = copy(total.power + power)
+                    yield place, _Match(known, (end,) * self._number)
+
+    def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
+        """Yield matches with the array that has all values, one after another.
+
+        ``shape`` is the shape of the value in the program of one micro-batch.
         """
         rows_of_both = self._walk.sizes.rows
         for node in self._all.users[match.values[0]]:
@@ -482,7 +379,7 @@ class Matched:
                 yield _Match(known, node.outs * self._number)
 
     def _slices(self, match: _Match) -> Iterator[_Match]:
-        """Matches with the n slices that a program takes of the batch."""
+        """Yield matches with the n slices that a program takes of the batch."""
         if not match.is_shared or not isinstance(match.known, Copy | Zero | Stacked):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -499,7 +396,7 @@ class Matched:
                 yield _Match(known, tuple(by_start[x] for x in starts))
 
     def _of_a_slice(self, x: Kind, dim: int, size: int) -> Kind | None:
-        """The kind of a micro-batch's slice of a whole."""
+        """Return the kind of a micro-batch's slice of a whole array, or None."""
         if isinstance(x, Zero):
             return ZERO
         if isinstance(x, Stacked):
@@ -509,14 +406,33 @@ class Matched:
         return own_rows if is_of_rows else None
 
 
-def _unknown(why: str, node: _Node | None = None) -> Kind:
-    """An unknown kind, with a reason and the line of an equation."""
+def _rows_of_micro_batch(closed: Any, n: int) -> tuple[int, int]:
+    """Return the rows of a batch and a micro-batch, by the first array cut in n."""
+    for eqn in all_eqns(open_jaxpr(closed)):
+        name = eqn.primitive.name
+        if name not in ("reshape", "slice", "dynamic_slice", "split"):
+            continue
+        before: Any = eqn.invars[0].aval
+        after: Any = eqn.outvars[0].aval
+        if name == "reshape":
+            if before.shape and len(after.shape) > 1 and after.shape[0] == n:
+                if before.shape[0] == n * after.shape[1]:
+                    return before.shape[0], after.shape[1]
+            continue
+        for whole, size in zip(before.shape, after.shape, strict=True):
+            if whole == n * size and size > 1:
+                return whole, size
+    return n, 1
+
+
+def _unknown(why: str, node: Node | None = None) -> Kind:
+    """Return an unknown kind, with a reason and the line of an equation."""
     line = user_line((node.eqn, node.outer)) if node else ""
     return Unknown(why=f"{why}, at {line}" if line else why)
 
 
 def _total(name: str, x: Kind) -> Kind:
-    """The kind of the sum, or of the largest or smallest, of all towers' values."""
+    """Return the kind of the sum or extreme of all towers' values."""
     if isinstance(x, Zero | Unknown):
         return x
     if name.startswith("add") and isinstance(x, Part | Copy):
@@ -526,8 +442,21 @@ def _total(name: str, x: Kind) -> Kind:
     raise NotOfOneKindError(f"no rule for a sum over {{many}} of {x}")
 
 
+def _are_one(factors: Sequence[float]) -> bool:
+    """Return whether all factors are one number that is not 0, up to rounding."""
+    least = min(factors)
+    return least != 0 and math.isclose(least, max(factors), rel_tol=1e-6)
+
+
+def _power_of(number: int, factor: float, divisor: float) -> int | None:
+    """Return the power of ``number`` that a quotient is, up to rounding, or None."""
+    ratio = factor / divisor if divisor else 0.0
+    powers = [p for p in range(-3, 4) if math.isclose(ratio, number**p, rel_tol=1e-6)]
+    return powers[0] if powers else None
+
+
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
-    """The kind of the end of a chain, from those of its start and of all the others."""
+    """Return the kind of ``start`` and ``total`` together: their sum, or the larger."""
     for x in (total, start):
         if isinstance(x, Unknown):
             return x
@@ -535,25 +464,44 @@ def _chained(name: str, start: Kind, total: Kind) -> Kind:
     return added(both) if name.startswith("add") else joined(both, "compared with")
 
 
-def _constants_agree(x: _Node, y: _Node) -> bool:
+def _have_like_results(node: Node, other: Node, sizes: Sizes) -> bool:
+    """Return whether results differ at most in a dim of rows or of micro-batches."""
+    for x, y in zip(node.eqn.outvars, other.eqn.outvars, strict=True):
+        if is_ref(x) or is_ref(y):
+            continue
+        first: Any = x.aval
+        second: Any = y.aval
+        if first.dtype != second.dtype:
+            return False
+        try:
+            sizes.axes(first, second)
+        except ProgramsDifferError:
+            return False
+    return True
+
+
+def _agree(x: Node, y: Node) -> bool:
+    """Return whether two equations of one program have equal constants and params."""
+    return _constants_agree(x, y) and params_agree(x, y)
+
+
+def _constants_agree(x: Node, y: Node) -> bool:
     pairs = zip(x.ins, y.ins, strict=True)
-    return all(a.is_same(b) for a, b in pairs if isinstance(a, _Constant))
+    return all(a.is_same(b) for a, b in pairs if isinstance(a, ConstValue))
 
 
-def _counts(node: _Node, number: int) -> bool:
-    """Whether the one constant operand that is not 0 is a number, or all are 0."""
-    numbers = [_whole(x) for x in node.ins if isinstance(x, _Constant)]
+def _counts(node: Node, number: int) -> bool:
+    """Return whether the first constant operand is ``number`` and any others are 0."""
+    numbers = [whole_number(x) for x in node.ins if isinstance(x, ConstValue)]
     return bool(numbers) and numbers[0] == number and set(numbers[1:]) <= {0}
 
 
-def _whole(x: Any) -> int | None:
-    """The whole number that a constant is, or None."""
-    is_one = isinstance(x, _Constant) and np.ndim(x.array) == 0
-    return int(x.array) if is_one and x.array.dtype.kind in "iu" else None
+def _cuts_of(node: Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
+    """Yield the slices that an equation takes along one dim.
 
-
-def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
-    """The slices along one dim: (it, its new and old size), the start, the slice."""
+    Each is a tuple: the dim with the slice's and the whole size, the start, and the
+    slice.
+    """
     name = node.eqn.primitive.name
     if name not in ("slice", "split"):
         return
@@ -577,7 +525,9 @@ def _cuts_of(node: _Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 def kinds_by_matches(
     walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
 ) -> list[Kind]:
-    """The kinds of two programs' results, if the second is written out.
+    """Return the kinds of two programs' results; the second has no loop.
+
+    Its equations are written out once for each micro-batch, as a Python loop is traced.
 
     Raises:
       ProgramsDifferError: The first program is not of one tower, or a rule fails.

@@ -46,19 +46,19 @@ _Where: TypeAlias = frozenset[Any] | None
 
 
 def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
-    """Where a result of an equation is 0, from where its operands are 0."""
+    """Return the places where a result is 0, from those where its operands are 0."""
     return _where(pair, result) or NO_ZEROS
 
 
 def is_zero(pair: EquationPair) -> bool:
-    """Whether all results of an equation are 0 everywhere."""
+    """Return whether all results of an equation are 0 everywhere."""
     if not any(isinstance(x, Zero) for x in pair.ins):
         return False
     return all(_where(pair, i) is None for i in range(len(pair.rows_out)))
 
 
 def _where(pair: EquationPair, result: int) -> "_Where":
-    """The places where a result of an equation is 0."""
+    """Return the places where a result of an equation is 0; None is everywhere."""
     at = [None if isinstance(x, Zero) else x.zeros for x in pair.ins]
     return _TABLE.get(pair.name, _nowhere)(at, pair, result)
 
@@ -67,104 +67,125 @@ _ZeroRule: TypeAlias = Callable[[list[_Where], EquationPair, int], _Where]
 
 
 def _where_all(*at: _Where) -> _Where:
-    """Where all of these are 0."""
+    """Return the places where all of these values are 0."""
     known = [x for x in at if x is not None]
     return frozenset.intersection(*known) if known else None
 
 
 def _where_any(*at: _Where) -> _Where:
-    """Where one of these is 0."""
+    """Return the places where at least one of these values is 0."""
     known = [x for x in at if x is not None]
     return frozenset().union(*known) if len(known) == len(at) else None
 
 
 def _nowhere(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Nowhere, because it may be any number where its operands are 0."""
+    """Return no places: a function may give any number where its operands are 0."""
     return NO_ZEROS
 
 
 def _where_all_operands(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where all operands are 0, because f(0, 0) = 0."""
+    """Return the places where all operands are 0, because f(0, ..., 0) = 0."""
     return _where_all(*at)
 
 
 def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where any operand is 0 and the others are finite, as a product is."""
+    """Return the places where a product is 0.
+
+    One factor is 0 there, and the others are finite.
+    """
     ends = [_is_finite(x) for x in pair.ins]
-    known = [each for i, each in enumerate(at) if all(ends[:i]) and all(ends[i + 1 :])]
+    known = [x for i, x in enumerate(at) if all(ends[:i]) and all(ends[i + 1 :])]
     return _where_any(*known) if known else NO_ZEROS
 
 
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the first operand is 0, of which it has elements, sums or multiples."""
+    """Return the places where the first operand is 0.
+
+    The result has its elements, sums of them, or a function f of them with f(0) = 0.
+    """
     return at[0]
 
 
 def _of_nonempty(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the operand is 0; of no elements an extreme or a product is not 0."""
+    """Return the places where a reduced operand is 0, if it has elements.
+
+    An extreme or a product of no elements is not 0.
+    """
     return NO_ZEROS if is_over_none(pair) else at[0]
 
 
 def is_over_none(pair: EquationPair) -> bool:
-    """Whether a reduction is over a dim without elements."""
+    """Return whether a reduction is over a dim without elements."""
     return any(pair.shape(0)[i] == 0 for i in pair.params["axes"])
 
 
 def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the dividend is 0 and the divisor is not."""
+    """Return the places where a quotient is 0: the dividend is, the divisor is not."""
     return at[0] if _divides(pair.ins[1]) else NO_ZEROS
 
 
 def _divides(x: Kind) -> bool:
-    """Whether a divisor is not 0, given that one tower's quotients are finite."""
+    """Return whether a divisor is known not to be 0.
+
+    What one tower computes is assumed to be finite, so it divides by no 0.
+    """
     if isinstance(x, Copy | AtLeast):
         return True
     return isinstance(x, TowerRows | Row) and x.in_padding is InPadding.AS_EXAMPLE
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the first operand is 0, if it also fills in 0 beyond it."""
+    """Return the places where a gather is 0: its array is, and so is its fill value."""
     return at[0] if fills_with_zero(pair) else NO_ZEROS
 
 
 def fills_with_zero(pair: EquationPair) -> bool:
-    """Whether a gather fills in no other number than 0 beyond its array."""
+    """Return whether a gather fills in no number except 0 beyond its array."""
     fills = "FILL" in str(pair.params["mode"])
     return not fills or pair.params["fill_value"] == 0
 
 
 def fills_with_number(pair: EquationPair) -> bool:
-    """Whether a gather fills in a number, and not NaN, beyond its array."""
+    """Return whether a gather fills in a finite number, not NaN, beyond its array."""
     return "FILL" not in str(pair.params["mode"]) or bool(
         pair.params["fill_value"] is not None and np.isfinite(pair.params["fill_value"])
     )
 
 
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the operand of the same number is 0."""
+    """Return the places where the operand of the same number as the result is 0."""
     return at[result]
 
 
 def _of_second(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the second operand is 0, because the solution of A x = 0 is 0."""
+    """Return the places where the second operand is 0: the solution of A x = 0 is 0."""
     return at[1] if _divides(pair.ins[0]) else NO_ZEROS
 
 
 def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the first two operands are 0; elements of one replace the other's."""
+    """Return the places where the first two operands are 0.
+
+    The elements of one operand replace elements of the other.
+    """
     return _where_all(*at[:2])
 
 
 def _of_scatter(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the first and third operands are 0; elements of one change the other."""
+    """Return the places where the first and the third operand of a scatter are 0.
+
+    The elements of the third operand change elements of the first.
+    """
     return _where_all(at[0], at[2])
 
 
 def _of_choice(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where all cases are 0, or where both the predicate and its case are 0."""
+    """Return the places where a choice is 0, because the chosen case is 0.
+
+    Either all cases are 0 there, or both the predicate and case 0 are.
+    """
     predicate, first, *others = at
     chosen = _where_all(predicate, first)
-    # Where both the predicate and the first case are 0.
+    # A predicate of 0 chooses the first case.
     if predicate is not None and first is not None:
         chosen = predicate & first
     elif first is None:
@@ -179,12 +200,15 @@ def _where_any_of(x: _Where, y: _Where) -> _Where:
 
 
 def _of_comparison(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where all operands are 0, because 0 > 0, 0 != 0 and 0 < 0 are false."""
+    """Return the places where both operands are 0, if one of them is 0 everywhere.
+
+    The comparisons 0 > 0, 0 != 0 and 0 < 0 are false.
+    """
     return _where_all(*at) if None in at else NO_ZEROS
 
 
 def _where_base(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Where the base is 0, if the power is positive."""
+    """Return the places where the base of a power is 0, if the exponent is positive."""
     return at[0] if pair.params["y"] > 0 else NO_ZEROS
 
 
@@ -225,30 +249,37 @@ _register(_of_comparison, "gt ne lt")
 _register(_where_base, "integer_pow")
 
 
-# Functions whose results are finite if their operands are.
-_KEEPS_FINITE = frozenset(
+KEEPS_FINITE = frozenset(
     """add sub add_any mul neg max min clamp select_n abs sign square exp expm1 tanh sin
     cos sinh cosh asinh atan logistic erf erfc floor ceil round copy copy_p name
     optimization_barrier stop_gradient convert_element_type reduce_precision real imag
-    conj complex squeeze expand_dims transpose reshape broadcast_in_dim concatenate pad
-    slice dynamic_slice rev tile split stack unstack reduce_sum cumsum cumprod cummax
-    cummin sort dot_general conv_general_dilated reduce_window_sum pvary
-    pcast dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min
-    scatter-max""".split()
+    conj complex one_minus_square squeeze expand_dims transpose reshape
+    broadcast_in_dim concatenate pad slice dynamic_slice rev tile split stack unstack
+    reduce_sum cumsum cumprod cummax cummin sort dot_general conv_general_dilated
+    reduce_window_sum pvary pcast dynamic_update_slice scatter scatter-add scatter-sub
+    scatter-mul scatter-min scatter-max""".split()
 )
+"""Functions whose results are finite if their operands are."""
+
 _WITHOUT_ROWS: TypeAlias = Copy | Part
-# They may be of no rows.
+# A tower's value of these kinds may be over no rows, and then it may be infinite.
 _OF_ANY_ROWS: TypeAlias = Maximum | Minimum | Mean
 
 
 def _is_finite(x: Kind) -> bool:
-    """Whether a value is finite, given that what one tower computes is."""
+    """Return whether a value is finite.
+
+    What one tower computes of examples is assumed to be finite.
+    """
     is_count = isinstance(x, Zero | Size | Valid)
     return is_count or x.in_padding > InPadding.ANY
 
 
 def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
-    """What is known of a result in padding, from what is known of the operands."""
+    """Return what is known of a result in padding rows: that it is finite, or not.
+
+    It follows from what is known of the operands there.
+    """
     dtype = pair.out_dtype(result)
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
     least = InPadding.ANY if is_inexact else InPadding.FINITE
@@ -256,18 +287,19 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
         is_guarded = isinstance(value, Mean) and value.fact is not None
         return InPadding.FINITE if is_guarded else least
     if isinstance(value, _WITHOUT_ROWS):
-        # Its sum is one tower's, and a constant may be infinite.
+        # A replicated value, and the sum of all parts, is a value that one tower has.
+        # So it is finite, unless it is computed from an infinite constant.
         ends = [_is_finite(x) for x in pair.ins if isinstance(x, _WITHOUT_ROWS)]
         return InPadding.AS_EXAMPLE if all(ends) else least
     if pair.name == "select_n" and any(value is x for x in pair.ins):
-        return value.in_padding  # the same case is chosen everywhere
+        return value.in_padding  # The choice is the same case in all rows.
     levels = [_level(x) for x in pair.ins]
     others = [x for x in pair.ins if not isinstance(x, _WITHOUT_ROWS)]
     if all(_level(x) is InPadding.AS_EXAMPLE for x in others):
         return InPadding.AS_EXAMPLE
-    if pair.name not in _KEEPS_FINITE and sub_jaxprs(pair.first):
+    if pair.name not in KEEPS_FINITE and sub_jaxprs(pair.first):
         return max(value.in_padding, least)
-    keeps = pair.name in _KEEPS_FINITE
+    keeps = pair.name in KEEPS_FINITE
     keeps |= pair.name == "integer_pow" and pair.params["y"] >= 0
     keeps |= pair.name == "gather" and fills_with_number(pair)
     keeps |= pair.name == "div" and isinstance(pair.ins[1], Copy | AtLeast)
@@ -276,7 +308,7 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
 
 
 def _level(x: Kind) -> InPadding:
-    """What is known of an operand in padding."""
+    """Return what is known of an operand in padding rows."""
     if isinstance(x, Zero):
         return InPadding.AS_EXAMPLE
     if isinstance(x, Valid | IsFull | AtLeast):
