@@ -46,7 +46,7 @@ class _TowerFn:
 
     fn: Callable[..., PyTree]
     treedef: Any
-    kinds: tuple[Any, ...]  # of each argument, or its value if it is a constant
+    kinds: tuple[Any, ...]  # the kind of each argument, or a `Constant`
 
     def __call__(
         self, tower: tj.Tower, rows: list[jax.Array], arrays: list[jax.Array]
