@@ -159,4 +159,4 @@ def _checked(make: Any, form: str, words: Any, values: Any, rtol: float | None) 
     if looked.faults:
         told = "\n".join(told_of_faults(looked.faults, words))
         raise pytest.fail.Exception(told, pytrace=False)
-    return "\n".join(looked.told)
+    return "\n".join(looked.texts)

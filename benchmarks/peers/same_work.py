@@ -46,7 +46,7 @@ def job_of(trial: Trial, device: str) -> Job:
     Raise where the peers do not have this model or dtype.
     """
     if trial.model not in ("mlp", "cnn") or trial.dtype != "float32":
-        raise NotImplementedError("For the peers mlp and cnn are written, in float32.")
+        raise NotImplementedError("The peers have only mlp and cnn, in float32.")
     work = work_of(trial)
     here = Placement((f"{jax.default_backend()}:0",), 1, "vmap", "shard_map")
     hand = by_hand(work, here)

@@ -220,7 +220,7 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         cut = sparse.BCOO((x[tuple(indices.T)], indices), shape=x.shape)
         out = predict(np.ones(30, np.float32), cut)
         np.testing.assert_allclose(out, x[:, :entries].sum(1), rtol=1e-6)
-    assert len(predict.programs.made) <= 3
+    assert len(predict.programs.compiled) <= 3
     change = re.escape("batch is float32[4, 30], expected float32[2, 30]")
     cut = sparse.BCOO((cut.data, cut.indices), shape=(4, 30))
     with pytest.raises(ValueError, match=change):

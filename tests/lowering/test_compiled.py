@@ -192,18 +192,18 @@ def test_a_program_for_full_batches_reads_no_weights(count):
     x = np.array([1, 2, 4, 9], np.float32)
     state, _ = step(step.init(0.0), x)
     assert float(state.params) == 4
-    [full] = step.programs.made.values()
+    [full] = step.programs.compiled.values()
     assert full.is_full and not reads_counts(full)
     assert " iota(" not in full.call.as_text()
     # Rows that were padded elsewhere need their weights: from now on by one program.
     [padded] = strategy.distribute_dataset([x[:3]])
     state, _ = step(state, padded)
     np.testing.assert_allclose(state.params, 7 / 3, rtol=1e-6)
-    [general] = step.programs.made.values()
+    [general] = step.programs.compiled.values()
     assert not general.is_full and reads_counts(general)
     state, _ = step(state, x)
     assert float(state.params) == 4
-    assert [*step.programs.made.values()] == [general]
+    assert [*step.programs.compiled.values()] == [general]
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
             assert float(state.params["w"]) == w
             kept = state.opt_state.hyperparams["learning_rate"]
             assert kept.dtype == np.float32 and float(kept) == now
-    assert len(step.programs.made) == 1
+    assert len(step.programs.compiled) == 1
 
 
 def test_a_state_whose_step_number_is_int64_trains_on():

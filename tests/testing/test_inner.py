@@ -36,9 +36,9 @@ def test_a_step_is_taken_from_a_trainer():
     [
         (train, "stop", {}, "0 functions named 'stop' are defined in <function train"),
         (jax.nn, "relu", {}, "0 functions named 'relu'"),
-        (train, "step", {}, "step takes rate from around it, and was given nothing"),
-        (train, "step", {"rate": 1.0, "w": 1.0}, "was given rate; w"),
-        (train, "unused", {"rate": 1.0}, "unused takes step from around it"),
+        (train, "step", {}, "rate from the function around it, but got nothing"),
+        (train, "step", {"rate": 1.0, "w": 1.0}, "but got rate; w"),
+        (train, "unused", {"rate": 1.0}, "unused reads step from the function"),
     ],
 )
 def test_what_is_not_there_is_told(outer, name, closed, told):

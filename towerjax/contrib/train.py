@@ -212,7 +212,7 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
     if len(leaves) != structure.num_leaves:
         raise ValueError(
             "The average in state.opt_state does not have the structure of"
-            " state.params."
+            " state.params. Pass a state that step.init or a call of the step returned."
         )
     return jax.tree.unflatten(structure, leaves)
 
@@ -291,6 +291,7 @@ def _norm(merged: dict[str, Any]) -> jax.Array:
     if isinstance(merged["grads"], tj.PerTower):
         raise ValueError(
             "log='gradient_norm' needs a merged gradient, but these towers train alone."
+            " Leave it out of log=."
         )
     leaves = jax.tree.leaves(merged["grads"].value)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):

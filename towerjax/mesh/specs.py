@@ -144,7 +144,10 @@ def check_split(
             " over towers write tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
-        raise ValueError(f"{fault}, which has more entries than the array has dims.")
+        raise ValueError(
+            f"{fault}, which has more entries than the array has dims. Give at most one"
+            " entry for each dim."
+        )
     for i, entry in enumerate(spec):
         count = math.prod(sizes[axis] for axis in axes_of(entry))
         if shape[i] % count:

@@ -46,8 +46,9 @@ def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..
     [found_code] = codes
     if {*closed} != {*found_code.co_freevars}:
         raise ValueError(
-            f"{name} takes {listed(found_code.co_freevars) or 'nothing'} from around"
-            f" it, and was given {listed([*closed]) or 'nothing'}."
+            f"{name} reads {listed(found_code.co_freevars) or 'nothing'} from the"
+            f" function around it, but got {listed([*closed]) or 'nothing'}. Pass a"
+            " value for each name that it reads."
         )
     cells = tuple(types.CellType(closed[x]) for x in found_code.co_freevars)
     return types.FunctionType(found_code, plain.__globals__, name, None, cells)

@@ -152,7 +152,10 @@ def _check_loss(loss: Weighted) -> Weighted:
             f" {weight.shape}. Use tj.Weighted.mean(losses, tower.weight)."
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(f"The loss has dtype {total.dtype}, which has no gradient.")
+        raise ValueError(
+            f"The loss has dtype {total.dtype}, which has no gradient. Return a"
+            " floating loss."
+        )
     wide = widen_dtype(total.dtype)
     total = total.astype(wide)
     weight = weight.astype(wide)

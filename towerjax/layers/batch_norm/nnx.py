@@ -69,7 +69,8 @@ class TowerBatchNorm(nnx.BatchNorm):
         if [x.shape[i] for i in axes] != [self.num_features]:
             raise ValueError(
                 f"TowerBatchNorm got x of shape {x.shape}, whose features along"
-                f" axis={self.axis} are not {self.num_features=}."
+                f" axis={self.axis} are not num_features={self.num_features}"
+                " in number. Build the layer with the number of features of x."
             )
         frozen = self.statistics == "frozen" or first_from(
             use_running_average,
