@@ -112,7 +112,7 @@ def disturbed(
 
 
 def undisturbed(steps: int) -> tuple[float, str]:
-    """Return the seconds from the first step to the last, and the last bits."""
+    """Return the seconds from the first step to the last, and a digest of the bits."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
         if _launch(folder, steps, False).wait():

@@ -138,7 +138,7 @@ def bars(panel: Any, names: list[str], parts: dict[str, list[float]]) -> None:
 
 
 def sweep(program: str) -> Figure:
-    """Draw the learning curves of the sweep that its page runs."""
+    """Draw the learning curves of the sweep in the documentation."""
     found: dict[str, Any] = {}
     exec(program, found)
     return found["found"].plot()
@@ -169,7 +169,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]]
 
 
 def digest(shown: Any) -> str:
-    """Return a hash of what a picture shows, by which a test sees an old one."""
+    """Return a hash of what a picture shows, by which a test finds an old one."""
     return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
 

@@ -171,9 +171,10 @@ class Compared:
     Attributes:
       case: Its name.
       leaves: How many leaves were compared.
-      differing: ``D`` -> the leaves whose bits are not those on the first ``D``, with
-        a mirrored state.
-      digests: ``D`` -> a digest of all bits, to compare with other machines.
+      differing: For each number of devices, the leaves whose bits differ from those
+        of a mirrored state on the first number of devices.
+      digests: For each number of devices, a digest of all bits, to compare with other
+        machines.
     """
 
     case: str

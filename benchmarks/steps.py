@@ -36,7 +36,7 @@ class Contender:
 
     call: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
     state: Any
-    batch: Any  # on the devices
+    batch: Any  # its arrays lie on the devices
     compile_seconds: float  # of tracing, proving (by towerjax) and compiling
     loss: Any = None  # the loss of the last call
     program: str = ""  # the compiled HLO, for a step built by towerjax
@@ -57,7 +57,7 @@ class Work:
     model: Model
     params: PyTree  # on the host
     batch: PyTree  # on the host
-    micro_batches: int = 1  # A
+    micro_batches: int = 1
     optimizer: optax.GradientTransformation = dataclasses.field(
         default_factory=lambda: optax.sgd(LEARNING_RATE, MOMENTUM)
     )

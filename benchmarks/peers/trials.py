@@ -31,15 +31,15 @@ class Trial:
     """A step to time: the arguments of `build`."""
 
     model: str
-    batch: int  # B
+    batch: int  # the global batch size
     by: str = "towerjax"  # or one of WAYS or of LIBRARIES
     strategy: str = "mirrored"  # or "mirrored_scan", "mirrored_pmap", "one_device"
-    towers: int = 1  # T
-    devices: int = 1  # D
+    towers: int = 1
+    devices: int = 1
     cross_tower_ops: str = "AllReduce"
     guard: str = "gradients"  # what a step by towerjax looks at
     dtype: str = "float32"
-    micro_batches: int = 1  # A
+    micro_batches: int = 1
 
 
 def build(**config: Any) -> Any:

@@ -904,11 +904,12 @@ _LOCAL_SGD = (
 _OF_OWN = "build_step::a_mean_of_a_towers_"
 ROUNDS = (
     _m("Y01", "towers that go alone count alike, whatever they have seen",
-       "contrib.diloco:Rounds._meet", "own.weight[:, p], own.loss",
-       "jnp.sign(own.weight[:, p]), own.loss", _LOCAL_SGD),
+       "contrib.diloco:Rounds._meet", "of_tower.weight[:, p],",
+       "jnp.sign(of_tower.weight[:, p]),", _LOCAL_SGD),
     _m("Y02", "what a tower has sent counts again in the next round",
        "contrib.diloco:_reset_counters",
-       "own.weight.at[:, p].set(reset(own.weight[:, p]))", "own.weight", _LOCAL_SGD),
+       "of_tower.weight.at[:, p].set(reset(of_tower.weight[:, p]))", "of_tower.weight",
+       _LOCAL_SGD),
     _m("Y03", "towers do not go on alone while what they sent is under way",
        "contrib.diloco:Rounds._adopt", "since - self.sync.overlap", "since", _ALONE),
     _m("Y04", "towers that go alone meet at every step", "contrib.diloco:Rounds._meet",

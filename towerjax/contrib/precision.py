@@ -82,7 +82,7 @@ def checked_dtype(dtype: Any) -> Any:
 
 
 def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
-    """Return the given loss scale; if there is none, for float16 the usual one."""
+    """Return ``loss_scale``; for float16 without one, the default loss scale."""
     if loss_scale is None:
         return LossScale() if dtype == jnp.float16 else None
     if not isinstance(loss_scale, LossScale):

@@ -59,7 +59,7 @@ class _Pulled(NamedTuple):
     """The part of a round that belongs to this process's towers."""
 
     trees: list[PyTree]  # one for all towers, or one for each
-    sizes: list[int]  # the number of examples in each
+    sizes: list[int]  # the number of examples in each tree
     bare: bool = False  # the elements had no dim over examples
     sparse: SparseRows | None = None  # the sparse leaves of one for all
     replicated: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all

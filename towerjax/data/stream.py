@@ -189,7 +189,7 @@ class _Kept:
 
     def __init__(self, elements: Iterator[PyTree]) -> None:
         self._elements = elements
-        self._kept: dict[int, Any] = {}  # by number
+        self._kept: dict[int, Any] = {}  # number -> batch
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
         if number not in self._kept:

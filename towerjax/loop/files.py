@@ -131,7 +131,7 @@ def read_lines(
         for number, line in enumerate(lines, 1):
             is_ours = line.startswith(head[: len(line)])
             if is_ours and not line.endswith(b"\n"):
-                return  # torn by a kill or a full disk
+                return  # a kill or a full disk tore the line
             if not is_ours:
                 raise ValueError(
                     f"Line {number} of {str(path)!r} is not a line of {owner}:"

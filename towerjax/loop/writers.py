@@ -167,7 +167,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value with non-finite floats as names, which ``float`` reads."""
+    """Return the value for JSON: each non-finite float as text that ``float`` reads."""
     if isinstance(value, Mapping):
         return {str(name): as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -402,7 +402,7 @@ def _csv_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
-                return  # torn by a kill or a full disk
+                return  # a kill or a full disk tore the line
             kind, step, *_ = [*line.decode(errors="replace").split(","), ""]
             is_ours = line == head if number == 1 else step.isdigit()
             if not is_ours:
@@ -514,8 +514,8 @@ class TensorBoard:
             stores = _tensorboardx("record_writer")
             stores.register_writer_factory("towerjax", store)
             path = "towerjax:" + path
-        # The package tensorboardX puts the second into the name, which two runs may
-        # share.
+        # The package tensorboardX names a file by the current second, and two runs may
+        # start in one second.
         events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
         mark = proto.SessionLog(status=proto.SessionLog.START)
         is_redone = {"step": start + 1, "session_log": mark}

@@ -208,8 +208,8 @@ class _Body:
         if not is_of_towers(eqn):
             consts = [whole(x) for x in consts]  # otherwise each step gathers them
         start = [whole(x) for x in operands[num_consts:first_xs]]
-        # An operand that is split along its rows is gathered here, others are row by
-        # row.
+        # An operand that is split along its rows is gathered here. Other operands are
+        # gathered row by row.
         xs = [
             whole(x) if is_shard(x) and x.dim == 0 else x for x in operands[first_xs:]
         ]

@@ -182,7 +182,7 @@ class _WholeSteps:
         return self
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Return the batch in the place of what passes merge."""
+        """Run nothing; return the batch in the place of merged results."""
         donated, kept, *batch = args
         return donated, kept, batch, []
 

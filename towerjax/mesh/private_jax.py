@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, clusters, distributed  # 0.10 to 0.12
-from jax._src.array import ArrayImpl  # 0.10 to 0.12
-from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
-from jax._src.core import (  # 0.10 to 0.12
-    add_explicit_mesh_axis_names,  # 0.10 to 0.12
+from jax._src import api_util, clusters, distributed  # JAX 0.10 to 0.12
+from jax._src.array import ArrayImpl  # JAX 0.10 to 0.12
+from jax._src.config import explicit_device_put_scope  # JAX 0.10 to 0.12
+from jax._src.core import (  # JAX 0.10 to 0.12
+    add_explicit_mesh_axis_names,  # JAX 0.10 to 0.12
     extend_axis_env_nd,
     get_axis_env,
     trace_state_clean,
@@ -20,7 +20,7 @@ from jax._src.core import (  # 0.10 to 0.12
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
-from jaxlib import xla_client  # 0.10 to 0.12
+from jaxlib import xla_client  # JAX 0.10 to 0.12
 
 # This is the class of arrays on devices; keys and tracers are of other classes. A test
 # for it takes a fifth of the time of ``isinstance(x, jax.Array)``.
@@ -72,7 +72,7 @@ def is_literal_zero(x: Any) -> bool:
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
     """Return which inputs of a program the outputs that are marked True depend on."""
-    return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # 0.10 to 0.12
+    return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # JAX 0.10 to 0.12
 
 
 def is_tracing() -> bool:
@@ -108,7 +108,7 @@ def detects_cluster(method: str | None) -> bool:
     """
     if os.environ.get("JAX_COORDINATOR_ADDRESS") and method != "deactivate":
         return True
-    return any(  # 0.10 to 0.12
+    return any(  # JAX 0.10 to 0.12
         kind.is_env_present()
         for kind in clusters.ClusterEnv._cluster_types
         if (kind.name == method if method else not kind.opt_in_only_method)
@@ -117,7 +117,7 @@ def detects_cluster(method: str | None) -> bool:
 
 def read_arguments(compiled: Any) -> list[int]:
     """Return the numbers of those leaves of its arguments that a program reads."""
-    return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
+    return sorted(compiled._executable._kept_var_idx)  # JAX 0.10 to 0.12
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ class Specs:
 
         pairs = []
         for path, x in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-            spec = getattr(x, "spec", x)  # of a NamedSharding
+            spec = getattr(x, "spec", x)  # a NamedSharding has a spec
             if not isinstance(spec, PartitionSpec | None):
                 raise ValueError(
                     f"{leaf_name('specs', path)} is {x!r:.200}. specs= must be a tree"

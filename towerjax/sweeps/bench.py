@@ -31,7 +31,7 @@ from towerjax.types.refusals import types_of
 
 Builder: TypeAlias = Callable[..., Any] | str
 _WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
-_KEPT_BYTES = 2000  # output of a failed worker in its record
+_KEPT_BYTES = 2000  # of a failed worker's output, for its record
 _NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 

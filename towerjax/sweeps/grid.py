@@ -140,7 +140,7 @@ def counted(
 
 
 class RowTable(Shown):
-    """A base class of a sweep's results, shown as a table with a row for each."""
+    """A base class of a sweep's results, shown as a table with one row per result."""
 
     title = "results"
     _rows: Callable[[], list[Line]]  # each subclass has this method

@@ -40,12 +40,13 @@ def create_var(
     reduction: Reduction = Reduction.NONE,
     tower_local: bool = False,
 ) -> Variable:
-    """A new ``MirroredVar`` or ``TowerLocal`` ``[T, ...]``, on the strategy's devices.
+    """Return a new variable, stored on the strategy's devices.
 
-    ``initial`` is a pytree of arrays or numbers, or a function that returns one.
-    ``reduction`` says how towers' values become one: the values that they assign to a
-    mirrored variable, or the copies of a tower-local variable when it is read. In a
-    tower function a ``TowerLocal`` is the tower's own copy.
+    It is a ``MirroredVar``, or with ``tower_local`` a ``TowerLocal`` with leaves ``[T,
+    ...]``. ``initial`` is a pytree of arrays or numbers, or a function that returns
+    one. ``reduction`` says how towers' values become one: the values that they assign
+    to a mirrored variable, or the copies of a tower-local variable when it is read. In
+    a tower function a ``TowerLocal`` is the tower's own copy.
 
     Example:
       >>> import towerjax as tj
@@ -69,7 +70,7 @@ def create_var(
     refuse_per_tower([initial], f"create_var of {name!r}")
     initial = plain(initial)
     refuse_unheld(f"create_var: {name!r}", initial)
-    # With explicit dtypes, so that no value stays weakly typed.
+    # Each leaf gets its dtype explicitly, so that no variable stays weakly typed.
     initial = jax.tree.map(native, initial)
     value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
     if not tower_local:
@@ -137,7 +138,7 @@ def _warn_if_dropped(verb: str) -> None:
 def _given(
     strategy: AnyStrategy, variable: Variable, value: PyTree, verb: str
 ) -> PyTree:
-    """The value that all towers get for a variable; raise if it differs by tower."""
+    """Return ``value`` as all towers get it; raise if it differs by tower."""
     check_variable(variable, f"strategy.{verb}")
     refuse_per_tower([value], f"strategy.{verb} of {label(variable)}")
     return of_first_process(as_native("value", plain(value)), strategy.placement)

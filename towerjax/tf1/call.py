@@ -21,14 +21,15 @@ from towerjax.types.trees import map_parts, named_leaves
 
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
-# Kinds of the array leaves among arguments: a row per tower, or one value for all.
+# An array among the arguments has one of two kinds: it has a row for each tower, or it
+# is one value for all towers.
 _ROWS = "rows"
 _WHOLE = "whole"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is bound while `call_for_each_tower` traces a function."""
+    """A marker that is bound while `call_for_each_tower` traces a function."""
 
 
 _CALL = _Call()
@@ -45,12 +46,16 @@ class _TowerFn:
 
     fn: Callable[..., PyTree]
     treedef: Any
-    kinds: tuple[Any, ...]  # of each argument, or its value if it is a constant
+    kinds: tuple[Any, ...]  # the kind of each argument, or a `Constant`
 
     def __call__(
         self, tower: tj.Tower, rows: list[jax.Array], arrays: list[jax.Array]
     ) -> tuple[list[jax.Array], list[Any], Any]:
-        """The arrays of the result, whether towers may differ in each, and the rest."""
+        """Call the function for one tower, and take its result apart.
+
+        Return the arrays of the result, what `call_on_towers` requires of each array,
+        and the rest: the structure of the result and the kind of each leaf.
+        """
         pools = {_ROWS: iter(rows), _WHOLE: iter(arrays)}
         all_args = [next(pools[x]) if x in pools else x.value for x in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, all_args)
@@ -142,9 +147,11 @@ def _tree_of(
 
 
 def _kinds_of(out: PyTree) -> Iterator[Any]:
-    """The kind of each leaf, in tree order: what `call_on_towers` wants of an array.
+    """Yield the kind of each leaf of ``out``, in tree order.
 
-    A leaf that is no array is a constant.
+    The kind of an array is what `call_on_towers` requires of it: ``Layout.PER_TOWER``,
+    the name of a mirrored variable for errors, or None. A leaf that is not an array is
+    a `Constant`.
     """
     for path, node in jax.tree_util.tree_leaves_with_path(out, is_leaf=is_variable):
         if isinstance(node, TowerLocal):
@@ -174,10 +181,10 @@ class Constant:
 
 
 def key_of(name: str, value: Any) -> Any:
-    """The key of a value that is compiled in, which compares like a static argument.
+    """Return the key of a value that is compiled in, like a static argument.
 
-    The key of a container is made of the keys of its items. It raises a TypeError for a
-    value without a hash.
+    Values with equal keys share one program. The key of a container is made of the keys
+    of its items. Raise a TypeError for a value without a hash.
     """
     kind = type(value)
     if isinstance(value, Mapping):
@@ -187,7 +194,7 @@ def key_of(name: str, value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return kind, frozenset(key_of(name, x) for x in value)
     if isinstance(value, float | complex | np.number):
-        return kind, repr(value)  # 0.0 == -0.0, and NaN is not NaN
+        return kind, repr(value)  # 0.0 differs from -0.0; NaN equals NaN
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} is an array")
     try:

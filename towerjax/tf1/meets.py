@@ -24,13 +24,13 @@ from towerjax.types import PyTree, Reduction
 from towerjax.types.trees import map_parts, widen_dtype
 
 MEET = Primitive("towers_meet")
-"""``(loss, gradients)`` of one tower to their sums over all towers."""
+"""Maps ``(loss, gradients)`` of one tower to their sums over all towers."""
 
 PARAMETERS = Primitive("towers_parameters")
 """An identity that marks the parameters by which one loss is differentiated."""
 
 DIFFERENTIATE = Primitive("towers_differentiate")
-"""``(loss of one tower, its parameters)`` to ``(loss of all towers, its gradient)``."""
+"""Maps a tower's loss and its parameters to all towers' loss and its gradient."""
 
 for _primitive in (MEET, PARAMETERS, DIFFERENTIATE):
     _primitive.multiple_results = True
@@ -55,12 +55,12 @@ _Bound = TypeVar("_Bound", bound=Hashable)
 
 
 def bound(value: Hashable) -> AbstractContextManager[None]:
-    """A context in which `bound_here` finds the value, as JAX finds a named axis."""
+    """Return a context in which `bound_here` finds ``value``, like JAX a named axis."""
     return bind_axis(value)
 
 
 def bound_here(kind: type[_Bound]) -> _Bound | None:
-    """The value of this type that is bound where a program is traced, or None."""
+    """Return the value of type ``kind`` that is bound around this trace, or None."""
     return next((x for x in bound_axes() if isinstance(x, kind)), None)
 
 
@@ -76,7 +76,10 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
 
 
 def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
-    """The sum over towers, by a collective: inside a jit or scan no pass can end."""
+    """Return the sum over towers, by a collective.
+
+    It is for a jit or scan in the tower function, inside which no pass can end.
+    """
     with jax.named_scope(tags.SUMMED_BY_STEP):
         return tower.reduce(Reduction.SUM, value)
 
@@ -123,7 +126,7 @@ def differentiate(
 
 
 def operands_of(eqn: JaxprEqn) -> list[Any]:
-    """The values that towers return at a meet; for `DIFFERENTIATE` only the loss."""
+    """Return the values that a meet sums; for `DIFFERENTIATE` only the loss."""
     return eqn.invars[: eqn.params["treedef"].num_leaves]
 
 
@@ -133,7 +136,7 @@ def parameters_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
-    """For each leaf ``count`` if rows of a table are concatenated, else 0."""
+    """Return for each leaf ``count`` if rows of a table are concatenated, else 0."""
     parts = jax.tree.leaves(tree, is_leaf=is_rows_of_table)
     counts = [count * is_rows_of_table(x) for x in parts]
     pairs = zip(parts, counts, strict=True)
@@ -153,7 +156,7 @@ def is_rows_of_table(x: Any) -> bool:
 
 
 def map_gradients(fn: Callable[..., Any], grads: PyTree, *others: PyTree) -> PyTree:
-    """Return the function of each gradient; of the rows of a table, of their values."""
+    """Apply ``fn`` to each gradient; for rows of a table, to the values of the rows."""
 
     def of_one(grad: Any, *others: Any) -> Any:
         if is_rows_of_table(grad):

@@ -77,7 +77,7 @@ class SplitProgram:
         *,
         shows_state: bool,
     ) -> "SplitProgram":
-        """The program of one tower's call of ``fn``; only shapes of arguments are read.
+        """Trace one tower's call of ``fn``; only the shapes of its arguments are read.
 
         The leaves of the result have the types by which passes merge them. Without
         ``shows_state`` the tower has no step number, no key and no local variables.
@@ -122,7 +122,11 @@ class SplitProgram:
         return max(numbers) + 1
 
     def trained(self, number: int) -> Callable[..., PyTree] | None:
-        """A function ``(state, merged) -> parameters`` to differentiate by, or None."""
+        """Return a function that computes the parameters of a pass's losses, or None.
+
+        It maps ``(state, merged)`` to the parameters by which the losses are
+        differentiated. Return None for a pass that does not differentiate.
+        """
         if self._parts.kind_of(number) is not DIFFERENTIATE:
             return None
         meets = self._parts.ends_of(number)
@@ -147,7 +151,7 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> dict[str, PyTree]:
-        """One tower's results in a pass; ``merged`` has those of earlier passes.
+        """Return one tower's results in a pass; ``merged`` has those of earlier passes.
 
         ``trained`` has the parameters of its losses. Their gradients are not among the
         results, because the pass itself computes them.
@@ -186,13 +190,16 @@ class SplitProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def line_of_met_sum(self) -> str | None:
-        """The line where towers communicate in a loss whose sum is differentiated."""
+        """Return the line where towers communicate in a loss, or None.
+
+        Only losses count whose sum is differentiated.
+        """
         sites = sites_over(self._closed, {self._axis})
         of_sums = [site for site in sites if tags.OF_A_SUM in scopes_of(site)]
         return user_line(of_sums[0]) if of_sums else None
 
     def line_of_own_parameters(self) -> str | None:
-        """Return the line of a loss with parameters that differ from tower to tower."""
+        """Return the line of a loss whose parameters differ by tower, or None."""
         for eqn in self._parts.eqns:
             if eqn.primitive is PARAMETERS and self._is_own(eqn.invars):
                 return user_line((eqn, None))
@@ -241,7 +248,7 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> Interpreter:
-        """An interpreter that knows the results of a pass, or of the update (None)."""
+        """Evaluate a pass, or for None the update; return the interpreter."""
         walk = self._walk(inputs, merged)
         if trained is not None:
             meets = self._parts.ends_of(number)
@@ -258,7 +265,7 @@ class SplitProgram:
         return jax.tree.leaves((results, operands))
 
     def _shows_in(self, number: int | None, eqn: JaxprEqn) -> bool:
-        """Whether a pass, or for None the update, runs an equation with an effect."""
+        """Return whether a pass (None: the update) runs an equation with an effect."""
         last = self.num_passes if number is None else number
         return bool(eqn.effects) and self._parts.first_knowing(eqn.invars) == last
 
@@ -273,7 +280,7 @@ _MEET_KEYS = (LOSSES, "grads")
 
 
 def _is_one(x: Any) -> bool:
-    """Return whether ``x`` is one result, which one pass merges."""
+    """Return whether ``x`` is a result that a pass merges as a whole."""
     return is_typed(x) or isinstance(x, Means)
 
 
@@ -288,12 +295,15 @@ def _results_in(tree: dict[str, PyTree]) -> list[Any]:
 
 
 def _as_sums(grads: PyTree) -> PyTree:
-    """The gradients as `Sum` leaves, except table rows, which are concatenated."""
+    """Return gradients as `Sum` leaves, but rows of tables unchanged."""
     return jax.tree.map(
         lambda x: x if is_rows_of_table(x) else Sum(x), grads, is_leaf=is_rows_of_table
     )
 
 
 def _one_or_all(items: list[Any]) -> Any:
-    """The items; a lone one without its list, so that errors name it without [0]."""
+    """Return the items, or a lone item without its list.
+
+    Errors then name a lone item without ``[0]``.
+    """
     return items[0] if len(items) == 1 else items

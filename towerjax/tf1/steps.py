@@ -46,13 +46,13 @@ class MultiStepContext:
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     final: PyTree = None
     iterations: int = 0
-    # The outputs that a tower function sets; None outside of one.
+    # Holds the outputs that a tower function sets, and None while none runs.
     _of_towers: dict[str, Any] | None = None
 
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """The strategy's method, in which a tower function may set outputs here."""
+        """Call ``fn`` for each tower, as the strategy does; it may set outputs here."""
         reductions = {}
 
         def tower_fn(tower: tj.Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -116,7 +116,8 @@ class MultiStepContext:
         self.non_tensor_outputs[name] = [output] if inside else output
 
 
-# The key of the cache: the strategy, the step function, and whether batches are bare.
+# The key of the cache holds the strategy, the step function, and whether batches are
+# bare.
 _Steps: TypeAlias = tuple[AnyStrategy, Callable[..., PyTree], bool]
 
 
@@ -124,7 +125,7 @@ _Steps: TypeAlias = tuple[AnyStrategy, Callable[..., PyTree], bool]
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: tuple[PyTree, ...], count: Any
 ) -> tuple[PyTree, dict[str, Any], TracedCall]:
-    """The carry, the last step's outputs, and other outputs, after ``count`` steps."""
+    """Run ``count`` steps; return the carry, the last outputs and the other outputs."""
     strategy, fn, bare = steps
     num_towers = strategy.num_towers
     values = {}
@@ -149,14 +150,14 @@ def _run_steps(
     call_kept = TracedCall.of(values, steps, jaxpr)
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
-    # Placed as before, so that the next call uses the same program.
+    # The carry is placed as before, so that the next call uses the same program.
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, call_kept
 
 
 @functools.partial(jax.jit, static_argnames="strategy")
 def _stack(batches: Sequence[Any], *, strategy: AnyStrategy) -> tuple[PyTree, ...]:
-    """The parts of several batches, stacked to ``[steps, ...]`` on the same devices."""
+    """Stack the parts of several batches to ``[steps, ...]`` on the same devices."""
     layouts = Layout.PER_TOWER_STEPS, Layout.PER_TOWER_STEPS, Layout.MIRRORED
     parts = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     shardings = tuple(map(strategy.placement.sharding, layouts))
@@ -173,7 +174,7 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
 
 
 def _on_devices(strategy: AnyStrategy, carry: PyTree) -> PyTree:
-    """The carry on the strategy's devices; copied unless all of it lies there."""
+    """Return the carry on the strategy's devices, copied unless all lies there."""
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
 
     def is_there(x: Any, sharding: Any) -> bool:

@@ -41,13 +41,13 @@ class Verbs:
     update = assigning.update_var
     read_var = assigning.read_var
 
-    if TYPE_CHECKING:  # of the strategy that has these methods, too
+    if TYPE_CHECKING:  # attributes of the strategy
         num_towers: int
         placement: Any
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class with TensorFlow's methods."""
+        """Return the class like ``plain`` that also has TensorFlow's methods."""
         return _WITH_VERBS[plain]
 
     @property

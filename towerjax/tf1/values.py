@@ -27,9 +27,10 @@ AnyStrategy: TypeAlias = tj.Mirrored | tj.OneDevice
 
 
 def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
-    """The tree of tower ``t``, from a tree with ``PerTower`` leaves and variables.
+    """Return the tree of tower ``t``, from a tree with values of all towers.
 
-    It is the inverse of `regroup`. ``tower`` is the number ``t``, from 0, or the device
+    It is the inverse of `regroup`. Each ``PerTower`` leaf and tower-local variable is
+    replaced by the tower's value. ``tower`` is the number ``t``, from 0, or the device
     of one tower, a ``jax.Device`` or a name such as ``"gpu:2"``.
 
     Example:
@@ -58,7 +59,7 @@ def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
 
 
 def regroup(self: AnyStrategy, nests: Sequence[PyTree]) -> PyTree:
-    """One tree made of the ``T`` towers' trees, which have one structure.
+    """Return one tree made of the trees of all ``T`` towers, which have one structure.
 
     A leaf is bare if all towers have the same object or equal constants, and otherwise
     a ``PerTower``, in tower order. It is the inverse of `select_tower`.
@@ -111,7 +112,10 @@ def _is_one_constant(leaves: tuple[Any, ...]) -> bool:
 
 
 def _bits(x: Any) -> tuple[Any, ...]:
-    """The structure, with a variable's name and reduction, and the bytes of leaves."""
+    """Return the structure of ``x`` and the bytes of its leaves, to compare it exactly.
+
+    The structure holds a variable's name and reduction.
+    """
     leaves, treedef = jax.tree.flatten(x)
     return treedef, *(np.asarray(key_data(leaf)).tobytes() for leaf in leaves)
 
@@ -147,7 +151,10 @@ def fetch(
 
 
 def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyTree:
-    """A copy of a replicated value on each of several devices; None is all devices."""
+    """Return a replicated value, copied to each of several devices.
+
+    None is all devices of the strategy.
+    """
     refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(
         "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"

@@ -48,7 +48,7 @@ class Fault:
 
 
 def _without_lines(text: str) -> str:
-    """Return the text without line numbers, so that it stays when code moves."""
+    """Return the text without line numbers, so that moved code keeps its text."""
     return _LINE.sub(r"\1", text)
 
 
@@ -88,7 +88,10 @@ def _annotation(fault: Fault) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """Return the text, escaped so that GitHub sees one line and one property."""
+    """Return the text with signs escaped that end a message of a GitHub workflow.
+
+    They are line ends, and the signs in ``more``, which would end a property.
+    """
     for sign in f"%\r\n{more}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text

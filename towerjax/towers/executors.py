@@ -241,7 +241,7 @@ def is_inside_tower() -> bool:
 def is_of_one_tower(value: PyTree) -> bool:
     """Return whether ``value`` is traced in a tower function.
 
-    It is not if a merge function in the tower function traces it.
+    The result is False in a merge function, which is called in the tower function.
     """
     return has_tracers(value) and is_in_tower_fn()
 

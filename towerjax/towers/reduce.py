@@ -118,7 +118,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         # Both fields of a mean are reduced in one way, even if the weight is
         # replicated.
         per_tower = parts_of(PerTower, part)
-        if any(values.is_tuple(x.values) for x in per_tower):  # whose shapes may differ
+        if any(values.is_tuple(x.values) for x in per_tower):  # shapes may differ
             return PerTower(tuple(values.values_of_towers(part, num_towers)))
         rows = jax.tree.map(
             stack_field, part, is_leaf=lambda x: isinstance(x, PerTower)

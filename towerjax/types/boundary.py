@@ -18,7 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
 _PACKAGES = pathlib.Path(__file__).parent, pathlib.Path(jax.__file__)
 _OURS = tuple(f"{path.parent}/" for path in _PACKAGES)
-_PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard library
+_PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # the standard library
 
 
 def api_boundary(fn: _F) -> _F:
@@ -62,7 +62,7 @@ def api_boundaries(cls: _C) -> _C:
 
 def _tidy(error: BaseException | None) -> None:
     """Drop frames of libraries from the traceback of an error and of its causes."""
-    config: Any = jax.config  # whose options are not in the stub
+    config: Any = jax.config  # the stub lacks its options
     seen: set[int] = set()
     while error and config.jax_traceback_filtering != "off" and id(error) not in seen:
         seen.add(id(error))

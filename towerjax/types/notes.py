@@ -199,7 +199,7 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
 
 def _example_of(fn: Callable[..., Any]) -> str:
     """Return a call of a function or its class, from the example in its docstring."""
-    from doctest import DocTestParser  # with a debugger, which imports are too long for
+    from doctest import DocTestParser  # a slow import, of a debugger
 
     name, is_method, _ = fn.__qualname__.partition(".")
     doc = inspect.getdoc(fn.__globals__.get(name) if is_method else fn) or ""

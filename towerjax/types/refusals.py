@@ -34,7 +34,7 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
 
-# Tests for dtypes that no device holds, each with what to write instead.
+# Each entry has a test for dtypes that no device holds, and what to write instead.
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
     (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),

@@ -65,7 +65,7 @@ def as_text(tables: Sequence[Table]) -> Lines:
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
     """Return what rich shows for tables, as ``_repr_mimebundle_`` returns it."""
     from rich.table import Table as RichTable
-    from rich.text import Text  # whose text rich does not read as markup
+    from rich.text import Text  # rich reads no markup in a Text
 
     shown = []
     for table in tables:
@@ -177,7 +177,7 @@ def leaf_table(
         is_there = isinstance(leaf, jax.Array) and not leaf.is_deleted()
         part = leaf.sharding.shard_shape(leaf.shape) if is_there else (0,)
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        itemsize = getattr(dtype, "itemsize", 0)  # of an array
+        itemsize = getattr(dtype, "itemsize", 0)  # arrays have one
         sizes = [math.prod(x) * itemsize for x in (np.shape(leaf), part)]
         lies = layout if layout and is_there else layout_of(leaf)
         shape = str(list(np.shape(leaf)))

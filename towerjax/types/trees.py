@@ -182,12 +182,15 @@ def is_key(x: Any) -> bool:
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """Return the words of a typed key, which collectives can send; else the array."""
+    """Return the words of a typed key, or any other array unchanged.
+
+    Collectives can send the words, but not a key.
+    """
     return jax.random.key_data(x) if is_key(x) else x
 
 
 def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """Return words as a typed key like ``x``, the inverse of `key_data`."""
+    """Return the words ``data`` as a typed key if ``x`` is one; undo `key_data`."""
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -357,7 +357,7 @@ class Saving:
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        self._check_lock: Callable[[], None] = lambda: None  # on process 0
+        self._check_lock: Callable[[], None] = lambda: None  # process 0 sets it
 
         def lock() -> None:
             held = folder.lock(options.path, needed)
@@ -564,7 +564,7 @@ class Saving:
             yield
         except Exception as error:
             self._check_lock()  # another run may have deleted it
-            if number in self.options.steps:  # so an older one could not be deleted
+            if number in self.options.steps:  # deleting an older one failed
                 with folder.explained("deleted from", self.options.path):
                     raise
             if jax.process_index() == 0:

@@ -79,7 +79,7 @@ def _end(line: str, status: Any) -> NoReturn:
     is_number = isinstance(status, int)
     try:
         print_line(line)
-        if not is_number:  # as Python prints a status that is a text
+        if not is_number:  # Python prints a status that is a text
             print(status, file=sys.stderr)
     finally:
         _leave(status & 0xFF if is_number else 1)

@@ -25,7 +25,7 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 class RestartPlan:
     """The number of processes to start, and of restarts that are left."""
 
-    processes: int  # at the first start
+    processes: int  # how many the first start starts
     towers: int | None = None  # None starts all processes each time
     restarts: int | None = None  # how often the job may still be started again
     lost: int = 0  # the number of processes that were lost

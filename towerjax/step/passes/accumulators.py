@@ -152,7 +152,7 @@ ADDED = _added()
 SHOWN = _added()  # the same for metrics, which no guard looks at
 MERGED = _joined(merge_stacked, _merge_states)
 JOINED = _joined(_add_table_rows, _merge_table_rows)
-SAME = _joined(_last, _first)  # bare values, proved to be the same in each
+SAME = _joined(_last, _first)  # bare values, which are proved to be equal
 ROWS = _joined(concat_rows, _rows_of_batch)
 CARRIED = _carried()
 PER_TOWER = dataclasses.replace(_joined(_last, _stay_per_tower), start=_refuse_several)

@@ -150,7 +150,7 @@ class Pass:
         params = state.params
         shapes = {x.shape for x in jax.tree.leaves(params)}
         if is_exact:
-            shapes = set()  # the sums are replicated
+            shapes = set()  # no sum is scattered
 
         def layout_of(x: Any) -> Layout:
             is_sharded = not is_per_tower_value(x) and x.shape in shapes

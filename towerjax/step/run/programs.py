@@ -40,7 +40,7 @@ def admit(
     def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
             return x
-        rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
+        rows, *shape = dense_shape(x)  # the rows that one tower sees
         shape = (len(batch.counts) * rows, *shape)
         dtype = jax.tree.leaves(x)[0].dtype
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -81,7 +81,7 @@ class Programs:
     compiled: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
         default_factory=dict, init=False
     )
-    # The signatures of the batches so far, for each kind of state.
+    # For each kind of state, these are the signatures of the batches so far.
     _seen: dict[Hashable, list[Signature]] = dataclasses.field(
         default_factory=dict, init=False
     )

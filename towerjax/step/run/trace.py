@@ -36,7 +36,7 @@ class Traced:
     passes: tuple[TracedPass, ...]
     finish: ClosedJaxpr  # of the plan's whole steps, if any, and its ``next``
     shapes: PyTree  # those of its results
-    of_whole_steps: Proof | None = None  # the proof of these
+    of_whole_steps: Proof | None = None  # the proof of whole steps
 
     @functools.cached_property
     def proof(self) -> Proof:

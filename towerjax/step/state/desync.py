@@ -24,7 +24,7 @@ from towerjax.types.trees import key_data, readable_leaves
 class Differing:
     """A device whose copy of a leaf differs from that of most devices."""
 
-    device: str  # "cpu:5"
+    device: str  # such as "cpu:5"
     leaf: str  # "params/Dense_2/kernel"
 
     def __str__(self) -> str:

@@ -186,7 +186,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        if error.name is not None:  # Python's, of a name that is not defined
+        if error.name is not None:  # of a name that is not defined
             raise
         raise ReplicationError(
             f"The update must not communicate: {error}. It runs once, on the merged"

@@ -31,7 +31,7 @@ class Location:
 
     step: int  # counted from 1, as history and hooks do
     tower: int
-    leaf: str  # "params/Dense_2/kernel"
+    leaf: str  # such as "params/Dense_2/kernel"
     part: StepPart  # a "parameter" is one from before the step
     kind: NotFinite
 

@@ -46,7 +46,7 @@ class StatePolicy:
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
-    # The remedy in the error about a value that is not a state.
+    # An error about a value that is not a state ends with this remedy.
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:

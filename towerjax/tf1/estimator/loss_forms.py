@@ -29,12 +29,15 @@ def is_sum_of_means(loss: Any) -> bool:
 def addend_of(
     loss: Any, loss_reduction: Reduction | None = None, tower: Tower | None = None
 ) -> Weighted | Means:
-    """One tower's loss in the form in which losses are added up over towers."""
+    """Return one tower's loss in the form in which losses are added over towers."""
     return as_tower_output(loss, loss_reduction, tower).loss
 
 
 def as_one_mean(loss: Any) -> Any:
-    """The loss, with a `Means` of one term as ``Weighted``; None for several means."""
+    """Return ``loss`` as one mean; None for a `Means` of several terms.
+
+    A `Means` of one term becomes a ``Weighted``. Other losses are returned unchanged.
+    """
     return one_mean(addend_of(loss)) if is_sum_of_means(loss) else loss
 
 
@@ -46,7 +49,7 @@ def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
 
 
 def sums_of_terms(loss: Means) -> LossSums:
-    """The sum and the weight of each mean of a loss, and the term that towers share."""
+    """Return the sum and weight of each mean of ``loss``, and the shared terms."""
     addend: Any = addend_of(loss)
     return LossSums.of_terms(addend)
 
@@ -58,10 +61,11 @@ def pull_back(
     *,
     has_aux: bool,
 ) -> tuple[PyTree, Callable[..., PyTree], PyTree]:
-    """``(values, pull, result of loss_fn)``, with ``values = differentiated(loss)``.
+    """Differentiate ``loss_fn``; return ``(values, pull, result of loss_fn)``.
 
-    ``pull(factors, of_sum=False)`` is the gradient of the values times the factors;
-    ``of_sum`` tells the proof that it is that of a mean's sum.
+    ``values`` are the numbers ``differentiated(loss)``. ``pull(factors, of_sum=False)``
+    returns the gradient of the sum of the values times the factors. With ``of_sum`` the
+    program tells the proof that this is the gradient of a mean's sum.
     """
     traced = TracedLoss.of(loss_fn, params)
 

@@ -61,7 +61,7 @@ def check_loss_reduction(reduction: Any) -> None:
     if not isinstance(reduction, LossReduction) or reduction is LossReduction.NONE:
         why = f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction"
         if reduction is LossReduction.NONE:
-            # The original's words.
+            # This sentence is TensorFlow's own message.
             why = "Tower losses need to be reduced in some way, yet none reduction is"
             why += " specified"
         raise ValueError(
@@ -78,7 +78,7 @@ def compute_weighted_loss(
     reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
     valid: jax.typing.ArrayLike | None = None,
 ) -> Weighted | jax.Array:
-    """One tower's loss: the losses of its elements, weighted and reduced.
+    """Return one tower's loss: the losses of its elements, weighted and reduced.
 
     Args:
       losses: The losses of the elements, ``[b, ...]``.
@@ -133,7 +133,7 @@ def compute_weighted_loss(
 def _like_losses(
     weights: Any, losses: jax.Array, *, repeats: bool = False
 ) -> jax.Array:
-    """The weights, checked and broadcast to the shape of the losses; None is 1."""
+    """Check ``weights`` and broadcast them to the shape of ``losses``; None is 1."""
     name = "compute_weighted_loss"
     shape = losses.shape
     weights = element_weights(name, shape, weights, "losses", repeats=repeats)
@@ -148,7 +148,7 @@ class TowersOfStep:
     reduction: LossReduction
     compat: str | None  # "tf1" divides by the number of towers in any case
     trace: Any  # the model function's own trace, not that of a jit or scan inside it
-    num_calls: int  # of a step's rows: towers times micro-batches
+    num_calls: int  # towers times micro-batches
 
     @property
     def is_alone(self) -> bool:
@@ -179,7 +179,11 @@ class TowersOfStep:
     def differentiate(
         self, of_params: Callable[[PyTree], PyTree], params: PyTree, has_aux: bool
     ) -> tuple[PyTree, PyTree, jax.Array]:
-        """``(result of of_params, gradient, loss)``; the last two are of all towers."""
+        """Differentiate the sum of all towers' losses once.
+
+        Return ``(result of of_params, gradient, loss)``. The last two are those of all
+        towers.
+        """
 
         def of_loss(params: PyTree) -> tuple[Any, PyTree]:
             out = of_params(params)
@@ -192,7 +196,10 @@ class TowersOfStep:
         return out, divided(grads, total.weight), total.value
 
     def addend(self, loss: Any) -> Any:
-        """A tower's loss in the form in which losses are added up: see `addend_of`."""
+        """Return one tower's loss in the form in which losses are added over towers.
+
+        Raise if the form of ``loss`` does not fit the loss reduction. See `addend_of`.
+        """
         scalar = _OF_SCALARS.get(self.reduction)
         is_weighted = has_denominator(loss)
         if self.is_alone:
@@ -226,14 +233,17 @@ class TowersOfStep:
         return one_loss(reduction, total, is_split=is_split or is_part), grads
 
     def sum_weights(self, weights: list[PyTree]) -> tuple[list[PyTree], int]:
-        """The sum of the weights over all towers, and the number of parts added."""
+        """Sum the weights over all towers; return them and the number of addends."""
         _, weights = self._sum_towers(None, weights)
         return weights, self.num_calls
 
     def _sum_towers(
         self, loss: Weighted | None, grads: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """The losses and gradients summed over towers; raise if these cannot meet."""
+        """Return the losses and gradients, summed over towers.
+
+        Raise inside a jit, scan or cond if towers cannot communicate there.
+        """
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_calls)
         in_turn = self.tower.strategy.placement.axes.in_turn
@@ -256,7 +266,7 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 def divided(grads: PyTree, weight: Any) -> PyTree:
     """Return the gradients divided by a weight; 0 if the weight is 0."""
-    # As a tree, so that every leaf is scaled by the same reciprocal.
+    # The gradients are divided as one tree, so that one reciprocal scales every leaf.
     return Weighted([grads], weight).value[0]
 
 

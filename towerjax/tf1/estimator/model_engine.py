@@ -65,11 +65,14 @@ class ModelTower:
     options: ModelOptions
     mode: Mode
     wanted: tuple[str, ...]  # the parts of the spec to compute
-    params_and_config: Mapping[str, Any]  # params and config
+    params_and_config: Mapping[str, Any]
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: TrainState, rows: PyTree, tower: tj.Tower) -> PyTree:
-        """The program of one tower, as a pytree without leaves; nothing is computed."""
+        """Trace one tower's program, and return it as a pytree without leaves.
+
+        Nothing is computed. A program is traced once for each kind of arguments.
+        """
         leaves, treedef = jax.tree.flatten(shapes_of((state, rows)))
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
         key = (*key, treedef, *((x.shape, x.dtype) for x in leaves))
@@ -186,7 +189,10 @@ def _results_of(
     options: StepOptions,
     hooks: list[ModelHook],
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
-    """Return what makes the next state and the spec's rest, and fills ``hooks``."""
+    """Return a function that computes the next state and the rest of the spec.
+
+    The function also replaces the items of ``hooks`` by the hooks of the spec.
+    """
     is_split = strategy.num_towers * options.micro_batches > 1
     reduction = tower_fn.options.loss_reduction
 
@@ -210,7 +216,7 @@ def _results_of(
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
-    """The next variables; raise unless they have the types of the current ones."""
+    """Return the next variables; raise unless their types are those of ``before``."""
     rest = train_op
     if isinstance(before, TrainState) and isinstance(train_op, TrainState):
         # One call is one step, whatever the function did to the counter. extra may hold
@@ -249,7 +255,7 @@ class _TrainedModel(StatePolicy):
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, PyTree]]:
-        """``(state, metrics)``."""
+        """Return ``(state, metrics)``, with the state stored where the options say."""
         after, metrics = super().result(state, out, batch)
         return store(after, self.strategy, self.kept_at), metrics
 
@@ -276,12 +282,12 @@ class _Variables(Read):
         return as_state(state_or_params, jnp.int32(0), jax.random.key(0))
 
     def take(self, state_or_params: PyTree) -> None:
-        """None, because each call checks the variables."""
+        """Return None, because each call checks the variables."""
 
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> dict[str, PyTree]:
-        """The loss and metrics as states to merge; in PREDICT the predictions."""
+        """Return the loss and metrics as states to merge; in PREDICT, predictions."""
         spec = self.spec(out, batch)
         if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
@@ -303,9 +309,10 @@ class _Variables(Read):
 def model_train_step(
     tower_fn: ModelTower, strategy: AnyStrategy, options: StepOptions
 ) -> TrainStep:
-    """The train step of a replicated model, ``(state, batch) -> (state, metrics)``.
+    """Return the train step of a replicated model.
 
-    The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
+    The step maps ``(state, batch)`` to ``(state, metrics)``. The state is a
+    ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
     policy = _TrainedModel(strategy, kept_at=tower_fn.options.variable_placement)
     passes = tower_fn.passes(strategy, options)
@@ -323,9 +330,9 @@ def model_train_step(
 def model_step(
     tower_fn: ModelTower, strategy: AnyStrategy, like: Step | None = None
 ) -> Step:
-    """The step of a model in one mode, for batches of ``features`` and ``labels``.
+    """Return the step of a model in one mode, for batches of features and labels.
 
-    It pads to the batch sizes of ``like``, a step of the same mode.
+    The step pads to the batch sizes of ``like``, a step of the same mode.
     """
     options = tower_fn.options
     policy = _Variables(strategy, options.variable_placement, tower_fn.mode)

@@ -155,7 +155,7 @@ _NEEDED = {
 
 
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
-    """The result of a model function; raise unless it is a full spec of the mode."""
+    """Return the result of a model function, checked to be a full spec of ``mode``."""
     if not isinstance(spec, ModelSpec) or spec.mode is not mode:
         of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
@@ -223,13 +223,13 @@ class ModelFn:
     """A model function, and which of params, config and tower its signature has."""
 
     fn: Callable[..., Any]
-    # The default of each, by its name (also from functools.partial); None stands for
-    # it.
+    # These are the defaults of the parameters, by name, also from functools.partial. A
+    # call without a value, or with None, passes the default.
     accepts: Mapping[str, Any]
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
-        """The wrapped function; raise unless it has a model function's signature."""
+        """Wrap ``fn``; raise unless it has the signature of a model function."""
         form = "model_fn(variables, features, labels, mode)"
         check_function("model_fn", fn, form, takes=False)
         signature = inspect.signature(fn)
@@ -284,7 +284,7 @@ def not_none(**arguments: Any) -> dict[str, Any]:
 
 
 def static_keys(params_and_config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the keys of the values, by which programs are cached."""
+    """Return keys of the values; programs are cached by these keys."""
     try:
         return tuple(key_of(name, value) for name, value in params_and_config.items())
     except TypeError as error:
@@ -305,7 +305,12 @@ class SeveralRows:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """One tower's outputs, in the types that a pass merges: `Rows` or `PerTower`."""
+    """Return one tower's outputs, in the types that a pass merges.
+
+    Leaves become `Rows` or `SeveralRows`. With ``stacked_classes`` the classes of a
+    `ClassificationOutput` become `PerTower`. Raise for a leaf that has neither ``rows``
+    rows nor a multiple.
+    """
     refuse_other_than_rows(outputs, name)
     refuse_unheld(name, outputs)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))

@@ -56,22 +56,26 @@ class PassesOfModel:
 
     @property
     def why_not_proved(self) -> str:
-        """The reason that one tower differs on purpose."""
+        """The reason why one tower differs on purpose from several; empty if none."""
         return self.why_not_compared
 
     @property
     def why_not_audited(self) -> str:
-        """The reason that one tower differs on purpose."""
+        """The reason why one tower differs on purpose from several; empty if none."""
         return self.why_not_compared
 
     def changed(self, **fields: Any) -> "PassesOfModel":
-        """Return the same passes, with these fields of each."""
+        """Return the passes with these fields changed in each of them."""
         first = dataclasses.replace(self.first, **fields)
         return dataclasses.replace(self, first=first)
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield the tracing pass, and then one for each time that towers meet."""
-        yield dataclasses.replace(self.first, looks_at=None)  # which merges nothing
+        """Yield the pass that traces the model function, and then its passes in order.
+
+        Each of these ends where towers meet, which is where a sum over all of them is
+        needed.
+        """
+        yield dataclasses.replace(self.first, looks_at=None)  # tracing has no results
         split = merged[0]["split"]
         for number in range(split.num_passes):
             trained = split.trained(number)
@@ -84,7 +88,7 @@ class PassesOfModel:
         return [*merged]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return each pass's reduced loss, and its gradients, divided as it is."""
+        """Return the reduced loss and the divided gradients of each pass."""
         return [_reduced(of_pass, self.loss_reduction) for of_pass in merged[1:]]
 
     def run_whole_steps(
@@ -113,7 +117,7 @@ def model_passes(
         merges_sums=True,
         loss_reduction=reduction_of_scalars(of_model.loss_reduction),
     )
-    # A prediction is divided by nothing.
+    # In PREDICT nothing is divided by the number of towers.
     divides = of_model.compat is not None and mode is not Mode.PREDICT
     return PassesOfModel(
         first, of_model.loss_reduction, why_not_compared=_AS_IN_TF1 if divides else ""
@@ -121,13 +125,16 @@ def model_passes(
 
 
 def minimized(merged: list[PyTree]) -> list[Weighted]:
-    """Return the losses of several updates, which guard the step like the spec's."""
+    """Return the losses that several updates minimize; an empty list for one update.
+
+    Like the spec's loss, each of them must be finite for the step to be accepted.
+    """
     losses = parts_of(Weighted, [of_pass[LOSSES] for of_pass in merged[1:]])
     return losses if len(losses) > 1 else []
 
 
 def _pass_of_model(split: SplitProgram, *args: PyTree) -> PyTree:
-    """One tower's results in a pass that does not differentiate."""
+    """Return one tower's results in a pass that does not differentiate."""
     return _pass_with_trained(split, None, *args)
 
 
@@ -139,15 +146,18 @@ def _pass_with_trained(
     tower: tj.Tower,
     merged: PyTree,
 ) -> PyTree:
-    """One tower's results in a pass that differentiates losses by ``trained``."""
+    """Return one tower's results in a pass that differentiates by ``trained``."""
     return split.run(state, rows, tower, merged[1:], trained)
 
 
 def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, PyTree]:
-    """Return merged results with reduced losses, and gradients as means over them."""
+    """Return the merged results of a pass as an audit compares them.
+
+    The losses are reduced, and the gradients are divided by the weights of the losses.
+    """
 
     def one(loss: Any) -> Any:
-        # Towers return a pair even for a sum that has no weight.
+        # A loss that is a sum without a weight is a pair, too.
         is_pair = isinstance(loss, Weighted)
         return one_loss(reduction, loss, is_split=True) if is_pair else loss
 

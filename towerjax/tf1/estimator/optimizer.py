@@ -70,7 +70,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     optimizer: optax.GradientTransformationExtraArgs
     lazy: bool
-    takes_rows = True  # gradients may be ``IndexedRows``; others get them dense
+    takes_rows = True  # gradients may be ``IndexedRows``
 
     def __new__(
         cls,
@@ -116,13 +116,16 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The constructor's arguments for a copy; ``params`` may hold an optimizer."""
+        """Return the constructor's arguments, with which a copy is made.
+
+        A model's ``params`` are copied, and may hold an optimizer.
+        """
         return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
         self, loss_fn: Callable[..., PyTree], params: PyTree, *, has_aux: bool = False
     ) -> tuple[Any, PyTree]:
-        """A tower's loss and the gradient of its *sum*, not yet reduced over towers.
+        """Return a tower's loss and the gradient of its *sum*, not reduced over towers.
 
         Args:
           loss_fn: A function ``params -> loss`` that returns a scalar or a
@@ -196,7 +199,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         has_aux: bool = False,
     ) -> tuple[Any, TrainState]:
-        """Return the loss, and the state after one step on it.
+        """Take one step on ``loss_fn``; return the loss and the state after the step.
 
         Args:
           loss_fn: As for `compute_gradients`; its loss may be a sum of several means.
@@ -234,7 +237,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 def _checked(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> Callable[[PyTree], PyTree]:
-    """The loss function with a check of its result; raise for wrong arguments."""
+    """Return ``loss_fn`` with a check of its result; raise for wrong arguments."""
     if not callable(loss_fn):
         raise ValueError(
             f"TowerOptimizer got {a_type(loss_fn)} as the loss, but JAX differentiates"
@@ -292,7 +295,7 @@ def _as_one_mean(loss: Any) -> Any:
 def _gradient_of_sum(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """``(result of loss_fn, gradient, the loss of that gradient)``."""
+    """Return ``(result of loss_fn, gradient, the loss of that gradient)``."""
     towers = towers_here()
     if towers is not None and towers.differentiates:
         of_params = _checked(loss_fn, params, has_aux)
@@ -313,8 +316,11 @@ def _gradient_of_sum(
 
 
 def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
-    """What is differentiated of a tower's loss: a number, or a list for several."""
-    # A tower without examples counts its shared term in the original.
+    """Return the numbers of a tower's loss that are differentiated.
+
+    They are one number, or a list for a sum of several means.
+    """
+    # In TensorFlow 1 a tower without examples counts the shared terms of its loss, too.
     if is_sum_of_means(loss) and (as_original or len(loss.terms) > 1):
         sums = sums_of_terms(loss)
         return [*sums.sums, *sums.shared]
@@ -333,7 +339,7 @@ def _of_means(
 
     ``loss`` is the result of `sums_of_terms`.
     """
-    # The weights of this tower, if no others are known.
+    # These are the weights of this tower, in case the other towers' are unknown.
     weights = loss.weights
     parts = 1
     are_known = False
@@ -357,7 +363,7 @@ def _cast_like(updates: PyTree, grads: PyTree) -> PyTree:
 def _check_own_state(
     state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
 ) -> None:
-    """Raise unless ``init`` makes a state like this from these params."""
+    """Raise unless ``state`` is a state that this optimizer makes from ``params``."""
     fault = (
         "TowerOptimizer.update got the state of another optimizer, or of other params"
     )
@@ -367,8 +373,8 @@ def _check_own_state(
     )
     if not isinstance(state, TowerOptimizerState):
         raise ValueError(f"{fault}: {a_type(state)}. {advice}")
-    # Checked once, while a step is traced, not in each eager call. An optax update
-    # accepts some wrong states silently.
+    # The shapes are checked only while a step is traced, not in each eager call. An
+    # optax update itself accepts some wrong states silently.
     if has_tracers(params):
         shapes = jax.eval_shape(init, params).inner
         check_like(

@@ -67,7 +67,7 @@ class ReplicatedModel:
         return f"ReplicatedModel({name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
-        """The variables, copied to the devices where the model's calls expect them.
+        """Return the variables on the devices where the model's calls expect them.
 
         With several processes, all start with the values of process 0.
 
@@ -135,7 +135,7 @@ class ReplicatedModel:
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
     ) -> TrainStep:
-        """The train step, ``(state, batch) -> (state, metrics)``, for ``tj.run``.
+        """Return the train step ``(state, batch) -> (state, metrics)``, for ``tj.run``.
 
         Args:
           params: As for a call.
@@ -206,7 +206,10 @@ class ReplicatedModel:
         of_step: StepOptions | None = None,
         **options: Any,
     ) -> Step[Any]:
-        """The step of a mode; with options of a step, the train step. It is cached."""
+        """Return the step of a mode, which is built once and then cached.
+
+        With ``of_step``, the options of a step, it is the train step.
+        """
         key = mode, wanted, of_step, static_keys(options)
         if key not in self._steps:
             for name, value in options.items():
@@ -219,7 +222,7 @@ class ReplicatedModel:
             tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, options)
             if of_step:
                 step = model_train_step(tower_fn, self.strategy, of_step)
-            else:  # calls of a mode pad to the sizes of that mode
+            else:  # all calls of a mode pad to the same sizes
                 step = model_step(tower_fn, self.strategy, self._first.get(mode))
                 self._first.setdefault(mode, step)
             self._steps[key] = step

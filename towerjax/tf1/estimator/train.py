@@ -31,7 +31,7 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
-    """A batch ``(features, labels)`` as the dict that the steps of a model take."""
+    """Return a batch ``(features, labels)`` as the dict that a model's steps take."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
         return element.with_tree(arrays)
@@ -102,7 +102,7 @@ class _EpochsIterator(Iterator[PyTree]):
         self._taken: int | None = None  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
-        """Return the next batch; it begins the next epoch if one has ended."""
+        """Return the next batch; begin the next epoch if one has ended."""
         source = self._source
         while self._left != 0:
             elements = self._elements
@@ -114,7 +114,8 @@ class _EpochsIterator(Iterator[PyTree]):
                 self._end_epoch(taken)
                 continue
             self._taken = (taken or 0) + 1
-            # a malformed batch ends the iteration
+            # No batch is left until this one is checked, so a malformed batch ends the
+            # iteration.
             left = self._left
             self._left = 0
             if not isinstance(source.data, Source):  # its batches are already dicts
@@ -282,7 +283,7 @@ def evaluate(
     params: Any = None,
     config: Any = None,
 ) -> dict[str, Any]:
-    """The model's loss and metrics over a whole data set, exact for any batch size.
+    """Return a model's loss and metrics over a data set, exact for any batch size.
 
     States are merged over batches in float64 on the host, and computed once. A scalar
     loss, which has no denominator, is averaged over batches.
@@ -336,7 +337,7 @@ def predict(
 
     Args:
       model: As `replicate_model_fn` returns it.
-      variables: As the model takes them; kept.
+      variables: The model's variables, which are not donated.
       data: Batches of features, or of ``(features, labels)``, whose labels are ignored;
         or a function that returns them.
       per_example: Whether to yield one example's predictions at a time.

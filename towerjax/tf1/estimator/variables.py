@@ -28,7 +28,10 @@ def is_plain(state: tj.TrainState) -> bool:
 
 
 def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> tj.TrainState:
-    """The variables as a state; trees of other types get this step number and key."""
+    """Return the variables as a state, with this step number and key.
+
+    A `TrainState` is returned unchanged.
+    """
     if isinstance(variables, tj.TrainState):
         return variables
     local = parts_of(TowerLocal, variables)
@@ -102,7 +105,7 @@ def store(
 def spread(
     state: tj.TrainState, states: StatePolicy, policy: VariablePlacement
 ) -> tj.TrainState:
-    """The variables, copied to all devices for a step unless they already lie there."""
+    """Return the variables, copied to all devices unless they already lie there."""
     states.check(state)
     strategy = states.strategy
     if is_plain(state) and strategy.state != "mirrored":
@@ -129,7 +132,7 @@ def _copy_stored(
     if x.sharding.is_equivalent_to(mirrored, x.ndim):
         return x
     if id(x) not in copies:  # an array that is in the tree twice is copied once
-        # Each process copies its own array.
+        # Each process copies the array to its own devices.
         of_device = [jax.device_put(x, device) for device in _own_devices(placement)]
         copies[id(x)] = jax.make_array_from_single_device_arrays(
             x.shape, mirrored, of_device
