@@ -36,7 +36,7 @@ from benchmarks.models import mlp
 from benchmarks.steps import Contender, Work, by_hand, by_towerjax
 from towerjax.towers.strategies import Mirrored
 
-HAND = 0  # the order of the contenders
+HAND = 0  # the contenders, in the order of their turns
 OURS = 1
 GUARDED = 2
 AHEAD = 8  # steps that run ahead of the loss that is read

@@ -41,12 +41,12 @@ class Case:
     """One training run.
 
     Attributes:
-      name: For the table.
-      model: Of `MODELS`.
-      optimizer: Of `OPTIMIZERS`.
-      by_model_fn: Is it trained by ``replicate_model_fn``?
-      dtype: Of the parameters.
-      options: For ``build_train_step``.
+      name: The name that the table shows.
+      model: A key of `MODELS`.
+      optimizer: A key of `OPTIMIZERS`.
+      by_model_fn: Whether ``replicate_model_fn`` trains it.
+      dtype: The dtype of the parameters.
+      options: The options of ``build_train_step``.
     """
 
     name: str

@@ -26,7 +26,7 @@ from towerjax.types import PyTree
 HEAD = 128
 WORDS = 32_000
 LENGTH = 2_048
-ROWS = 4  # of a tower
+ROWS = 4  # the rows of one tower
 COLUMNS = {
     "state=": "",
     "held, GB": ".1f",

@@ -37,7 +37,7 @@ class Contender:
     call: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
     state: Any
     batch: Any  # its arrays lie on the devices
-    compile_seconds: float  # of tracing, proving (by towerjax) and compiling
+    compile_seconds: float  # to trace, prove (only towerjax) and compile
     loss: Any = None  # the loss of the last call
     program: str = ""  # the compiled HLO, for a step built by towerjax
 

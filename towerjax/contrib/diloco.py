@@ -21,7 +21,7 @@ class Fns(Protocol):
     """The functions of a train step, as ``extend=`` gets them."""
 
     strategy: tj.Mirrored
-    options: Any  # with its on_nonfinite and guard
+    options: Any  # has the fields on_nonfinite and guard
     tower: Callable[..., dict[str, Tree]]
     update: Callable[[tj.TrainState, Tree], tuple[Tree, ...]]
     init: Callable[[Tree], dict[str, Tree]]
@@ -166,7 +166,7 @@ class Rounds:
     """
 
     sync: DiLoCo
-    fns: Fns  # of the train step
+    fns: Fns  # the train step's functions
 
     @property
     def _period(self) -> int:
@@ -378,7 +378,11 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """Return what a tower sends of a fragment: its weighted move since the last."""
+    """Return what a tower sends of a fragment when towers meet.
+
+    ``row`` is the tower's own part, and ``outer`` the fragment that towers share. The
+    difference is multiplied by the weight of the losses since the tower last sent it.
+    """
     params, weight, loss, faults = row
 
     def moved(outer: jax.Array, x: jax.Array) -> jax.Array:

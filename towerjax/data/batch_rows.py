@@ -167,7 +167,7 @@ class Shares(NamedTuple):
 
     towers: int
     micro_batches: int
-    devices: int  # of a tower, along ``rows=``
+    devices: int  # how many split a tower's rows
 
     def __str__(self) -> str:
         """Return a text such as ``"4 towers of 3 micro-batches"``."""

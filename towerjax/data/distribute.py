@@ -128,7 +128,7 @@ class DistributedDataset:
         if at is not None:
             elements.set_state(at["elements"])
         rows = 0 if at is None else at["rows"]
-        if isinstance(self._source, Batches):  # the next may be smaller
+        if isinstance(self._source, Batches):  # the next batch may be smaller
             rows = max(rows, self._rows_for([self._source.most_rows]))
         return self._placed_rounds(number, stopped, elements, rows)
 

@@ -107,7 +107,7 @@ class Entries:
 class SparseRows:
     """The sparse leaves of a batch, set aside while its dense leaves are fitted."""
 
-    treedef: Any  # of the batch; a sparse leaf is one leaf
+    treedef: Any  # the batch's structure; a sparse leaf is one leaf
     leaves: Mapping[int, Any]  # index of the leaf -> its Entries, or a batched BCOO
 
     @classmethod

@@ -68,7 +68,7 @@ class Loop:
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
         self._without_hooks = 0  # recorded steps whose hooks are not done
-        self._flops: dict[Signature, Flops] = {}  # of each program that is compiled
+        self._flops: dict[Signature, Flops] = {}  # for each compiled program
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Restore the newest checkpoint, if there is one, and show the progress."""

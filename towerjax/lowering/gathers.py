@@ -142,7 +142,8 @@ class _Made:
         of_shards = set[Any]()
         for eqn in body.eqns:
             operands = {x for x in eqn.invars if not isinstance(x, Literal)}
-            effects = [x for x in eqn.effects if not hasattr(x, "name")]  # of an axis
+            # An effect with a name is the use of an axis, which changes nothing.
+            effects = [x for x in eqn.effects if not hasattr(x, "name")]
             if effects or not others.isdisjoint(operands):
                 others |= {*eqn.outvars}
             elif not (shards | of_shards).isdisjoint(operands):

@@ -30,10 +30,10 @@ class Shards:
     """Which arguments and results of a device function are shards, along which dims."""
 
     args: Any  # the treedef of the arguments
-    dims_of_args: SplitDims  # of the arguments
-    taken: SplitDims  # of whole arguments: the function uses only a shard of these
+    dims_of_args: SplitDims  # the dims along which arguments are sharded
+    taken: SplitDims  # whole arguments of which the function uses only a shard
     out: Any  # the treedef of the results
-    wanted: SplitDims  # of the results
+    wanted: SplitDims  # the dims along which results are sharded
     exact: bool = False  # whether the bits must be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

@@ -184,7 +184,7 @@ class _Lowering:
         return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
 
     def _refuse_device_axis(self, eqn: JaxprEqn) -> None:
-        """Refuse a collective that names a device axis, because it leaves out towers.
+        """Refuse a collective that names a device axis in place of the towers' axis.
 
         It would leave out towers where several of them share a device.
         """
@@ -346,7 +346,7 @@ def _of_group(
     if len({len(group) for group in groups}) > 1:
         raise ValueError(_UNEVEN.format(name=name, groups=groups))
     size = len(groups[0])
-    place = np.argsort(np.concatenate(groups))  # of each tower, group after group
+    place = np.argsort(np.concatenate(groups))  # each tower's, group after group
     members = jnp.asarray(groups)[jnp.asarray(place // size)[tower]]
     return [x[members] for x in rows], jnp.asarray(place % size)[tower], size
 

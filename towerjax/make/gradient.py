@@ -118,7 +118,7 @@ def as_loss(
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
-    # With SUM, losses are added and divided by nothing.
+    # With SUM, losses are added and not divided.
     return dataclasses.replace(out, loss=Sum(LossSums.of(out.loss).sums[0]))
 
 

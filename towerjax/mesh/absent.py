@@ -50,7 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
 device_description_str: "NVIDIA {name}"
 """
-_MOST = 1 << 20  # so many GPUs take the compiler a minute and 8 GB
+_MOST = 1 << 20  # the compiler needs a minute and 8 GB for these
 _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 

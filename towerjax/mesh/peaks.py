@@ -7,25 +7,28 @@ from towerjax.mesh.placement import Placement
 # NVIDIA's sheets give twice the number, for matrices of which half is 0 ("with
 # sparsity"). If a kind begins with several of these names, the first one counts.
 _PEAKS = {
-    # "NVIDIA H100 Tensor Core GPU Datasheet": with sparsity 1,979 TFLOPS (SXM), 1,513
-    # (PCIe). Read in a vendor's copy; NVIDIA's TensorRT-LLM names it for 989 and 756.
+    # "NVIDIA H100 Tensor Core GPU Datasheet" has 1,979 TFLOPS (SXM) and 1,513 (PCIe)
+    # with sparsity. It was read in a vendor's copy. NVIDIA's TensorRT-LLM names this
+    # sheet for 989 and 756.
     "NVIDIA H100 PCIe": 756.5e12,
-    # "NVIDIA H100 NVL Datasheet": with sparsity 1,671. Read where others quote it.
+    # "NVIDIA H100 NVL Datasheet" has 1,671 with sparsity. It was read where others
+    # quote it.
     "NVIDIA H100 NVL": 835.5e12,
     "NVIDIA H100": 989.5e12,
-    # "NVIDIA H200 Tensor Core GPU", the product's page: with sparsity 1,979 (SXM) and
-    # 1,671 (NVL). Read where others quote it.
+    # "NVIDIA H200 Tensor Core GPU", the product's page, has 1,979 (SXM) and 1,671 (NVL)
+    # with sparsity. It was read where others quote it.
     "NVIDIA H200 NVL": 835.5e12,
     "NVIDIA H200": 989.5e12,
-    # "NVIDIA GH200 Grace Hopper Superchip Datasheet": with sparsity 1,979 TFLOPS. Read
-    # where others quote its table.
+    # "NVIDIA GH200 Grace Hopper Superchip Datasheet" has 1,979 TFLOPS with sparsity. It
+    # was read where others quote its table.
     "NVIDIA GH200": 989.5e12,
-    # "NVIDIA Blackwell Datasheet", HGX B200: with sparsity 4.5 PFLOPS. Read in a copy.
+    # "NVIDIA Blackwell Datasheet" has 4.5 PFLOPS with sparsity for HGX B200. It was
+    # read in a copy.
     "NVIDIA B200": 2250e12,
-    # "NVIDIA A100 Tensor Core GPU Datasheet": 312. TensorRT-LLM names it for that.
+    # "NVIDIA A100 Tensor Core GPU Datasheet" has 312, as TensorRT-LLM says.
     "NVIDIA A100": 312e12,
-    # Google's "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e", of the Cloud TPU docs, read
-    # there: "Peak compute per chip". A chip is a device.
+    # Google's Cloud TPU docs have "Peak compute per chip" on the pages "TPU v4", "TPU
+    # v5e", "TPU v5p" and "TPU v6e", which were read there. A chip is a device.
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,

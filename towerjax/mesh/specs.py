@@ -21,9 +21,9 @@ Keys: TypeAlias = tuple[str, ...]
 class Specs:
     """`PartitionSpec`s of parameters, by their path in the tree or by a function."""
 
-    # The spec of the leaf at each path, or of all leaves below that path.
+    # Each path names a leaf that has the spec, or a subtree whose leaves all have it.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
-    # A function of a leaf's name and the leaf; None if ``by_keys`` has the specs.
+    # It maps a leaf's name and the leaf to a spec. None means that ``by_keys`` is used.
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from towerjax.types.trees import parts_of, promote_dtypes, widen_dtype
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
-_OF_COLLECTION = "_reduction_counter"  # a field of clu's, of several metrics
+_OF_COLLECTION = "_reduction_counter"  # a field of every Collection of clu
 
 
 def looks_like_state(x: Any) -> bool:

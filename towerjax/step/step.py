@@ -356,7 +356,7 @@ class Step(Generic[_Result]):
         return self.checks.prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
-        """Return the compiled program for such a batch; it is compiled if needed.
+        """Return the compiled program for ``batch``; compile it if there is none yet.
 
         Args:
           state: The state; for absent devices its shapes, or those of parameters.

@@ -42,7 +42,7 @@ class Member:
 
     config: Config  # the arguments of build
     metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # [n, ...] each
-    evaluation: dict[str, Any]  # of the last state; may be empty
+    evaluation: dict[str, Any]  # metrics of the last state; may be empty
     order: str  # "together", "in_turn", or "alone" if no other shared its program
     seconds: float  # training and compiling; an equal share
 

@@ -46,7 +46,7 @@ class MultiStepContext:
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     final: PyTree = None
     iterations: int = 0
-    # Holds the outputs that a tower function sets, and None while none runs.
+    # The dict holds the outputs that a tower function sets; None while none runs.
     _of_towers: dict[str, Any] | None = None
 
     def call_for_each_tower(

@@ -90,7 +90,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
             " and give the padding weight 0"
         )
     if not is_array and dtype.kind not in "biufc":
-        is_wide = isinstance(leaf, int)  # an int that is no int64
+        is_wide = isinstance(leaf, int)  # Python's ints may exceed int64
         return f"{a_type(leaf)}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None

@@ -47,7 +47,7 @@ class Leaf:
     name: str  # such as state.params['w']
     shape: tuple[int, ...]  # including a dim over towers
     dtype: str  # the dtype's name; for a PRNG key its implementation
-    reduction: str | None = None  # of a tower-local variable
+    reduction: str | None = None  # only for a tower-local variable
 
     @property
     def description(self) -> str:

@@ -61,7 +61,7 @@ AGAIN = 75
 class End:
     """How the processes of a job ended."""
 
-    code: int = 0  # of the first failed process; 128 + n for signal n
+    code: int = 0  # the first failed process's; 128 + n for signal n
     lost: int = 0  # processes that hung, or that others killed
     ended_by: int | None = None  # the signal that told the launcher to end
 

@@ -170,7 +170,7 @@ def _differences(
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
     def label(var: Any, kind: str) -> str | None:
-        if kind == "local":  # one that is returned unchanged is the same in each
+        if kind == "local":  # an unchanged variable is equal in each
             return None if next(after, var) is var else "its rows"
         return "its rows" if kind == "rows" else None
 

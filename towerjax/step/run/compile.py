@@ -133,7 +133,7 @@ def compile_step(
     with _collector_paused():
         traced = trace(plan, args)
         _refuse_stored_tracers(traced)
-        _ = traced.proof  # which refuses
+        _ = traced.proof  # raises if the proof fails
     if before_first is not None:
         begun = time.perf_counter()
         before_first(traced)
@@ -163,7 +163,7 @@ def inline(
             f"{placement.num_towers}). It is given the tower's own rows."
         )
     traced = trace(plan, args)
-    _ = traced.proof  # which refuses
+    _ = traced.proof  # raises if the proof fails
     if before_first is not None:
         before_first(traced)
     return traced(*args), traced
@@ -183,7 +183,7 @@ def _step_of(
         before = None
         if traced.plan.gives_step_flag:
             *operands, before = args
-        if full_rows is not None:  # so that XLA sees that all weights are 1
+        if full_rows is not None:  # XLA then sees that all weights are 1
             operands[at] = jnp.full_like(operands[at], full_rows)
         out: Any = traced(*operands)
         if before is None:
@@ -214,7 +214,7 @@ def _collector_paused() -> Iterator[None]:
 
 def require_jit() -> None:
     """Raise under ``jax.disable_jit``, in which nothing can be compiled."""
-    config: Any = jax.config  # whose options are not in the stub
+    config: Any = jax.config  # the stub lacks its options
     if config.jax_disable_jit:
         raise ValueError(
             "A step cannot run while jax_disable_jit is set, because it is one compiled"

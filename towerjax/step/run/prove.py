@@ -29,8 +29,8 @@ class Proof:
     """The result of the analysis of a traced step."""
 
     analysis: findings.Analysis  # every output's dependence, and the collectives
-    # Returns the names of sums that depend on the batch's rows but not on which rows
-    # are padding. It is called when a batch is padded for the first time.
+    # This function returns the names of sums that depend on the batch's rows but not on
+    # which rows are padding. It is called when a batch is padded for the first time.
     unmasked: Callable[[], list[str]]
     # The reason for each merged leaf that is not proved equal to one tower. It is None
     # if equality was not asked for.
@@ -60,8 +60,8 @@ class Checked:
     report: Any = None  # an `AuditReport`, of this step or of the same program
     note: str = ""  # the message that the user has not seen yet
     is_told: bool = False  # whether the user has seen a note
-    seconds: float = 0.0  # of proofs of equality and audits
-    is_done: bool = False  # the first call looks no further
+    seconds: float = 0.0  # what proofs of equality and audits took
+    is_done: bool = False  # the checks of the first call have ended
     asked: Any = None  # an `Asked` of `Step.prepare`, which replaces the step's options
 
 

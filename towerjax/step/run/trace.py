@@ -34,7 +34,7 @@ class Traced:
     plan: Plan
     args: tuple[PyTree, ...]  # their shapes, ``(donated, kept, *batch)``
     passes: tuple[TracedPass, ...]
-    finish: ClosedJaxpr  # of the plan's whole steps, if any, and its ``next``
+    finish: ClosedJaxpr  # the plan's whole steps, if any, and its ``next``
     shapes: PyTree  # those of its results
     of_whole_steps: Proof | None = None  # the proof of whole steps
 

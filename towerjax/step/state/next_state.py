@@ -66,7 +66,7 @@ class NextState:
     """The part of a training step after its towers: the update, and its guard."""
 
     update_fn: Update
-    # Picks what the update gets from the merged results of all passes.
+    # This function picks what the update gets from the merged results of all passes.
     update_input: Callable[[list[PyTree]], PyTree]
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
@@ -186,7 +186,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        if error.name is not None:  # of a name that is not defined
+        if error.name is not None:  # Python set it: a name is not defined
             raise
         raise ReplicationError(
             f"The update must not communicate: {error}. It runs once, on the merged"

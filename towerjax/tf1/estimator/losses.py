@@ -162,7 +162,7 @@ class TowersOfStep:
 
     @property
     def _is_of_scalars(self) -> bool:
-        """Whether several towers return scalars; one tower then runs their program."""
+        """Whether several towers return scalar losses; one tower then does, too."""
         return self.compat == "tf1" or self.reduction in _OF_SCALARS
 
     @property

@@ -233,7 +233,7 @@ class _TrainedModel(StatePolicy):
     """The policy for a `TrainState` that is kept as ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
-    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # the last spec's
 
     advice = (
         "model.init(tj.TrainState.create(params, optimizer)). With several optimizers"
@@ -266,7 +266,7 @@ class _Variables(Read):
 
     kept_at: VariablePlacement
     mode: Mode
-    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # the last spec's
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the variables as a state, on all devices."""

@@ -206,7 +206,7 @@ class ModelOptions:
     loss_reduction: LossReduction
     variable_placement: VariablePlacement
     compat: Compat | None
-    step: StepOptions  # of a call
+    step: StepOptions  # the options of a call
 
     def __post_init__(self) -> None:
         check_loss_reduction(self.loss_reduction)

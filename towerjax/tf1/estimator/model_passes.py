@@ -94,7 +94,7 @@ class PassesOfModel:
     def run_whole_steps(
         self, donated: PyTree, kept: PyTree, merged: PyTree
     ) -> tuple[PyTree, None]:
-        """Return what was merged: there are no whole steps to run."""
+        """Return ``merged`` unchanged, because there are no whole steps to run."""
         return merged, None
 
 
@@ -168,7 +168,7 @@ def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, P
 
     losses = merged[LOSSES]
     grads = merged["grads"]
-    if isinstance(losses, list):  # of several optimizers
+    if isinstance(losses, list):  # one for each optimizer
         losses = [*map(one, losses)]
         grads = [*map(as_mean, grads, losses)]
     else:

@@ -98,8 +98,8 @@ class _EpochsIterator(Iterator[PyTree]):
         self._source = source
         self._epoch = 0
         self._left = source.most
-        self._elements: Iterator[Any] | None = None  # of this epoch
-        self._taken: int | None = None  # of this epoch; None once the data has raised
+        self._elements: Iterator[Any] | None = None  # the iterator of this epoch
+        self._taken: int | None = None  # in this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
         """Return the next batch; begin the next epoch if one has ended."""
