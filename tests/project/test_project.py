@@ -275,7 +275,7 @@ def test_one_module_imports_what_jax_keeps_private():
     }
     assert {name for name, found in lines.items() if found} == {"private_jax.py"}
     for line in lines["private_jax.py"]:  # with the versions of JAX that have it
-        assert re.search(r"  # 0\.\d+ to 0\.\d+$", line), line
+        assert re.search(r"  # JAX 0\.\d+ to 0\.\d+$", line), line
 
 
 # What JAX, XLA and Python write: programs, errors, flags, and names of modules.

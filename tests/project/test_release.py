@@ -97,7 +97,7 @@ def test_jax_has_the_bounds_that_are_tested():
     """CI runs both ends; names of JAX's private modules are looked up in these."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     private = (ROOT / "towerjax" / "mesh" / "private_jax.py").read_text()
-    (ends,) = set(re.findall(r"# 0\.(\d+) to 0\.(\d+)", private))
+    (ends,) = set(re.findall(r"# JAX 0\.(\d+) to 0\.(\d+)", private))
     first, last = map(int, ends)
     assert f"jax>=0.{first},<0.{last + 1}" in project["dependencies"]
     assert first <= int(jax.__version__.split(".")[1]) <= last
