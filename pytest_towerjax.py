@@ -112,7 +112,7 @@ class _Same:
 
 
 def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
-    """The name of the number, its values, and the tolerance."""
+    """Return the name of the number, its values, and the tolerance."""
     options = dict(mark.kwargs)
     rtol = options.pop("rtol", None)
     if mark.args or len(options) != 1:
@@ -125,7 +125,7 @@ def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
 
 
 def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None) -> Any:
-    """The report of `towerjax.testing` on a test's program."""
+    """Return the report of `towerjax.testing` on a test's program."""
     from towerjax.testing import same_for, same_on_devices
 
     arguments = item._fixtureinfo.argnames
@@ -151,7 +151,7 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
 
 
 def _checked(make: Any, form: str, words: Any, values: Any, rtol: float | None) -> str:
-    """The report of a check that proves first, and runs what is not proved."""
+    """Return the report of a check that proves first, and runs what is not proved."""
     from towerjax.tools.checked import check_program
     from towerjax.tools.faults import told_of_faults
 

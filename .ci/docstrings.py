@@ -16,7 +16,7 @@ PUBLIC = {
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring with ``Examples:``, and with links where it says `Mirrored`."""
+    """Return a docstring with ``Examples:``, and with links for names in backticks."""
     text = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
     return re.sub(r"(?<!`)`(\w+)`(?!`)", _link, text)
 

@@ -67,7 +67,7 @@ _PICTURES = "https://raw.githubusercontent.com/towerjax/towerjax/main/docs/"
 
 
 def inside(target: str) -> str:
-    """A link of a page of docs/, where it leads to on the site."""
+    """Return where a link of a page of docs/ leads to on the site."""
     for place, page in OUTSIDE.items():
         found = re.fullmatch(rf"\.\./((?:\.\./)*){re.escape(place)}(#.*)?", target)
         if found:
@@ -76,7 +76,7 @@ def inside(target: str) -> str:
 
 
 def navigation(index: str) -> list[Any]:
-    """What mkdocs calls ``nav``: each heading of the index with the links below it."""
+    """Return mkdocs' ``nav``: each heading of the index with the links below it."""
     nav: list[Any] = [{"Home": "README.md"}]
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         first, *groups = re.split(r"^### ", section, flags=re.MULTILINE)
@@ -86,14 +86,14 @@ def navigation(index: str) -> list[Any]:
 
 
 def _links(section: str) -> dict[str, Any]:
-    """The links of a section or a group, by its heading, the first line."""
+    """Return the links of a section or a group by its heading, the first line."""
     title, _, text = section.partition("\n")
     links = re.findall(r"^\* \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
     return {title.strip(): [{name: inside(to)} for name, to in links]}
 
 
 def home(readme: str) -> str:
-    """The first page: README.md up to what needs a checkout, with links of docs/.
+    """Return the first page, README.md without what needs a checkout.
 
     Its line of badges, which others draw, is left out.
     """
@@ -107,14 +107,14 @@ def home(readme: str) -> str:
 
 
 def for_the_site(text: str) -> str:
-    """A page without what its programs are marked with, and with links that stay in."""
+    """Return a page without the marks of its programs, with links within the site."""
     text = re.sub(r"^```python run\b.*$", "```python", text, flags=re.MULTILINE)
     text = with_examples(text)
     return re.sub(r"(?<=\]\()[^)\s]+(?=\))", lambda link: inside(link[0]), text)
 
 
 def with_examples(text: str) -> str:
-    """A page with the examples that it names, each folded below its paragraph."""
+    """Return a page with the examples that it names folded below their paragraphs."""
     parts, shown, is_code = [], set(), False
     for part in text.split("\n\n"):
         parts.append(part)
@@ -129,7 +129,7 @@ def with_examples(text: str) -> str:
 
 
 def gallery() -> str:
-    """The examples as a page: each with its first sentence, and folded."""
+    """Return the examples as a page: the first sentence of each, and it folded."""
     parts = ["# Examples"]
     for path in sorted((ROOT / "examples").glob("*.py")):
         says = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -138,7 +138,7 @@ def gallery() -> str:
 
 
 def of_notebook(text: str) -> str:
-    """A notebook as a page: its words, its code, and below it what it gave."""
+    """Return a notebook as a page: its words, its code and the outputs below."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -149,7 +149,7 @@ def of_notebook(text: str) -> str:
 
 
 def _given(outputs: list[Any]) -> Iterator[str]:
-    """What a cell gave, texts that follow each other in one block."""
+    """Return the outputs of a cell; texts that follow each other are one block."""
     for is_picture, group in itertools.groupby(outputs, _has_picture):
         if is_picture:
             for output in group:
@@ -183,7 +183,7 @@ def on_config(config: Any) -> Any:
 
 
 def _version() -> str:
-    """The version of the package, which is not imported here."""
+    """Read the version of the package, which is not imported."""
     text = (ROOT / "towerjax/types/version.py").read_text()
     [version] = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)
     return version
@@ -210,7 +210,7 @@ def on_post_build(config: Any) -> None:
 
 
 def redirection(to: str) -> str:
-    """A page that leads to another one."""
+    """Return a page that leads to another one."""
     head = f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={to}">'
     return f'<!doctype html>{head}<title>Moved</title><a href="{to}">It is here.</a>\n'
 

@@ -45,7 +45,7 @@ def encode(x, bits):
 
 
 def decode(data, bits, numbers):
-    """The inverse of `encode`, up to half a scale."""
+    """Return the inverse of `encode`, up to half a scale."""
     cut = numbers * bits // 8
     shape = (*data.shape[:-1], -1, BLOCK)
     codes = data[..., :cut]
@@ -58,7 +58,7 @@ def decode(data, bits, numbers):
 
 
 def sum_encoded(x, bits, devices):
-    """A device's part: the sum of all ``x``, what it lost, and the relative error."""
+    """Return the sum of all ``x``, what a device lost, and the relative error."""
     rows = jnp.pad(x, (0, -x.size % (BLOCK * devices))).reshape(devices, -1)
     size = rows.shape[1]
     row = lax.axis_index(AXIS)

@@ -32,7 +32,7 @@ def loss_fn(params, batch, tower):
 
 
 def slope_fn(params, batch, tower, merged):
-    """The loss's slope along a vector; its gradient is the Hessian times the vector."""
+    """Return the slope along a vector, whose gradient is the Hessian-vector product."""
     loss, slope = jax.jvp(
         lambda params: loss_fn(params, batch, tower), (params,), (tower.extra,)
     )

@@ -38,7 +38,7 @@ def add_up(state, batch, tower):
 
 
 def along(params, batch, tower, merged):
-    """A sum whose gradient is that of the Dice loss of all rows."""
+    """Return a sum whose gradient is that of the Dice loss of all rows."""
     slopes = jax.grad(dice)(merged.value)
     return optax.tree.vdot(slopes, sums_of(params, batch, tower.weight))
 

@@ -39,7 +39,7 @@ class Network(nn.Module):
     def __call__(
         self, x: jax.Array, tower: tj.Tower | None, *, train: bool
     ) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         for features in (16, 32):
             x = nn.Conv(features, (3, 3), strides=2, use_bias=False)(x)
             norm = TowerBatchNorm(use_running_average=not train, momentum=0.9)

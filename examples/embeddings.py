@@ -104,7 +104,7 @@ def build_model(
 
 
 def collective_bytes(program: str) -> dict[str, int]:
-    """The result bytes of each kind of collective in one device's program."""
+    """Count the result bytes of each kind of collective in one device's program."""
     found: dict[str, int] = {}
     for line in program.splitlines():
         if match := re.search(rf"= (.*?) ({COLLECTIVES})(-done)?\(", line):

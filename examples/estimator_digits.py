@@ -56,7 +56,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         for features in (16, 32):
             x = nn.max_pool(nn.relu(nn.Conv(features, (3, 3))(x)), (2, 2), (2, 2))
         x = nn.relu(nn.Dense(64)(x.reshape((x.shape[0], -1))))
@@ -71,7 +71,7 @@ class ClassHits(tj.metrics.Additive):
     rows: jax.Array
 
     def compute(self) -> Any:
-        """The share of the rows of each class."""
+        """Return the share of the rows of each class."""
         return tj.metrics.ratio(self.hits, self.rows)
 
 
@@ -120,7 +120,7 @@ def optimizer_of(params: Any) -> tj.estimator.TowerOptimizer:
 
 
 def score(labels: jax.Array, logits: jax.Array, tower: tj.Tower) -> dict[str, Any]:
-    """Sums over the tower's rows, from which the metrics are computed at the end."""
+    """Return sums over the tower's rows, from which metrics are computed at the end."""
     digit = logits.argmax(-1)
     is_of = nn.one_hot(labels, 10)
     hits = (digit == labels) * tower.weight

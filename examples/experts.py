@@ -47,7 +47,7 @@ def make_batch(rng):
 
 
 def route(logits, counts):
-    """The gates of each token's experts, ``[b, t, e]``, and its places, ``[.., c]``."""
+    """Return the experts of each token, its places with them, and the places' gates."""
     gates, experts = jax.lax.top_k(jax.nn.softmax(logits), 2)
     chosen = jax.nn.one_hot(experts, EXPERTS) * counts[..., None, None]
     in_turn = chosen.swapaxes(1, 2)  # first choices come before second ones

@@ -46,7 +46,7 @@ class Generator(nn.Module):
 
     @nn.compact
     def __call__(self, noise: jax.Array) -> jax.Array:
-        """The images."""
+        """Return the images."""
         x = nn.relu(nn.Dense(128)(noise))
         for _ in range(2):
             x = nn.relu(nn.LayerNorm()(nn.Dense(128)(x)))
@@ -58,7 +58,7 @@ class Discriminator(nn.Module):
 
     @nn.compact
     def __call__(self, image: jax.Array) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         x = 2 * image.reshape((image.shape[0], -1)) - 1
         for _ in range(2):
             x = nn.leaky_relu(nn.Dense(128)(x), 0.2)

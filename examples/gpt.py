@@ -32,7 +32,7 @@ BYTES = 256
 
 
 def load_text() -> np.ndarray:
-    """The bytes of some modules."""
+    """Return the bytes of some modules."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     names = ("argparse", "ast", "datetime", "decimal", "inspect", "socket", "typing")
     texts = [(folder / f"{name}.py").read_bytes() for name in names]
@@ -98,7 +98,7 @@ def batches(text: np.ndarray, seed: int):
 
 
 def write(params: dict, prompt: bytes, count: int, key: jax.Array) -> str:
-    """What the model writes after a prompt."""
+    """Write on after a prompt."""
 
     def another(carry: tuple, key: jax.Array) -> tuple[tuple, None]:
         tokens, at = carry

@@ -27,7 +27,7 @@ class Network(nnx.Module):
     """One convolution and two dense layers: ``[b, 8, 8, 1]`` -> ``[b, 10]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """The layers with their arrays."""
+        """Make the layers with their arrays."""
         self.conv = nnx.Conv(1, 16, (3, 3), strides=2, rngs=rngs)
         self.norm = TowerBatchNorm(16, momentum=0.9, rngs=rngs)
         self.hidden = nnx.Linear(4 * 4 * 16, 64, rngs=rngs)
@@ -35,7 +35,7 @@ class Network(nnx.Module):
         self.logits = nnx.Linear(64, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array, tower: tj.Tower) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         x = nnx.relu(self.norm(self.conv(x), tower))
         x = nnx.relu(self.hidden(x.reshape((x.shape[0], -1))))
         return self.logits(self.dropout(x))

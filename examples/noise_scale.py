@@ -34,18 +34,18 @@ class Parts(tj.metrics.Additive):
     number: jax.Array  # of micro-batches that have weight
 
     def compute(self):
-        """The mean of w |g|^2."""
+        """Return the mean of w |g|^2."""
         return ratio(self.squares, self.number)
 
 
 def dot(x, y):
-    """The inner product of two trees."""
+    """Return the inner product of two trees."""
     products = jax.tree.map(lambda x, y: (x * y.conj()).real.sum(), x, y)
     return jnp.asarray(sum(jax.tree.leaves(products)))
 
 
 def of_tower(loss, grads):
-    """The leaves that a tower returns beside its loss and gradient."""
+    """Return the leaves that a tower returns beside its loss and gradient."""
     square = dot(grads.sum, grads.sum)
     counts = jnp.asarray(grads.weight != 0, square.dtype)
     own = {"loss": loss, "grads": grads}
@@ -56,7 +56,7 @@ def of_tower(loss, grads):
 
 
 def metrics_of(merged, grads):
-    """The metrics of a step, of what `of_tower` was merged to and the gradient."""
+    """Return the metrics of a step from the merged `of_tower` and the gradient."""
     parts = merged["parts"]
     total = grads.sum
     weight = grads.weight
@@ -92,7 +92,7 @@ def with_statistics(fns):
 
 
 def noise_scale(metrics, smoothing=0.99):
-    """The rows ``noise / signal`` after each step; each is averaged before.
+    """Return ``noise / signal`` after each step, both averaged over the steps before.
 
     ``smoothing`` is the decay of the averages: 0 takes each step alone, 1 all alike.
     """
@@ -107,7 +107,7 @@ def noise_scale(metrics, smoothing=0.99):
 
 
 def loss_fn(params, batch, tower):
-    """The squared error of a linear model."""
+    """Return the squared error of a linear model."""
     errors = batch["x"] @ params - batch["y"]
     return tj.Weighted.mean(errors**2, tower.weight)
 

@@ -54,7 +54,7 @@ def by_hand(x, table, labels):
 
 
 def of_own_words(x, table, labels):
-    """The same by a device with the rows ``table`` of the whole table."""
+    """Compute the same on a device that has the rows ``table`` of the whole table."""
     logits = x @ table.T
     most = lax.pmax(lax.stop_gradient(logits.max(-1)), "model")
     words = lax.axis_index("model") * len(table) + jnp.arange(len(table))

@@ -225,7 +225,7 @@ def _found(step: Step[Any], **fields: Any) -> None:
 
 
 def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
-    """Return whether too many other numbers of examples were proved; warn once."""
+    """Return whether batches of too many other sizes were proved; warn once."""
     examples = step.checked.examples
     if len(examples) < _MOST_EXAMPLES or batch.num_examples in examples:
         return False

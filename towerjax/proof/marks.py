@@ -34,10 +34,10 @@ ALL: Along = frozenset([Coordinate(1, within=False)])
 
 
 def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
-    """Find the coordinate that differs in each group, where the other is the same.
+    """Find the coordinate of towers that differs within each of these groups.
 
     ``groups`` are lists of towers, and ``size`` is the number of towers. The result is
-    None if the groups are no rows or columns of a grid of blocks.
+    None if the groups are no rows or columns of a grid of blocks; see `Coordinate`.
     """
     rows = [list(group) for group in groups]
     length = len(rows[0])

@@ -5,6 +5,7 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -125,9 +126,51 @@ def accumulated(seed, n, w, x):
     return first, second, most, first / (1 + second**2), first + most
 
 
+INNER = (
+    lambda: optax.sgd(0.1),
+    lambda: optax.sgd(0.1, 0.9),
+    lambda: optax.adam(0.1),
+    lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+)
+
+
+def optimizer_of(rng, n):
+    """An optimizer that accumulates over calls, of ``n`` or of another number."""
+    calls = [n, n, n, n, 2, n + (n > 1)][int(rng.integers(6))]
+    inner = INNER[int(rng.integers(len(INNER)))]()
+    kind = int(rng.integers(5))
+    if kind == 4:
+        return inner
+    if kind == 3:
+        every = optax.chain(optax.scale(1 / n), optax.apply_every(calls))
+        return optax.chain(every, optax.sgd(0.1))
+    if kind == 2:
+        return optax.chain(optax.apply_every(calls), optax.sgd(0.1))
+    steps = optax.MultiSteps(inner, calls, use_grad_mean=kind == 0)
+    return steps.gradient_transformation()
+
+
+def over_calls(seed, n, w, x):
+    """The results of ``n`` calls of an optimizer, and running means beside it."""
+    rng = np.random.default_rng([seed, 4])
+    optimizer = optimizer_of(rng, n)
+    decays = int(rng.integers(4))
+    state = optimizer.init(w)
+    mean = last = nothing = jnp.zeros(3)
+    for i, rows in enumerate(jnp.split(x, n)):
+        first, second, most = part_of(seed, n, w, rows)
+        updates, state = optimizer.update(first, state, w)
+        w = optax.apply_updates(w, updates)
+        mean = mean + (second - mean) / (i + 1 if decays else 2)
+        last = 0.0 * last + (first if decays > 1 else most)
+        nothing = nothing + 0.0 * second
+    return w, mean, last, nothing, w + mean
+
+
 def program_of(seed, n):
-    """A jitted program ``(w, x) -> five results``."""
-    return jax.jit(lambda w, x: accumulated(seed, n, w, x))
+    """A jitted program ``(w, x) -> five results``; each fifth is of several calls."""
+    of = accumulated if seed % 5 else over_calls
+    return jax.jit(lambda w, x: of(seed, n, w, x))
 
 
 def data(*seeds):

@@ -145,7 +145,10 @@ class Explained(NamedTuple):
 
 
 def advise(audit: Audit, error: SplitError) -> SplitError:
-    """Add the first cause that explains an audit's `SplitError`, with its remedy."""
+    """Return an audit's `SplitError` with a cause that explains it, and a remedy.
+
+    It is the first cause in `_CAUSES` that explains any of the leaves.
+    """
     sites = _sites_of(audit.one_tower.trace(audit.from_batch.first))
     case = Case(audit, error.findings, sites)
     leaves, advice = next(filter(None, (cause(case) for cause in _CAUSES)))

@@ -301,7 +301,7 @@ def _refuse_unless_by_row(
 def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Answer a `scan`; loops over rows, chunks and micro-batches have their own laws.
 
-    In any other loop the carry has kinds that a trip does not change.
+    In any other loop, the carry has kinds that a trip no longer changes.
     """
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
