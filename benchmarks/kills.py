@@ -28,8 +28,8 @@ from benchmarks.harness import begin
 STEPS = 130
 TOWERS = 12
 KILLS_PER_JOB = 10
-# Pairs of a number of processes and of devices for each. The number of devices divides
-# that of the towers.
+# Each pair is a number of processes, and of devices in each process. All devices
+# together divide the number of towers.
 FLEETS = ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3))
 _AGAIN = 75  # the launcher's exit code for "start it again"
 _HANG_S = 120.0  # four processes share two cores at import

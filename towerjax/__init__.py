@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from towerjax import contrib, testing, tf1, tools
     from towerjax.sweeps.train import sweep
     from towerjax.tf1 import estimator
-else:  # a fifth of the time of the import, for what few programs use
+else:  # these take a fifth of the import, and few programs use them
     __getattr__ = _namespaces.later_in_module(
         __name__,
         contrib="towerjax.contrib",

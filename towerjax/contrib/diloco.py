@@ -142,7 +142,7 @@ class DiLoCo:
 class Own:
     """The values of each tower: ``state.local["own"].value``, ``[T, ...]``."""
 
-    params: Tree  # those that are trained
+    params: Tree  # only the trained ones
     opt_state: Tree
     weight: jax.Array  # [P], the losses' weight since each fragment was sent
     loss: tj.Weighted  # the mean since towers were merged

@@ -58,11 +58,11 @@ class InputOptions:
 class _Pulled(NamedTuple):
     """The part of a round that belongs to this process's towers."""
 
-    trees: list[PyTree]  # one for all towers, or one for each
+    trees: list[PyTree]  # one tree for all towers, or one for each
     sizes: list[int]  # the number of examples in each tree
     bare: bool = False  # the elements had no dim over examples
-    sparse: SparseRows | None = None  # the sparse leaves of one for all
-    replicated: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
+    sparse: SparseRows | None = None  # sparse leaves, if one tree is for all
+    replicated: Sequence[PyTree] = ()  # values of `Whole` leaves of such a tree
 
 
 class DistributedDataset:
@@ -102,7 +102,7 @@ class DistributedDataset:
         self._placer = Placer(
             placement, remainder=remainder, micro_batches=micro_batches
         )
-        # The number that must divide a tower's rows.
+        # This number must divide a tower's rows.
         self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
         if self._asks_peers:  # the name of the exchange between processes

@@ -44,8 +44,8 @@ class Batches(Iterator[PyTree]):
     """
 
     data: PyTree = dataclasses.field(repr=False)
-    examples: int  # N
-    batch_size: int  # B
+    examples: int  # the number of examples in the data
+    batch_size: int  # the examples of a global batch
     epochs: int | None  # None never ends
     seed: int | None  # None keeps the order
     drop_remainder: bool  # leave out the smaller last batch of each epoch

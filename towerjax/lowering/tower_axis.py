@@ -325,7 +325,7 @@ class _Lowering:
             params["axis_index_groups"] = None  # `rows` are those of the group
         collective = functools.partial(eqn.primitive.bind, **params)
         over = {"axis_name": axes.tower_axis, "axis_size": size}
-        if name == "all_gather":  # the same for each of the group
+        if name == "all_gather":  # equal on all towers of the group
             out = jax.vmap(collective, out_axes=None, **over)(*rows)
             return jax.tree.leaves(out)
         out = jax.vmap(collective, **over)(*rows)

@@ -87,7 +87,7 @@ class InterruptGuard:
             if signal.SIGINT in self._waiting and not self.ended:
                 signal.raise_signal(signal.SIGINT)
         finally:
-            if signal.SIGTERM in self._waiting:  # since `finish` or an error
+            if signal.SIGTERM in self._waiting:  # it came after `finish` or an error
                 signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:

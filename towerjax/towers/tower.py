@@ -338,11 +338,11 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable with the reduced value added; else as `assign`."""
+        """Return the variable plus the reduced value; otherwise this is `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable with the reduced value subtracted; else as `assign`."""
+        """Return the variable minus the reduced value; otherwise this is `assign`."""
         return self._assign(variable, value, operator.sub)
 
     def _assign(

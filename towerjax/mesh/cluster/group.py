@@ -71,9 +71,10 @@ class Timeouts:
     """The timeouts of a job, in seconds."""
 
     grace_s: float  # from SIGTERM to SIGKILL
-    failed_s: float  # the same, after a process has failed
-    hang_s: float = math.inf  # without a sign of life of one process
-    step_s: float = math.inf  # without a step of any process, once all have begun one
+    failed_s: float  # from SIGTERM to SIGKILL after a process has failed
+    hang_s: float = math.inf  # how long one process may give no sign of life
+    # After all processes have begun a step, this long none of them may begin another.
+    step_s: float = math.inf
 
 
 def say(text: str) -> None:

@@ -101,7 +101,7 @@ class Pass:
     # Whether a later pass uses ``Rows`` together with padding. Then one leaf must be a
     # weight.
     rows_used_later: bool = False
-    advice: str | None = None  # for the error about a bare value that differs
+    advice: str | None = None  # ends the error about a bare value that differs
     # ``(state, *merged) -> values``: the pass differentiates the towers' loss by these
     # values, and merges the gradient under the key ``grads``.
     trained: Callable[..., PyTree] | None = None

@@ -25,7 +25,7 @@ class Differing:
     """A device whose copy of a leaf differs from that of most devices."""
 
     device: str  # such as "cpu:5"
-    leaf: str  # "params/Dense_2/kernel"
+    leaf: str  # such as "params/Dense_2/kernel"
 
     def __str__(self) -> str:
         return f"{self.device}, {self.leaf}"
@@ -114,7 +114,7 @@ def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.nd
     placement = Placement(names, len(names))
     mirrored = placement.sharding(Layout.MIRRORED)
 
-    def as_placed(x: jax.Array) -> jax.Array:  # the same buffers
+    def as_placed(x: jax.Array) -> jax.Array:  # shares the buffers
         copies = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
 

@@ -42,7 +42,7 @@ class StatePolicy:
     """How a training step takes a state, and returns the next one with metrics."""
 
     strategy: Strategy
-    # For each field of the first state that the step makes: a function of parameters.
+    # A field of the first state that the step makes has a function of parameters here.
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
