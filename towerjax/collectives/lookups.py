@@ -52,7 +52,7 @@ def take(table: Any, ids: Any) -> jax.Array:
       ``tf.gather``, whose gradient is ``IndexedSlices``, of TensorFlow (2015).
     """
     if not isinstance(table, jax.Array) and hasattr(table, "__jax_array__"):
-        table = table.__jax_array__()  # a variable of Flax
+        table = table.__jax_array__()  # as for a variable of Flax
     refuse_no_numbers("tj.sparse.take: table", table)
     refuse_no_numbers("tj.sparse.take: ids", ids)
     ids = jnp.asarray(ids)
@@ -91,7 +91,7 @@ def _rows_jvp(primals: Any, tangents: Any, *, stacked: int) -> tuple[jax.Array, 
 
 
 def _rows_of_batch(value: Any, dims: Any, *, stacked: int) -> tuple[jax.Array, int]:
-    """Batch a lookup under ``vmap``; the mapped dim comes first in ids and rows."""
+    """Apply the batching rule of a lookup: ids and rows get the mapped dim in front."""
     table, ids = value
     of_table, of_ids = dims
     if of_table is None and not stacked:
@@ -110,7 +110,10 @@ mlir.register_lowering(LOOKUP, mlir.lower_fun(_take_rows, multiple_results=False
 
 
 def join_lookups(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
-    """Join all rows that were looked up; an id out of range gets a row of zeros."""
+    """Join the rows of all lookups in one table, as rows of its gradient.
+
+    An id out of range gets a row of zeros.
+    """
     shape = table.shape
     none = jnp.zeros((0, *table.shape[1:]), table.dtype)
     values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]

@@ -108,7 +108,7 @@ class AllReduce:
     group_size: int | Literal["process"] | None = None
     device: str | None = None
 
-    needs_every_tower = False  # local towers are added first
+    needs_every_tower = False  # a device's towers are added before the op
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class AllReduce:
 
     def _shared_below(self, axes: TowerAxes) -> int:
         """Return the size, in bytes, up to which a leaf shares a buffer."""
-        # In a tower of several devices a buffer would gather leaves that are split over
-        # them.
+        # In a tower of several devices, leaves are split over the devices of the tower,
+        # and packing them into a buffer would gather them. So no leaf is packed.
         if axes.mesh.axis_names:
             return 0
         most = self.bytes_per_pack
@@ -240,7 +240,7 @@ def Packed(
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """Return the number of elements of each pack: equal, the last has the rest too."""
+    """Return each pack's number of elements: equal, and the last one takes the rest."""
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 
@@ -296,8 +296,8 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
     starts = range(0, num_devices, size)
-    # For a single group None is passed, which means the whole axis to JAX and the
-    # proof.
+    # For a single group None is passed. JAX and the proof take it to mean the whole
+    # axis.
     inside = [[start + i for i in range(size)] for start in starts]
     across = [[start + i for start in starts] for i in range(size)]
     groups = inside if len(inside) > 1 else None
@@ -336,7 +336,7 @@ def ReduceToOneDevice(device: str | None = None) -> AllReduce:
 
 
 def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
-    """Add over all devices on device ``root``; the others hold partial sums."""
+    """Add over all devices; only device ``root`` then holds the whole sum."""
     distance = (lax.axis_index(DEVICE_AXIS) - root) % num_devices
     reach = 1
     while reach < num_devices:
@@ -346,8 +346,8 @@ def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
             for sender in senders
         ]
         received = lax.ppermute(value, DEVICE_AXIS, pairs)
-        # ``ppermute`` gives zeros to the other devices, and adding them would change
-        # -0.0.
+        # A device that is sent nothing gets zeros from ``ppermute``. Adding these would
+        # turn -0.0 into 0.0.
         receives = (distance % (2 * reach) == 0) & (distance + reach < num_devices)
         value = jnp.where(receives, value + received, value)
         reach *= 2
@@ -374,7 +374,7 @@ class PinnedTree:
       PinnedTree()
     """
 
-    needs_every_tower = True  # the tree is over towers
+    needs_every_tower = True  # the binary tree has towers as its leaves
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """Return the sum over all towers; see `CrossTowerOps`."""
@@ -390,15 +390,18 @@ class PinnedTree:
 
 
 def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
-    """Add rows ``[k, n]`` of local towers over all towers, in one order, to ``[n]``."""
+    """Add the towers' rows ``[k, n]`` over all ``T`` towers, in one fixed order.
+
+    The result has the shape ``[n]`` and is the same on all devices.
+    """
     num_local, size = rows.shape
     if not size:
         return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
         # If XLA fused these additions into the update, they would round in another way.
-        # Between devices a collective keeps XLA from it. On one device a branch does,
-        # while a barrier does not. Both branches are equal, so the predicate does not
-        # matter.
+        # With several devices, a collective stands between additions and update and
+        # prevents that. On one device a branch does, while a barrier does not. Both
+        # branches are equal, so the predicate does not matter.
         return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = add_pairwise(rows)[None]

@@ -19,15 +19,15 @@ from towerjax.types import PyTree
 # copy takes time for each byte. On CPU devices, steps take 0.6 of the time when their
 # 24 leaves of 128 KiB are packed, and 1.06 of it when 4 leaves of 576 KiB are.
 PACK_BELOW_BYTES = 1 << 18
-# A buffer's leaves lie within this many times ``unshared_above`` bytes of the tree.
-# With one buffer for the whole tree, the first gradients would stay in memory until the
-# last one is computed.
+# A buffer takes leaves from a stretch of the tree of at most this many times
+# ``unshared_above`` bytes. With one buffer for the whole tree, the first gradients
+# would stay in memory until the last one is computed.
 _REACH = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of one leaf: its buffer, and its first element there."""
+    """Where a leaf lies: the index of its buffer, and of its first element there."""
 
     buffer: int
     start: int
@@ -54,10 +54,12 @@ class Packing:
     ) -> "Packing":
         """Choose a buffer for each leaf: small neighbours of one dtype share one.
 
-        A buffer takes leaves from a stretch of at most ``reach`` bytes of the dtype.
-        The first ``lead`` dims of the leaves are not packed.
+        A leaf of more than ``unshared_above`` bytes has a buffer of its own. A buffer
+        takes leaves from a stretch of at most ``reach`` bytes of its dtype, and at most
+        ``max_leaves`` of them. The first ``lead`` dims of each leaf are not packed.
         """
-        latest: dict[np.dtype, int] = {}  # the buffer that takes further leaves
+        # By dtype: the index of the buffer that takes further leaves.
+        latest: dict[np.dtype, int] = {}
         passed = Counter[np.dtype]()  # bytes of leaves since that buffer began
         filled: list[list[int]] = []  # the sizes of the leaves of each buffer
         slots = []
@@ -98,10 +100,10 @@ class Packing:
         return [joined(group) for group in parts]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
-        """Return the leaves that lie in buffers without leading dims."""
+        """Return the leaves, cut out of buffers whose leading dims were added up."""
         starts: Sequence[Any] = [slot.start for slot in self.slots]
-        # The smallest buffer is taken: a large one may be sharded, and would be
-        # gathered.
+        # The offsets are hidden by reading one element of a buffer. The smallest one is
+        # read, because a large buffer may be sharded and would be gathered.
         full = (buffer for buffer in buffers if buffer.size)
         witness = min(full, key=lambda x: x.size, default=None)
         shares = self.num_buffers < len(self.slots)
@@ -114,7 +116,7 @@ class Packing:
         ]
 
     def leading(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
-        """Return the part of each buffer that the first ``num_leaves`` leaves fill."""
+        """Return the start of each buffer, up to the end of leaf ``num_leaves - 1``."""
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
             ends[slot.buffer] = slot.start + slot.size
@@ -128,7 +130,7 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
     if isinstance(start, int):
         return lax.slice_in_dim(buffer, start, start + slot.size).reshape(slot.shape)
     size = (slot.size,)
-    # False leaves out code for starts that count from the end.
+    # False: no start counts from the end, so JAX adds no code for that.
     part = lax.dynamic_slice(buffer, (start,), size, allow_negative_indices=False)
     return part.reshape(slot.shape)
 
@@ -136,7 +138,7 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
 def _hide_from_folding(
     starts: Sequence[int], witness: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return the same numbers, hidden from XLA's constant folding."""
+    """Return the offsets as values that XLA does not know when it compiles."""
     # XLA compiles equal kernels once, and constant offsets make kernels differ: 25
     # layers then take 0.8 s to compile, not 0.3 s (on CPUs). Both branches return the
     # same. On GPUs this is not done, because a branch costs a round trip.
@@ -162,7 +164,7 @@ class Sums:
     on_one_device: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
-        """Return the sums as the tree that was packed."""
+        """Return the sums in the structure of the tree that was packed."""
         leaves = self.packing.unpack(self.buffers, self.platform)
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -175,8 +177,8 @@ class Sums:
 def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
     """Return whether no leaf holds NaN or infinity.
 
-    With ``joins`` one kernel looks at all small leaves of one shape. On one CPU device,
-    50 more kernels take a fifth of the time of a small step.
+    With ``joins`` one kernel checks all small leaves of one shape together. On one CPU
+    device, 50 more kernels take a fifth of the time of a small step.
     """
     groups: dict[Any, list[jax.Array]] = {}
     for x in jax.tree.leaves(tree):
@@ -190,11 +192,11 @@ def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
     finite = [lax.reduce_and(x, range(x.ndim)) for x in masks]
     if len(finite) <= 2:
         return functools.reduce(lax.bitwise_and, finite, jnp.bool_(True))
-    # XLA copies a chain of "and" into each kernel that reads the flag, and turns
-    # ``all`` of several flags into such a chain. For a ResNet this takes a fifth of the
-    # time to compile. A sum of integers stays one kernel. The least of integers does,
-    # too, but XLA:GPU cannot compile it over the devices of a tower: an all-reduce of
-    # it ends the process.
+    # Several flags are joined by a sum of integers. XLA copies a chain of "and" into
+    # each kernel that reads the result, and turns ``all`` of several flags into such a
+    # chain. For a ResNet this takes a fifth of the time to compile. A sum of integers
+    # stays one kernel. A minimum of integers does, too, but over the devices of a tower
+    # it becomes an all-reduce of a minimum, on which XLA:GPU ends the process.
     flags = [lax.convert_element_type(lax.reshape(x, (1,)), jnp.int32) for x in finite]
     return lax.reduce_sum(lax.concatenate(flags, 0), (0,)) == len(flags)
 
@@ -207,7 +209,10 @@ def sum_packed(
     reach: float | None = None,
     max_leaves: float = math.inf,
 ) -> Sums:
-    """Pack leaves and add the buffers over devices; one device packs nothing."""
+    """Pack leaves, add the buffers over devices, and return `Sums`.
+
+    On one device nothing is packed. `Packing.of` explains the limits.
+    """
     reach = _REACH * unshared_above if reach is None else reach
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

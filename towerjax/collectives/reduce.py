@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
-    """Return the argument for this reduction: for SUM, MEAN or ONLY_FIRST_TOWER."""
+    """Return one of three arguments: that for SUM, for MEAN or for ONLY_FIRST_TOWER."""
     match reduction:
         case Reduction.SUM:
             return total
@@ -53,12 +53,12 @@ def takes_first(reduction: Reduction) -> bool:
 
 
 def multiplies(reduction: Reduction) -> bool:
-    """Return whether the reduction of ``T`` equal values is ``T`` times the value."""
+    """Return whether reducing ``T`` equal values gives ``T`` times the value."""
     return choose(reduction, total=True, mean=False, first=False)
 
 
 def check_reduction(reduction: Any, value: PyTree = ()) -> None:
-    """Raise unless ``reduction`` gives one value for values of this kind."""
+    """Raise unless ``reduction`` can reduce values of this kind to one value."""
     if not isinstance(reduction, Reduction):
         raise ValueError(
             f"reduction is {reduction!r:.200}, which is not a reduction. Write"
@@ -72,7 +72,10 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
 
 
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """Reduce the towers' values ``[T, ...]`` to one: added in pairs, or rows joined."""
+    """Reduce the towers' values ``[T, ...]`` to one value.
+
+    Arrays are added in pairs; rows of ``IndexedRows`` are joined.
+    """
 
     def reduce_leaf(x: Any) -> Any:
         if is_rows(x):
@@ -87,7 +90,11 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
 
 
 def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
-    """Return the SUM or MEAN of the towers' ``IndexedRows``, from all rows joined."""
+    """Return the SUM or MEAN of the towers' ``IndexedRows``.
+
+    ``rows`` holds the rows of all towers, joined. For a MEAN they are divided by
+    ``num_towers``.
+    """
     values = from_total(reduction, rows.values, num_towers, rows.values.dtype)
     return dataclasses.replace(rows, values=values)
 
@@ -95,7 +102,7 @@ def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
     """Reduce the towers' ``IndexedRows``, whose numbers of rows may differ.
 
-    An array ``[N, ...]`` in place of them stands for all rows of the table.
+    A tower may also give an array ``[N, ...]``, which stands for all rows of the table.
     """
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
@@ -143,7 +150,7 @@ def reduce_over_towers(
 
 
 def hide_complex(x: jax.Array) -> jax.Array:
-    """Return an addend of a sum over devices; a complex one stands behind a barrier."""
+    """Return an addend of a sum over devices; put a complex one behind a barrier."""
     # XLA aborts the process if all elements of a complex addend are one constant, such
     # as the gradient of an unused parameter (JAX 0.10 to 0.12). A barrier hides the
     # constant.
@@ -152,7 +159,10 @@ def hide_complex(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def take_first(x: jax.Array, number: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Send the value of tower or device ``number == 0`` to all, bit for bit."""
+    """Send the value of tower (or device) 0 to all, bit for bit.
+
+    ``number`` is the index of this tower or device.
+    """
     bits = as_bits(x)
     bits = jnp.where(number == 0, bits, jnp.zeros_like(bits))
     return from_bits(lax.psum(bits, names), x.dtype)
@@ -221,7 +231,7 @@ def from_total(
 
 
 def add_pairwise(rows: jax.Array) -> jax.Array:
-    """Add the rows in one fixed order: neighbours, then their sums, and so on."""
+    """Add the rows in one fixed order: in neighbouring pairs, again and again."""
     while rows.shape[0] > 1:
         paired = rows.shape[0] // 2 * 2
         sums = rows[0:paired:2] + rows[1:paired:2]

@@ -63,7 +63,11 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def poison_missing(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Clip the indices; if one is out of range, all values become NaN or similar."""
+    """Return the rows with valid indices; an index out of range spoils the values.
+
+    Indices are clipped. If one of them was out of range, all values become NaN, or for
+    integers the number that `poison_value` returns.
+    """
     indices = widen_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()
     values = jnp.where(exist, values, poison_value(values.dtype))
@@ -130,7 +134,7 @@ class IndexedRows:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Check what is known; leaves may be tracers, or no arrays."""
+        """Check what is known of the rows; leaves may be tracers, or not arrays."""
         shape: Any = self.dense_shape
         if not isinstance(shape, Iterable) or not tuple(shape):
             raise ValueError(
@@ -183,7 +187,7 @@ class IndexedRows:
                 " at a valid index."
             )
 
-    # With None NumPy leaves ``array + rows`` to ``__radd__``, as JAX does.
+    # None makes NumPy's ``array + rows`` call ``__radd__``, as JAX's does.
     __array_ufunc__ = None
 
     def __radd__(self, array: Any) -> jax.Array:
@@ -262,8 +266,8 @@ is_rows: Callable[[Any], bool] = IndexedRows.__instancecheck__
 
 def is_sparse(x: Any) -> bool:
     """Return whether ``x`` is a sparse array of this library, of JAX or of SciPy."""
-    # Whoever has such an array has imported its module. Importing it here would be
-    # slow.
+    # A sparse array exists only if its module has been imported already. An import here
+    # would be slow.
     module = sys.modules.get("jax.experimental.sparse")
     return (
         is_rows(x)
@@ -286,9 +290,10 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
 
 
 def splits_entries(tree: PyTree) -> bool:
-    """Return whether a sparse leaf lists the entries of all examples together.
+    """Return whether a sparse leaf lists the entries of all examples in one array.
 
-    Such entries must be split over towers; a leaf with a dim of examples need not be.
+    Such entries must be split over towers. A sparse leaf with a dim of examples can be
+    split along that dim.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
     return any(is_sparse(x) and not getattr(x, "n_batch", 0) for x in leaves)
@@ -316,14 +321,17 @@ def all_rows_of(dense: jax.Array) -> IndexedRows:
 
 
 def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRows:
-    """Join several ``IndexedRows`` to one, as rows of an array of this shape."""
+    """Join several ``IndexedRows`` of one table, which has this shape, to one."""
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     return IndexedRows(values, indices, shape)
 
 
 def flatten_stack(rows: IndexedRows) -> IndexedRows:
-    """Join stacked ``IndexedRows``, with indices ``[T, r]``, to one ``IndexedRows``."""
+    """Return a stack of towers' ``IndexedRows`` as one, with ``T * r`` rows.
+
+    The stack's indices are ``[T, r]``.
+    """
     values = jnp.asarray(rows.values)
     indices = jnp.asarray(rows.indices)
     if indices.ndim != 2:
@@ -346,7 +354,10 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def as_dense(tree: PyTree) -> PyTree:
-    """Return the tree with ``IndexedRows`` as arrays; a wrong index gives NaN."""
+    """Return the tree with arrays in place of ``IndexedRows``.
+
+    An index out of range makes the array NaN.
+    """
 
     def densify(x: Any) -> Any:
         return jnp.zeros(x.dense_shape, x.values.dtype) + x if is_rows(x) else x

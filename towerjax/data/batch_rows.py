@@ -50,7 +50,7 @@ class Signature:
     """The tree, shapes and dtypes of a batch; one program serves one signature."""
 
     treedef: Any
-    leaves: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each leaf
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -82,14 +82,14 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """Return the batch without the values of its `Whole` leaves, and those values."""
+    """Return the batch with `Whole` leaves emptied, and the values of these leaves."""
     with sorted_keys("batch", batch):
         held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
 def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """Put the values of the `Whole` leaves back, and return the batch."""
+    """Put the values of `Whole` leaves back, the inverse of `without_replicated`."""
     return put_parts(Whole, rows, held)
 
 
@@ -130,7 +130,7 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
-    """Raise if a leaf is sparse or `Whole`, for callers that accept only arrays."""
+    """Raise if a leaf is sparse or `Whole`, for callers that accept dense rows only."""
 
     def is_replicated(x: Any) -> bool:
         return isinstance(x, Whole) and x.value is not None
@@ -158,7 +158,7 @@ def may_wrap(batch: PyTree) -> bool:
 
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise if an integer would overflow when it is placed on the devices."""
-    if may_wrap(batch):  # naming all leaves is slow
+    if may_wrap(batch):  # names all leaves, which is slow
         refuse_unheld("batch", batch)
 
 
@@ -167,7 +167,7 @@ class Shares(NamedTuple):
 
     towers: int
     micro_batches: int
-    devices: int  # how many split a tower's rows
+    devices: int  # the number of devices over which a tower's rows are split
 
     def __str__(self) -> str:
         """Return a text such as ``"4 towers of 3 micro-batches"``."""
@@ -185,9 +185,10 @@ def fit_batch(
     full_size: int = 0,
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
-    """Cut or fill the batch so that its rows can be shared evenly.
+    """Cut or pad the batch so that its rows can be shared evenly.
 
-    Returns the batch, and how many of its rows are examples.
+    ``full_size`` is a larger number of rows to pad to. Returns the batch, and how many
+    of its rows are examples.
     """
     size = count_examples(batch)
     shares = math.prod(shared_by)
@@ -213,15 +214,15 @@ def fit_batch(
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:
-    """Return the batch cut to ``rows`` rows, or filled up to them with its last row."""
+    """Return the batch cut to ``rows`` rows, or padded to them with its last row."""
 
     def resize_leaf(x: Any) -> Any:
         missing = rows - x.shape[0]
         library = jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
-        # A row of zeros may give NaN in a loss, so it is used only if there is no other
-        # row.
+        # Padding repeats the last row, because a row of zeros may give NaN in a loss.
+        # Zeros are used only if the array has no row.
         last = _rows(x, x.shape[0] - 1, x.shape[0]) if x.shape[0] else None
         last = library.zeros((1, *x.shape[1:]), x.dtype) if last is None else last
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
@@ -252,10 +253,7 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """Return a text with the leaves that differ between two signatures.
-
-    It has a bullet for each leaf.
-    """
+    """Return a text that lists the leaves in which two signatures differ."""
     leaves_got, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
@@ -284,11 +282,12 @@ def row_weights(
 ) -> jax.Array:
     """Return the rows' weights: 1 for an example, 0 for padding.
 
-    ``num_valid``, the number of examples, is ``()`` or ``[T, 1]``. A row counts if its
-    number, from ``first_row`` on, is below it.
+    ``num_valid``, the number of examples, is ``()`` or ``[T, 1]``. The rows are
+    numbered from ``first_row`` on, and rows with a number below ``num_valid`` are
+    examples.
     """
-    # Functions of lax are used, because each function of jnp is traced by itself, which
-    # makes a step's first call slower.
+    # Functions of lax are used, because JAX traces each function of jnp as a function
+    # of its own, which makes a step's first call slower.
     shape = (*num_valid.shape[:-1], rows)
     here = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     here = lax.add(here, lax.convert_element_type(first_row, jnp.int32))
@@ -300,7 +299,7 @@ def row_weights(
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """Return a batch's leaves, its tree, and a key that finds its checks.
+    """Return a batch's leaves, its structure, and a key of what is checked about it.
 
     Two batches with one key pass the same checks. The key is None if a leaf is not a
     plain array.

@@ -56,13 +56,13 @@ class InputOptions:
 
 
 class _Pulled(NamedTuple):
-    """The part of a round that belongs to this process's towers."""
+    """The elements of one round that this process took for its own towers."""
 
-    trees: list[PyTree]  # one tree for all towers, or one for each
+    trees: list[PyTree]  # one tree for all towers of the process, or one for each
     sizes: list[int]  # the number of examples in each tree
-    bare: bool = False  # the elements had no dim over examples
-    sparse: SparseRows | None = None  # sparse leaves, if one tree is for all
-    replicated: Sequence[PyTree] = ()  # values of `Whole` leaves of such a tree
+    bare: bool = False  # whether elements were single examples, without a batch dim
+    sparse: SparseRows | None = None  # the sparse leaves, if one tree is for all towers
+    replicated: Sequence[PyTree] = ()  # the values of `Whole` leaves, likewise
 
 
 class DistributedDataset:
@@ -102,10 +102,10 @@ class DistributedDataset:
         self._placer = Placer(
             placement, remainder=remainder, micro_batches=micro_batches
         )
-        # This number must divide a tower's rows.
+        # A tower's number of rows is a multiple of this.
         self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
-        if self._asks_peers:  # the name of the exchange between processes
+        if self._asks_peers:  # the processes exchange sizes under this name
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> Stream[PlacedBatch]:
@@ -128,7 +128,9 @@ class DistributedDataset:
         if at is not None:
             elements.set_state(at["elements"])
         rows = 0 if at is None else at["rows"]
-        if isinstance(self._source, Batches):  # the next batch may be smaller
+        # Batches know their largest size, and a resumed run may begin with a smaller
+        # one.
+        if isinstance(self._source, Batches):
             rows = max(rows, self._rows_for([self._source.most_rows]))
         return self._placed_rounds(number, stopped, elements, rows)
 
@@ -143,7 +145,7 @@ class DistributedDataset:
         """Yield each round's placed batch, and the cursor after it."""
         elements = (from_tensors(x) for x in source)
         peers: Exchange | None = None
-        taken: Any = None  # the newest round with a part of this process
+        taken: Any = None  # this process's part of the last round that had one
         if self._asks_peers:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
@@ -165,13 +167,14 @@ class DistributedDataset:
         """Return the number of examples of each tower, over all processes, ``[T]``."""
         counts = []
         for sizes in sizes_of_all:
-            sizes_here = [0] if sizes is None else sizes  # that process has ended
+            # None: the data of that process has ended.
+            sizes_here = [0] if sizes is None else sizes
             towers = self._towers // len(sizes_here)
             counts += [batch_rows.counts_of_towers(n, rows, towers) for n in sizes_here]
         return np.concatenate(counts)
 
     def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """Return this process's part of the next round; None at the end of the data."""
+        """Take this process's part of the next round; return None once data ends."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
         remainder = self._options.remainder
@@ -185,7 +188,8 @@ class DistributedDataset:
                     " a global batch of arrays. Write split='elements' if each tower"
                     " takes an element."
                 )
-            if self._asks_peers:  # no process knows the capacities of others
+            # Sparse leaves are refused: no process knows how many entries others need.
+            if self._asks_peers:
                 batch_rows.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
@@ -199,7 +203,7 @@ class DistributedDataset:
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """Return an element for each tower of this process; None at the end of data."""
+        """Take one element for each tower of this process; return None at the end."""
         # Each element is copied at once: a loader may reuse its buffer for the next
         # one.
         first = itertools.islice(elements, self._towers)
@@ -232,7 +236,7 @@ class DistributedDataset:
         return _Pulled(trees, [size for _, size in fitted], bare)
 
     def _rows_for(self, sizes: list[int]) -> int:
-        """Return how many rows each tower needs for parts of these sizes."""
+        """Return how many rows each tower needs to hold parts of these sizes."""
         shares = self._towers * self._divisor // len(sizes)
         return max(-(-n // shares) for n in sizes) * self._divisor
 
@@ -266,11 +270,15 @@ class DistributedDataset:
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
     ) -> tuple[_Pulled | None, list[Any]]:
-        """Return this process's part of the next round, and the sizes of all parts."""
+        """Take this process's part of the next round, and learn the sizes of all parts.
+
+        Returns the part, and the sizes by process; None stands for the end of a
+        process's data.
+        """
         try:
             pulled = self._own_part(elements)
         except Exception as error:
-            if peers is not None:  # the other processes wait for this part
+            if peers is not None:  # tells the other processes, which wait for this part
                 peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
             raise
         sizes = None if pulled is None else pulled.sizes
@@ -317,12 +325,12 @@ def _own_copy(leaf: Any) -> Any:
 
 
 def _has_scalars(element: PyTree) -> bool:
-    """Return whether an element is a single row: one of its leaves is a scalar."""
+    """Return whether an element is a single example, which a scalar leaf shows."""
     return any(np.ndim(x) == 0 for x in jax.tree.leaves(element))
 
 
 def _with_dim_of_rows(element: PyTree) -> PyTree:
-    """Return the element; if it is a single row, with a leading dim of one row."""
+    """Return the element as a batch: a single example gets a leading dim of size 1."""
     return jax.tree.map(_as_one_row, element) if _has_scalars(element) else element
 
 
@@ -345,5 +353,8 @@ def _refuse_unlike_elements(taken: list[PyTree]) -> None:
 
 
 def _is_at_end(elements: Iterator[PyTree]) -> bool:
-    """Return whether there is no further element; if there is one, it is taken."""
+    """Return whether there is no further element, by trying to take one.
+
+    An element that is taken here is lost.
+    """
     return not any(True for _ in elements)

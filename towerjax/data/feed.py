@@ -16,9 +16,9 @@ from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
-    """Return a function that takes rows of the data.
+    """Return a function that returns rows of the data.
 
-    It gets a slice, or an array of row numbers.
+    Its argument is a slice, or an array of row numbers.
     """
     rows, replicated = without_replicated(data)
     sparse, dense = SparseRows.put_aside(rows)
@@ -44,16 +44,17 @@ class Batches(Iterator[PyTree]):
     """
 
     data: PyTree = dataclasses.field(repr=False)
-    examples: int  # the number of examples in the data
-    batch_size: int  # the examples of a global batch
-    epochs: int | None  # None never ends
-    seed: int | None  # None keeps the order
+    examples: int  # N
+    batch_size: int  # B
+    epochs: int | None  # None: without end
+    seed: int | None  # None: in the order of the data
     drop_remainder: bool  # leave out the smaller last batch of each epoch
     position: int = 0
 
     def __post_init__(self) -> None:
         """Flatten the data, and check its leaves."""
-        cast_ints(self)  # JSON cannot hold NumPy's integers
+        # `get_state` returns them for JSON, which cannot hold NumPy's integers.
+        cast_ints(self)
         self._take = rows_of(self.data)
         self._shuffled: tuple[int, np.ndarray] | None = None
 
@@ -78,7 +79,7 @@ class Batches(Iterator[PyTree]):
 
     def __len__(self) -> int:
         """Return the number of batches that are left."""
-        if self.epochs is None:  # list and tqdm catch a TypeError
+        if self.epochs is None:  # list() and tqdm call len(), and accept a TypeError
             raise TypeError(
                 "tj.batches(..., epochs=None) never end, so they have no length. Write"
                 " a number of epochs."

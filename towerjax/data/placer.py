@@ -42,15 +42,15 @@ class PlacedBatch:
     args: tuple[PyTree, PyTree, PyTree]
     counts: np.ndarray  # [T]: how many of each tower's rows are examples
     rows: int  # b, the rows of each tower
-    signature: batch_rows.Signature  # of arrays and replicated
+    signature: batch_rows.Signature  # of the arrays and the `Whole` leaves
     placement: Placement  # the towers and devices that it was placed for
     # A hash of the batch. If several processes each have the whole batch, it must be
     # the same on all. Only the first batch of a signature has a hash, so only that is
     # compared.
     fingerprint: str | None = None
-    may_pad: bool = True  # whether such batches may be padded, even if this one is not
-    bare: bool = False  # each tower's part is one element without a dim over examples
-    micro_batches: int = 1  # sparse leaves are split for these
+    may_pad: bool = True  # whether batches of this step may be padded
+    bare: bool = False  # each tower has one example, without a batch dim
+    micro_batches: int = 1  # sparse leaves are split for this number
 
     def __post_init__(self) -> None:
         """Count the examples once, because loops read the number at each step."""
@@ -58,7 +58,7 @@ class PlacedBatch:
         object.__setattr__(self, "padded", bool((self.counts < self.rows).any()))
 
     num_examples: int = dataclasses.field(init=False)
-    padded: bool = dataclasses.field(init=False)  # has padding rows
+    padded: bool = dataclasses.field(init=False)  # whether there are padding rows
 
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
         """Return the batch with other arrays; faster than ``dataclasses.replace``."""
@@ -115,7 +115,7 @@ class PlacedBatch:
         return _per_tower(self.args, self.placement.num_towers, self.bare)
 
     def unpadded(self) -> PerTower:
-        """Return the batch as `per_tower` gives it; raise if it has padding."""
+        """Return the batch as `per_tower` does; raise if it has padding rows."""
         if self.padded:
             raise ValueError(
                 f"The batch is padded: towers have {self.counts.tolist()} examples in"
@@ -178,24 +178,25 @@ class Placer:
     ) -> None:
         self.placement = placement
         self._micro_batches = micro_batches
-        # The number of calls of the tower function that share the rows. If None is
-        # given, it is towers times micro-batches.
+        # The number of calls of the tower function over which a batch is split. It is
+        # towers times micro-batches unless ``calls`` is given.
         self.calls: int = calls or placement.num_towers * micro_batches
         towers = placement.num_towers
         parts = placement.row_shards
         self.shared_by = batch_rows.Shares(towers, self.calls // towers, parts)
-        self.shares = math.prod(self.shared_by)  # what divides the rows
+        # The number of rows is a multiple of this.
+        self.shares = math.prod(self.shared_by)
         self._remainder: batch_rows.Remainder = remainder
         self.may_pad = remainder == "pad"
-        # The padded size of each batch so far, with the most examples that it held.
-        # Batches that were refused are included.
+        # For each padded size so far: the most examples that a batch of this size held.
+        # Batches that a step then refused count, too.
         self.full_sizes: dict[int, int] = {}
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[batch_rows.Signature, batch_rows.Signature] = {}
-        # For each key of `flatten_with_key` there is a batch without its arrays, which
-        # would stay alive; whether an integer may overflow; and the function that makes
-        # each leaf an argument of the program.
+        # By the key of `flatten_with_key`: a `PlacedBatch` without arrays, which would
+        # otherwise stay alive; whether an integer may overflow; and for each leaf the
+        # function that makes it an argument of the program.
         self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
     @property
@@ -204,14 +205,18 @@ class Placer:
         return frozenset(self.full_sizes.values())
 
     def expect(self, sizes: Iterable[int]) -> None:
-        """Pad later batches as if batches of these sizes had been placed before."""
+        """Treat these numbers of rows as those of earlier batches.
+
+        So later batches of fewer rows are padded to them.
+        """
         new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """Check, pad and place a batch.
 
-        With ``by_call``, for a call of the step, leaves may stay on the host.
+        With ``by_call`` leaves may stay on the host, because the program that is called
+        next places its arguments itself.
         """
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
@@ -244,9 +249,11 @@ class Placer:
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, replicated, rows)
         is_same = key is not None and batch_rows.flatten_with_key(rows)[2] == key
-        # Sparse entries are sorted and numbered anew in each batch, even if shapes are
-        # equal.
-        if is_same and not splits_entries(batch):  # placed unchanged
+        # A batch with sparse entries is prepared anew each time, because the entries
+        # differ even if shapes are equal.
+        # The leaves were neither cut nor padded, so a next batch like this one can be
+        # placed directly.
+        if is_same and not splits_entries(batch):
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
@@ -270,7 +277,7 @@ class Placer:
         return jax.eval_shape(fit, held, replicated)
 
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
-        """Fit the batch of one step, of arrays or tracers; nothing is placed."""
+        """Cut or pad the batch of one step, of arrays or tracers; place nothing."""
         if isinstance(batch, PlacedBatch):
             batch.check_placement(self.placement, self._micro_batches)
             return batch
@@ -292,16 +299,17 @@ class Placer:
         replicated: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
-        """Return the `PlacedBatch` of arrays that are already on the devices."""
+        """Return a `PlacedBatch` made of arrays that already lie on the devices."""
         placed = self._place_counts(counts, Layout.PER_TOWER)
         return self._wrap((arrays, placed, [*replicated]), counts, batch)
 
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """Return the `PlacedBatch` of arguments; the first of a signature gets a hash.
+        """Return the `PlacedBatch` of these arguments.
 
-        With several processes, the hash of ``batch`` tells that all have one batch.
+        With several processes, the first batch of a signature gets a hash of ``batch``,
+        by which the processes compare whether all have the same batch.
         """
         new = batch_rows.batch_signature(args[0], args[2])
         signature = self._signatures.setdefault(new, new)
@@ -325,7 +333,11 @@ class Placer:
         )
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
-        """Return ``(rows, counts, replicated)``, padded to the least size that fits."""
+        """Return ``(rows, counts, replicated)``, cut or padded to the size to place.
+
+        That is the smallest size of earlier batches that is large enough; otherwise the
+        next one that towers can share evenly.
+        """
         rows, held = batch_rows.without_replicated(batch)
         replicated = self.place_replicated(held, rows)
         sparse, dense = SparseRows.put_aside(rows)
@@ -360,14 +372,16 @@ class Placer:
         def place_leaf(x: Any) -> Any:
             if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
                 return x
-            if self.placement.num_processes > 1:  # a thread must not send
+            # Placing a replicated value on several processes communicates, which the
+            # prefetch thread must not do. So it stays on the host here.
+            if self.placement.num_processes > 1:
                 return copy_to_host(x)
             return place_own(x, self.placement, Layout.MIRRORED)
 
         return jax.tree.map(place_leaf, held)
 
     def _place_counts(self, counts: np.ndarray, layout: Layout) -> jax.Array:
-        """Place row counts on the devices; each different array is placed once."""
+        """Place row counts on the devices; reuse the array of earlier equal counts."""
         key = layout, counts.tobytes()
         if key not in self._counts:
             if len(self._counts) > 64:

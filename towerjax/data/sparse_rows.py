@@ -22,9 +22,9 @@ Capacity = dict[int, int]
 class Entries:
     """The entries of a sparse leaf, on the host."""
 
-    leaf: Any  # the leaf, from which the type is read
+    leaf: Any  # the original leaf, whose class the result gets
     values: np.ndarray  # [e, ...]
-    indices: np.ndarray  # [e, n]; column 0 is the row
+    indices: np.ndarray  # [e, n]; column 0 holds row numbers
     shape: tuple[int, ...]  # [B, ...]
 
     @classmethod
@@ -50,13 +50,13 @@ class Entries:
 
     @functools.cached_property
     def by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the entries by row, and each row's first position in it."""
+        """The order that sorts entries by row, and where each row begins in it."""
         order = np.argsort(self.indices[:, 0], kind="stable")
         rows = np.arange(self.shape[0] + 1)
         return order, np.searchsorted(self.indices[order, 0], rows)
 
     def take(self, rows: np.ndarray) -> Any:
-        """Return the leaf with only the given rows, in their order."""
+        """Return the leaf with these rows only, in the order of ``rows``."""
         order, starts = self.by_row
         counts = starts[rows + 1] - starts[rows]
         before = np.cumsum(counts) - counts
@@ -75,9 +75,9 @@ class Entries:
         return int(np.bincount(self.indices[:, 0] // size).max(initial=1))
 
     def split(self, size: int, parts: int, capacity: int, rows: int) -> Any:
-        """Split the leaf into ``parts`` of ``size`` rows, padded to one size.
+        """Split the leaf into ``parts`` of ``size`` rows, with equally many entries.
 
-        Each part has ``capacity`` entries.
+        Each part is padded to ``capacity`` entries. The result has ``rows`` rows.
         """
         order, starts = self.by_row
         bounds = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
@@ -108,7 +108,7 @@ class SparseRows:
     """The sparse leaves of a batch, set aside while its dense leaves are fitted."""
 
     treedef: Any  # the batch's structure; a sparse leaf is one leaf
-    leaves: Mapping[int, Any]  # index of the leaf -> its Entries, or a batched BCOO
+    leaves: Mapping[int, Any]  # leaf's index -> `Entries`, or a BCOO with batch dims
 
     @classmethod
     def put_aside(cls, batch: PyTree) -> tuple["SparseRows", PyTree]:
@@ -124,7 +124,9 @@ class SparseRows:
         _refuse_formats([named[i] for i in sparse])
         refuse_unheld("batch", batch)
         for i, leaf in sparse.items():
-            if getattr(leaf, "n_batch", 0):  # batch dims: a row for each example
+            # With batch dims, data and indices have a row for each example, so they are
+            # split like dense arrays.
+            if getattr(leaf, "n_batch", 0):
                 rows = map(np.asarray, (leaf.data, leaf.indices))
                 size = leaf.shape[0]
                 leaves[i] = tuple(
@@ -144,13 +146,13 @@ class SparseRows:
         return {i: x.max_per_block(size) for i, x in entries.items()}
 
     def take(self, rows: np.ndarray, batch: PyTree) -> PyTree:
-        """Return the batch with the given rows; ``batch`` holds its dense leaves."""
+        """Return the batch with these rows; ``batch`` holds its dense leaves."""
         return self._replace(batch, len(rows), lambda x, i: x.take(rows))
 
     def put_back(
         self, batch: PyTree, num_towers: int, parts: int, capacity: Capacity
     ) -> PyTree:
-        """Replace the stand-ins in the fitted batch by each tower's entries."""
+        """Replace the stand-ins in the fitted batch by the sparse leaves, split too."""
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers

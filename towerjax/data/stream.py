@@ -110,12 +110,12 @@ def open_source(source: Any, *context: InputContext) -> Any:
     if is_function(source):
         source = source(*context)
         check_batches("The result of the data set's function", source)
-    # By this method tf.data gives NumPy arrays instead of tensors.
+    # A tf.data set gives NumPy arrays by this method, and tensors without it.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
 
 def is_function(source: Any) -> bool:
-    """Return whether the source must be called, because it cannot be iterated."""
+    """Return whether the source is a function to call, because it is not iterable."""
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
@@ -131,7 +131,7 @@ def _from_tensor(leaf: Any) -> Any:
         return leaf
     if hasattr(leaf, "detach"):  # PyTorch
         leaf = leaf.detach().cpu()
-        if "bfloat16" in str(leaf.dtype):  # NumPy does not know it
+        if "bfloat16" in str(leaf.dtype):  # NumPy has no bfloat16
             return jnp.from_dlpack(leaf)
     if hasattr(leaf, "numpy"):
         leaf = leaf.numpy()
@@ -139,14 +139,14 @@ def _from_tensor(leaf: Any) -> Any:
 
 
 class Position(NamedTuple):
-    """The position of a run in its batches."""
+    """How far a run has come in its batches."""
 
-    used: int  # batches that steps used, earlier runs included
+    used: int  # the number of batches that steps used, in earlier runs too
     cursor: Any = None  # the batches' ``get_state()``, or None without one
 
 
 class WithCursor(Protocol):
-    """Batches that tell their position, such as those of `batches` and of Grain."""
+    """An iterator that tells its position, such as one of `batches` or of Grain."""
 
     def __next__(self) -> PyTree:
         """Return the next batch."""
@@ -162,30 +162,30 @@ class WithCursor(Protocol):
 
 
 class _Told:
-    """A reader of batches that have ``get_state``, by which it goes back."""
+    """Reads batches that have ``get_state``, and goes back by ``set_state``."""
 
     def __init__(self, elements: WithCursor) -> None:
         self._elements = elements
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
-        """Return the next batch, placed."""
+        """Return the next batch, after ``place`` has placed it."""
         return place(next(self._elements))
 
     def position(self, number: int) -> Position:
-        """Return the position after the batch of this number, which was taken last."""
+        """Return the position after batch ``number``, the one taken last."""
         return Position(number, self._elements.get_state())
 
     def forget(self, number: int) -> None:
-        """Do nothing: these batches can be read again."""
+        """Do nothing: no batches are stored, because they can be read again."""
 
     def go_back(self, to: Position) -> WithCursor | None:
-        """Move to a position, so that the batch after it comes next."""
+        """Go back to a position, so that the batch after it comes next."""
         self._elements.set_state(to.cursor)
         return self._elements
 
 
 class _Kept:
-    """A reader of batches without ``get_state``, which stores the unused ones."""
+    """Reads batches without ``get_state``; stores those that no step has used yet."""
 
     def __init__(self, elements: Iterator[PyTree]) -> None:
         self._elements = elements
@@ -193,8 +193,8 @@ class _Kept:
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
         if number not in self._kept:
-            # This is one call of C code, because Ctrl-C between two operations would
-            # lose the batch.
+            # This takes and stores a batch in one call of C code. Between two calls
+            # Ctrl-C could lose the batch.
             self._kept.update(zip((number,), self._elements, strict=False))
         if number not in self._kept:
             raise StopIteration
@@ -227,7 +227,8 @@ class Source(Iterator[PyTree]):
 
     def __init__(self, batches: Iterable[PyTree]) -> None:
         self._elements: Any = iter(batches)
-        self._opened = self._elements is not batches  # a user's iterator stays open
+        # Whether `settle` closes it; a user's own iterator stays open.
+        self._opened = self._elements is not batches
         self.has_cursor = has_cursor(self._elements)
         self._cursor = (_Told if self.has_cursor else _Kept)(self._elements)
         known = isinstance(batches, Sequence)
@@ -240,7 +241,7 @@ class Source(Iterator[PyTree]):
         self.last = self._cursor.position(self.used_before)
 
     def __next__(self) -> PyTree:
-        """Return the next batch, which a run may have placed on the devices."""
+        """Return the next batch; an interrupted run may have placed it already."""
         batch = self._cursor.take(self.used_before + 1, lambda batch: batch)
         self.used_before += 1
         self._cursor.forget(self.used_before)
@@ -280,23 +281,27 @@ class Source(Iterator[PyTree]):
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
             numbers = itertools.islice(itertools.count(first), most)
-            yield from map(placed, numbers)  # no name here keeps a batch alive
+            # Unlike a loop, map() keeps no reference to a batch.
+            yield from map(placed, numbers)
 
         return Stream(begin, depth, self.last)
 
     def use(self, position: Position) -> None:
-        """Forget the batches up to a position, because steps have used them."""
+        """Note that steps have used the batches up to a position, and forget these."""
         self.last = position
         self.used_before = position.used
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
-        """Return the unused batches; no thread may take batches any more."""
+        """Return an iterator over the unused batches.
+
+        The thread of a stream must have ended before, because it takes batches, too.
+        """
         batches = self._cursor.go_back(self.last)
         return self if batches is None else batches
 
     def settle(self) -> None:
-        """Put back the batches that were not used, and close what was opened."""
+        """Go back to the first unused batch, and close what `Source` opened itself."""
         if self._taken > self.last.used:
             self._cursor.go_back(self.last)
         if self._opened:
@@ -324,20 +329,20 @@ def close(iterator: Any) -> None:
 def prefetch(
     iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
 ) -> "Stream[Placed]":
-    """Place the elements of an iterable in order, by a thread in advance."""
+    """Return a stream of the elements, placed by a thread ahead of their use."""
     return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
 class _Feed:
-    """The state that a thread shares with the stream of its elements."""
+    """What a stream and its thread share: the elements that are ready, and events."""
 
     def __init__(self, depth: int) -> None:
         # Each entry is ``(element, position after it, failure)``.
         self.ready: collections.deque[tuple[Any, Any, Any]] = collections.deque()
         self.added = threading.Event()
         self.stopped = threading.Event()
-        # This counts the elements that may still be taken, so that ``depth`` bounds the
-        # memory.
+        # Counts how many more elements the thread may make, so that ``depth`` bounds
+        # the memory.
         self.room = threading.Semaphore(depth)
 
     def add(self, element: Any, after: Any = None, failure: Any = None) -> None:
@@ -389,8 +394,8 @@ class Stream(Iterator[Placed]):
         try:
             if self._depth:
                 return self._next_of_thread()
-            # A loop is used and not ``next()``, after which Ctrl-C would lose the
-            # element.
+            # A loop takes the element and not ``next()``, because Ctrl-C after the call
+            # of ``next()`` would lose the element.
             for element, after in self._made:
                 self._after = after
                 return element
@@ -416,8 +421,8 @@ class Stream(Iterator[Placed]):
         if element is _END:
             self.close()
             raise failure or StopIteration
-        # Nothing is called up to the return, because Ctrl-C after a call would lose the
-        # element.
+        # From here to the return nothing is called, because Python handles Ctrl-C after
+        # a call, and the element would be lost.
         self._after = after
         del feed.ready[0]
         return element
@@ -457,13 +462,13 @@ def _fill(batches: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
 
 
 def _stop(thread: threading.Thread, feed: _Feed) -> None:
-    """End the thread; warn if it hangs in a loader, which cannot be interrupted."""
+    """End the thread; warn if it hangs in a data loader, which nothing can stop."""
     feed.stopped.set()
     feed.room.release()
     feed.ready.clear()
     feed.add(_END)
     if thread.ident in (None, threading.get_ident()):
-        return  # not started, or this runs in the thread itself
+        return  # The thread has not started, or it runs this itself.
     thread.join(_STOP_PATIENCE_S)
     if thread.is_alive():
         warn(

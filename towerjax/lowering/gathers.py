@@ -62,11 +62,12 @@ gather_cast.defvjp(_gather_first, _gather_last)
 
 
 def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) -> PyTree:
-    """Return ``fn(shards, *args)``; its derivative gathers the shards once more.
+    """Return ``fn(shards, *args)``; its derivative gathers the shards a second time.
 
-    The derivative recomputes what depends on shards alone. Without this a loop would
-    store what each of its steps has gathered. `jax.checkpoint` with a policy is not
-    used, because it would store values that a `jax.checkpoint` in ``fn`` recomputes.
+    The backward pass recomputes the values that depend on nothing except ``shards``,
+    and does not store them. Without this a loop would store what each of its steps has
+    gathered. `jax.checkpoint` with a policy is not used, because it would store values
+    that a `jax.checkpoint` in ``fn`` recomputes.
     """
     leaves, treedef = jax.tree.flatten((shards, *args))
     number = len(jax.tree.leaves(shards))
@@ -125,7 +126,9 @@ def _instantiated(x: Any) -> Any:
 
 
 class _Made:
-    """The results of a program that depend on its first inputs alone.
+    """The results of a program that can be recomputed from its first inputs alone.
+
+    The first inputs are the shards.
 
     Attributes:
       numbers: The numbers of these results.
@@ -135,14 +138,16 @@ class _Made:
         body = closed.jaxpr
         shards = {*body.invars[:number]}
         others = {*body.invars[number:]}
-        # A tracer of another trace may be gone when these results are recomputed.
+        # A constant that is a tracer of another trace may no longer exist when these
+        # results are recomputed, so results that depend on it are not.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}
         eqns = list[Any]()
         of_shards = set[Any]()
         for eqn in body.eqns:
             operands = {x for x in eqn.invars if not isinstance(x, Literal)}
-            # An effect with a name is the use of an axis, which changes nothing.
+            # An effect with a name only says that the equation uses a named axis, so
+            # the equation can be evaluated twice.
             effects = [x for x in eqn.effects if not hasattr(x, "name")]
             if effects or not others.isdisjoint(operands):
                 others |= {*eqn.outvars}
@@ -156,7 +161,7 @@ class _Made:
         self._eqns = needed_eqns(eqns, self._results)
 
     def values(self, shards: list[Any]) -> list[Any]:
-        """Recompute these results from ``shards``."""
+        """Recompute these results from ``shards``, which gathers them once more."""
         body = self._closed.jaxpr
         others = [None] * (len(body.invars) - len(shards))
         walk = Interpreter(body, self._closed.consts, [*shards, *others])

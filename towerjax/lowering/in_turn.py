@@ -16,11 +16,12 @@ def map_in_turn(
 ) -> PyTree:
     """Map a function over the ``size`` towers of a device, one after another.
 
-    The result is that of ``lax.map``, and a tower is compiled in one way for any
-    ``size``. XLA removes a loop of one trip, and XLA:CPU removes barriers before it
-    fuses. A tower alone would then be fused in another way than in a loop, on GPUs too,
-    and its bits would depend on the number of devices. So ``number``, any traced int >=
-    0, hides that the loop has one trip, and a tower's row is a slice of two rows.
+    The result is that of ``lax.map``. In addition, a tower is compiled to the same code
+    for any ``size``. XLA removes a loop of one trip, and XLA:CPU removes barriers
+    before it fuses. A tower alone would then be fused in another way than in a loop, on
+    GPUs too, and its bits would depend on the number of devices. Two measures prevent
+    this: the number of trips is computed from ``number``, any traced int >= 0, so that
+    XLA does not see a loop of one trip; and a tower's row is a slice of two rows.
     """
 
     def twice(x: Any) -> Any:
@@ -44,7 +45,7 @@ def map_in_turn(
 
 
 def _index_of_own_kernels(i: jax.Array) -> jax.Array:
-    """Return the loop index ``i`` by a sort, so that XLA:CPU compiles op by op.
+    """Return the loop index ``i``, by a sort that makes XLA:CPU compile op by op.
 
     XLA:CPU compiles a small loop as one function, which LLVM unrolls by the number of
     trips. It does not do so if the loop has an operation that such a function cannot

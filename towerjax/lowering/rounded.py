@@ -19,10 +19,10 @@ from towerjax.types.trees import widen_dtype
 def rounds_shared_values(
     program: ClosedJaxpr, per_tower: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
-    """Return whether values that all towers share are rounded to few bits.
+    """Return whether any value that all towers share is rounded to few bits.
 
-    ``per_tower`` are the per-tower inputs, ``trained`` are the inputs by which a
-    gradient is taken, and ``axis`` is the axis of all towers.
+    ``per_tower`` tells for each input whether it is per tower, and ``trained`` whether
+    a gradient is taken by it. ``axis`` is the axis of all towers.
     """
     avals: list[Any] = [var.aval for var in trained]
     if any(_has_few_bits(x.dtype) for x in avals):

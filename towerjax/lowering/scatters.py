@@ -17,18 +17,18 @@ from towerjax.mesh.placement import Placement
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
     """Return the jaxpr, closed or not, changed to avoid two bugs of XLA.
 
-    Both are met in a tower of several devices.
+    Both bugs occur only in a tower of several devices.
 
-    A write to one index of a split array is a write on every device. Where the index
-    lies outside of the device's shard, the device writes back what it read. If XLA has
+    The first: a write to one index of a split array is a write on every device. A
+    device whose shard does not contain the index writes back what it read. If XLA has
     cut this shard out of a whole array, it merges the two slices and reads from another
     place, until JAX 0.12: https://github.com/openxla/xla/issues/49121. So the operand
     of each scatter is put behind a barrier.
 
-    If the towers' axis exists, too, XLA aborts where rows of indices are split along
-    one axis and the array that they index along another (`ExpandDeviceGroupsWithIota`,
-    JAX 0.10 to 0.12). So with two axes within a tower the indexed array is split only
-    along dims that are not indexed.
+    The second: if the towers' axis exists, too, XLA aborts where rows of indices are
+    split along one axis and the array that they index along another
+    (`ExpandDeviceGroupsWithIota`, JAX 0.10 to 0.12). So with two axes within a tower
+    the indexed array is split only along dims that are not indexed.
     """
     body = open_jaxpr(jaxpr)
     eqns = [_indexing(eqn, placement) for eqn in body.eqns]
@@ -45,7 +45,7 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     if placement and placement.num_devices > 1 and len(placement.within) > 1:
         aborting = placement
     if not is_scatter and not (aborting and name == "gather"):
-        # A user's `shard_map` has taken the axes: XLA splits nothing inside.
+        # Inside a user's `shard_map` the axes are manual, so XLA splits nothing there.
         inside = None if name == "shard_map" else placement
         return with_programs(eqn, functools.partial(hold_indexed, placement=inside))
 
@@ -60,10 +60,11 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
 
 
 def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
-    """Return a spec of the operand that splits none of the indexed dims.
+    """Return a partition spec of the operand that splits none of the indexed dims.
 
-    If the first dim is indexed, the operand is a table, and not rows of a batch. Its
-    columns are then not split along the rows' axis, but may be along the other axes.
+    If the first dim is indexed, the operand is taken to be a table, and not rows of a
+    batch. Its columns are then not split along the rows' axis, but may be along the
+    other axes.
     """
     numbers: Any = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape  # type: ignore

@@ -27,7 +27,7 @@ SplitDims: TypeAlias = Sequence[int | None]
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Which arguments and results of a device function are shards, along which dims."""
+    """Which arguments and results of a device function are sharded, and how."""
 
     args: Any  # the treedef of the arguments
     dims_of_args: SplitDims  # the dims along which arguments are sharded
@@ -62,9 +62,10 @@ class Shards:
         )
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Return ``fn`` as a function of arrays; sharded ones reach it as a `Shard`.
+        """Return ``fn`` as a function of arrays, to be called in a device function.
 
-        Results of ``fn`` may be a `Shard`, too. This is called in a device function.
+        A sharded array reaches ``fn`` as a `Shard`. A result of ``fn`` may be a
+        `Shard`, too.
         """
 
         def run(*args: PyTree) -> PyTree:
@@ -120,11 +121,11 @@ def shards_of(
 
 @jax.tree_util.register_pytree_node_class
 class Shard:
-    """This device's shard of a replicated value, split along ``dim``.
+    """This device's shard of a replicated value, which is split along ``dim``.
 
     If ``exact``, the gathered value has the memory layout that it has on one device, so
     that products with it have the same bits. If ``is_trained``, a derivative is taken
-    by the value. It is then cast to ``dtype`` only where it is gathered, by
+    by this value. A cast to ``dtype`` is then put off until the value is gathered, by
     `gather_cast`, so that gradients are added in the dtype of ``source``.
     """
 
@@ -179,7 +180,8 @@ class Shard:
     ) -> "Shard":
         """Return the `Shard` of a value computed element by element from this one.
 
-        ``make()`` computes the whole value, if it should not be gathered.
+        ``shard`` is the new value's shard. ``make()`` computes the whole new value from
+        whole operands, for use in place of a gather; None if there is no such function.
         """
         return Shard(shard, self.dim, exact=self.exact, make=make)
 
@@ -189,10 +191,10 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """Return a `Shard` whose elements are moved to other places.
+        """Return a `Shard` of this value with its elements moved, as by a transpose.
 
-        ``move`` moves the elements of the shard, and ``move_whole`` those of the whole
-        value.
+        ``move`` rearranges the elements of the shard, and ``move_whole`` those of the
+        whole value. ``dim`` is the split dim afterwards, if it changes.
         """
         dim = self.dim if dim is None else dim
         sink = None if self.sink is None else move_whole(self.sink)
@@ -208,16 +210,17 @@ class Shard:
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def row(self) -> "Shard":
-        """Return the `Shard` of one row; ``source`` must already be that row's shard.
+        """Return the `Shard` of one row, which a scan slices out of ``source``.
 
-        A scan slices its operands, and so makes such a ``source``. The first dim, which
-        a row lacks, is not the split one.
+        The scan has already replaced ``source`` by the row's shard. A row lacks the
+        first dim, which is never the split one here, so the number of the split dim
+        falls by 1.
         """
         meta = self.dim - 1, self.dtype, self.is_trained, self.exact
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def fresh(self) -> "Shard":
-        """Return a copy of this `Shard`, which has not been gathered yet."""
+        """Return a copy of this `Shard` that does not store the gathered value."""
         same = Shard.tree_unflatten(*self.tree_flatten()[::-1])
         same._make = self._make
         return same
@@ -230,8 +233,8 @@ class Shard:
         if self.is_trained:
             return gather_cast(self.source, self.sink, self.dim, self.dtype)
         x = gather(self.data, self.dim)
-        # XLA would keep the layout in which the value was gathered, and multiply in
-        # another order.
+        # XLA would keep the memory layout that the gather gives, and then add up a
+        # product in another order.
         order = Layout(tuple(range(x.ndim)))
         return with_layout_constraint(x, order) if self.exact else x
 
@@ -244,9 +247,9 @@ is_shard: Callable[[Any], bool] = Shard.__instancecheck__
 class Targets:
     """The arrays by which a function of a tree is differentiated.
 
-    The tree may hold a `Shard`. If the op sends that leaf alone, its gradient is a
-    `Shard` of the sum over devices. Otherwise the gradient is a whole array, of this
-    device's towers only.
+    The tree may hold a `Shard`. If the cross-tower op sends that leaf alone (outside
+    the flat buffers), the leaf's gradient is a `Shard` of the sum over devices.
+    Otherwise the gradient is a whole array, of this device's towers only.
     """
 
     treedef: Any
@@ -257,8 +260,8 @@ class Targets:
     def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
         """Return the targets of a tree.
 
-        ``is_sent_alone(number, shape)`` tells whether the op sends that leaf alone,
-        outside the flat buffers.
+        ``is_sent_alone(i, shape)`` tells whether the cross-tower op sends leaf ``i``,
+        which has this shape, outside the flat buffers.
         """
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
         wide = [widen_dtype(x.dtype) for x in leaves]
@@ -283,7 +286,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, self.scattered))
 
     def put(self, values: PyTree) -> PyTree:
-        """Return the tree that the function gets, with ``values`` for its targets."""
+        """Return the tree that the function takes, with ``values`` as its targets."""
 
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
@@ -308,7 +311,7 @@ class Targets:
 
 
 class Uniform:
-    """An array whose elements are one number, whole or in shards."""
+    """An array of which all elements are one number; it is used whole or in shards."""
 
     def __init__(self, number: jax.Array, shape: tuple[int, ...]) -> None:
         self.number = number
@@ -338,7 +341,10 @@ def cut_shard(x: jax.Array, dim: int) -> jax.Array:
 
 
 def take_shard(x: jax.Array, dim: int) -> Shard:
-    """Return the `Shard` of a whole value; its whole value is never gathered."""
+    """Return the `Shard` of a value that this device holds whole.
+
+    No gather is needed later, because the `Shard` keeps the whole value.
+    """
     return Shard(cut_shard(x, dim), dim, exact=True, make=lambda: x)
 
 
@@ -369,22 +375,22 @@ def with_barrier(operands: list[Any]) -> list[Any]:
 
 
 def is_uniform(eqn: JaxprEqn) -> bool:
-    """Return whether an equation makes an array of one number."""
+    """Return whether an equation fills an array with one number."""
     aval: Any = eqn.invars[0].aval if eqn.invars else None
     return eqn.primitive.name == "broadcast_in_dim" and not aval.ndim
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Return whether an equation computes each element of its result by itself."""
+    """Return whether each element of the result depends on one element per operand."""
     return eqn.primitive.name in ELEMENTWISE
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Return the result of an elementwise equation on shards; None if they differ.
+    """Return the result of an elementwise equation, computed on shards if possible.
 
-    Shards differ if they are split along different dims. If the whole result is needed,
-    it is computed from whole operands. So a norm is added up as on one device, from
-    squares that were never split.
+    Returns None if the operands are split along different dims. If the whole result is
+    needed later, it is computed from whole operands. So a norm is added up as on one
+    device, from squares that were never split.
     """
     first = next(x for x in operands if isinstance(x, Shard))
 
@@ -409,10 +415,10 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Return the results of an equation that needs no more than each shard; else None.
+    """Return an equation's results if each shard can be computed alone; else None.
 
     All operands must be shards. A result of shards and of per-tower values differs
-    between devices, so it is no shard.
+    between devices, so it is no shard of a replicated value.
     """
     name = eqn.primitive.name
     if name in IDENTITIES and len(operands) == len(eqn.outvars):
@@ -434,7 +440,7 @@ def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the results of an equation that changes no value, such as a barrier."""
+    """Return the results of an equation that returns its operands, like a barrier."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     if len(operands) == 1:
         return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
@@ -443,13 +449,13 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
-    """Return whether all elements are true, in the shards of all devices."""
+    """Return the result of a ``reduce_and`` over the shards of all devices."""
     [flag] = evaluate_eqn(eqn, [shard.data])
     return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
 
 
 def _moved(eqn: JaxprEqn, shard: Shard) -> list[Any] | None:
-    """Return the result of an equation that only moves elements, as a `Shard`.
+    """Return the result of an equation that only rearranges elements, as a `Shard`.
 
     Returns None for other equations, and if elements move along the split dim.
     """

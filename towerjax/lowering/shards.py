@@ -88,9 +88,9 @@ def on_shards(
 
 
 class _Body:
-    """A program, closed or not, that is run on shards.
+    """A program, as a jaxpr that may be closed, which is run on shards.
 
-    ``sums`` maps the number of a result that is added over devices to the dim along
+    ``sums`` maps the index of a result that is added over devices to the dim along
     which the sum is scattered.
     """
 
@@ -105,9 +105,10 @@ class _Body:
         self._body: Jaxpr = open_jaxpr(program)
         self._consts: Sequence[Any] = getattr(program, "consts", ())
         self._replicated = replicated
-        # One device stores a result of an update, and reads it again for other values.
-        # If the result were computed anew from whole values here, XLA would fuse it in
-        # another way.
+        # On one device, XLA stores each result of an update and reads the stored array
+        # where other values need it. If a result were computed a second time from whole
+        # arrays here, XLA would fuse that computation in another way, and the bits
+        # would differ from those of one device.
         outs = self._body.outvars if is_update else ()
         self._stored = {x for x in outs if isinstance(x, Var)}
         self._sums = sums or {}
@@ -116,8 +117,11 @@ class _Body:
     def _scattered_inside(self) -> dict[int, dict[int, int]]:
         """Return, for each equation, the results that its inner program scatters.
 
-        Each result has the dim along which it is scattered. So a gradient that a tower
-        takes itself, and that is only added, is never whole.
+        The keys are the equation's ``id`` and the index of a result; the value is the
+        dim along which that result is scattered. A result is listed if the sum over
+        devices is its only use. It may be a gradient that a tower function computes
+        itself. Scattering it inside the inner program means that no device ever holds
+        the whole sum.
         """
         body = self._body
         inside = dict[int, dict[int, int]]()
@@ -152,7 +156,7 @@ class _Body:
         return results
 
     def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Evaluate an equation, and gather right before it what it needs whole."""
+        """Evaluate an equation; first gather those operands that it needs whole."""
         if self._replicated and is_uniform(eqn):
             return [Uniform(whole(operands[0]), eqn.params["shape"])]
         if self._replicated and is_elementwise(eqn):
@@ -197,24 +201,26 @@ class _Body:
     def _scan(
         self, eqn: JaxprEqn, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
-        """Return the results of a scan that gathers a row of its ``xs`` in each step.
+        """Run a scan whose steps each gather their own slice of the scanned arrays.
 
-        Only rows that are in shards are gathered.
+        Only scanned arrays (``xs``) that are in shards are gathered.
         """
         params = eqn.params
         num_consts, num_carried = loop_sizes(eqn)
         first_xs = num_consts + num_carried
         consts = operands[:num_consts]
         if not is_of_towers(eqn):
-            consts = [whole(x) for x in consts]  # otherwise each step gathers them
+            # These are gathered once here, and not in each step.
+            consts = [whole(x) for x in consts]
         start = [whole(x) for x in operands[num_consts:first_xs]]
-        # An operand that is split along its rows is gathered here. Other operands are
-        # gathered row by row.
+        # An operand that is split along the scanned dim, dim 0, is gathered here. Other
+        # sharded operands are gathered in the scan, one row in each step.
         xs = [
             whole(x) if is_shard(x) and x.dim == 0 else x for x in operands[first_xs:]
         ]
         sharded = [i for i, x in enumerate(xs) if is_shard(x)]
-        sums = {i: dim - 1 for i, dim in inside.items()}  # without the dim of the trips
+        # In the scan's body a result lacks dim 0, which the scan stacks.
+        sums = {i: dim - 1 for i, dim in inside.items()}
         body = _Body(params["jaxpr"], replicated=self._replicated, sums=sums)
 
         def run(
@@ -242,7 +248,10 @@ class _Body:
         return [Shard(x, inside[i]) if i in inside else x for i, x in results]
 
     def _loop_of_towers(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Return the results of a loop that gathers its constants in each round."""
+        """Run a loop over towers; each of its steps gathers the sharded constants anew.
+
+        So a step's gathered values are freed when it ends.
+        """
         params = eqn.params
         at = eqn.params["cond_nconsts"]
         until = at + params["body_nconsts"]
@@ -263,14 +272,15 @@ class _Body:
 
 
 def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation that needs its operands whole."""
+    """Evaluate an equation on whole values; operands in shards are gathered first."""
     return evaluate_eqn(eqn, [whole(x) for x in operands])
 
 
 def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
-    """Return whether an equation's inner program can scatter a result.
+    """Return whether an equation's inner program can scatter this result along ``dim``.
 
-    A scan can, if it stacks the result and ``dim`` is not the stacked one.
+    A scan can do so if it stacks the result over its steps, and ``dim`` is not the
+    stacked dim.
     """
     if eqn.primitive.name == "scan":
         return number >= loop_sizes(eqn)[1] and dim > 0
@@ -295,7 +305,7 @@ def _refusing(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def is_of_towers(eqn: JaxprEqn) -> bool:
-    """Return whether a loop runs a device's towers, or micro-batches, in turn."""
+    """Return whether an equation is a loop over a device's towers or micro-batches."""
     return tags.IN_TURN in scopes_of((eqn, None))
 
 

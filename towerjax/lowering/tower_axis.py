@@ -42,11 +42,13 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
 
 
 def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
-    """Return the axes that are bound while a tower function is traced, with sizes."""
+    """Return the name and size of each axis that is bound while a tower is traced."""
     sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
     bound = [(name, sizes[name]) for name in axes.names]
     if axes.in_turn and axes.num_towers > 1:
-        return bound  # towers never communicate: there is no axis of all towers
+        # Towers that run in turn never communicate, so there is no axis over all
+        # towers.
+        return bound
     return [(axes.tower_axis, axes.num_towers), *bound]
 
 
@@ -123,7 +125,10 @@ def run_lowered(
 
 
 class _Lowering:
-    """Lowers programs to the axes of these devices, each jaxpr once."""
+    """Rewrites programs from the towers' axis to the axes of these devices.
+
+    Each jaxpr is rewritten once, also if several equations call it.
+    """
 
     def __init__(self, axes: TowerAxes) -> None:
         self.axes = axes
@@ -132,7 +137,8 @@ class _Lowering:
         self._rules = {
             "jvp_jaxpr_fun": self._lower_rule,
             "fwd_jaxpr_thunk": self._lower_rule,
-            # Symbolic zeros pass through this rule unchanged.
+            # This rule is called with cotangents, which may be symbolic zeros. `_run`
+            # traces only the arrays among them.
             "bwd": lambda rule, *args: self._run(rule.call_wrapped, *args),
         }
         self._done: dict[int, Any] = {}
@@ -149,7 +155,9 @@ class _Lowering:
             if any([a is not b for a, b in zip(eqns, body.eqns, strict=True)]):
                 new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
-            self._done[id(jaxpr)] = new, jaxpr  # stored: its id stays taken
+            # The jaxpr is stored, too, so that Python cannot give its id to another
+            # object.
+            self._done[id(jaxpr)] = new, jaxpr
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -218,7 +226,10 @@ class _Lowering:
         return params | lowered
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """Run a custom derivative rule, and lower the program that it returns."""
+        """Run the rule of a custom derivative, and lower the program that it returns.
+
+        ``zeros`` tell for each argument whether its tangent is a symbolic zero.
+        """
         traced = []
 
         def trace() -> None:
@@ -228,13 +239,17 @@ class _Lowering:
         return self.lower(traced[0]), *traced[1:]
 
     def _meets_inside(self, eqn: JaxprEqn) -> bool:
-        """Return whether towers run together, and communicate in the equation."""
+        """Return whether towers under one ``vmap`` communicate inside the equation."""
         is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
         axis = self.axes.tower_axis
         return is_together and any(axis in named_axes(x) for x in eqns_inside(eqn))
 
     def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """Lower a rule's forward function, in which towers communicate."""
+        """Lower the forward function of a `custom_vjp` in which towers communicate.
+
+        ``zeros`` tell for each argument whether its tangent is a symbolic zero. The
+        results are per tower; see `_with_own_results`.
+        """
         program, consts = self._lower_rule(rule, *zeros)
         fn = functools.partial(jax.core.eval_jaxpr, program, consts)
         closed = self._with_own_results(fn, [var.aval for var in program.invars])
@@ -255,7 +270,11 @@ class _Lowering:
         return jax.make_jaxpr(run, axis_env=self._env)(*shapes)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Trace ``fn``, lower its program, and run it; only arrays are traced."""
+        """Call ``fn(*args)`` by its lowered program.
+
+        ``fn`` is traced for the arrays among ``args``. Other arguments, such as
+        symbolic zeros, are passed on as they are.
+        """
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -270,13 +289,19 @@ class _Lowering:
         return put_parts(jax.Array, out, arrays)[0]
 
     def _lower_hidden(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Replace an equation of hidden code by that code, if it has collectives."""
+        """Replace an equation that hides a program, if that program has collectives.
+
+        Some equations of JAX have no jaxpr in their params and compute by Python code.
+        That code is traced here, and the call of its lowered program takes the
+        equation's place.
+        """
         sizes = {self.axes.tower_axis: self.axes.num_towers}
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
             return eqn
         high: Any = eqn.params.get("_prim")
-        while hasattr(high, "prim"):  # of a vmap
+        # A primitive that ``vmap`` made wraps the original one.
+        while hasattr(high, "prim"):
             high = high.prim
         if type(high).__name__.startswith("Custom"):
             raise ValueError(_HIDDEN_RULE.format(line=user_line((eqn, None))))
@@ -322,17 +347,18 @@ class _Lowering:
         params = dict(eqn.params)
         if groups is not None:
             rows, tower, size = _of_group(rows, tower, groups, name)
-            params["axis_index_groups"] = None  # `rows` are those of the group
+            # `rows` now has only the towers of this group
+            params["axis_index_groups"] = None
         collective = functools.partial(eqn.primitive.bind, **params)
         over = {"axis_name": axes.tower_axis, "axis_size": size}
-        if name == "all_gather":  # equal on all towers of the group
+        if name == "all_gather":  # all towers of a group get the same result
             out = jax.vmap(collective, out_axes=None, **over)(*rows)
             return jax.tree.leaves(out)
         out = jax.vmap(collective, **over)(*rows)
         return [x[tower] for x in jax.tree.leaves(out)]
 
     def _scatter_sum(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-        """Return a tower's slice of the sum over all towers."""
+        """Return a tower's slice of the sum over all towers, for a ``psum_scatter``."""
         dim = eqn.params["scatter_dimension"]
         for name in self.axes.names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
@@ -342,11 +368,15 @@ class _Lowering:
 def _of_group(
     rows: Sequence[jax.Array], tower: jax.Array, groups: Sequence[Any], name: str
 ) -> tuple[list[jax.Array], jax.Array, int]:
-    """Return the rows of a tower's group, the tower's number in it, and its size."""
+    """Return the operands of a tower's group, the tower's index in it, and its size.
+
+    ``groups`` are the ``axis_index_groups`` of the collective ``name``.
+    """
     if len({len(group) for group in groups}) > 1:
         raise ValueError(_UNEVEN.format(name=name, groups=groups))
     size = len(groups[0])
-    place = np.argsort(np.concatenate(groups))  # each tower's, group after group
+    # Each tower's position when the groups are joined.
+    place = np.argsort(np.concatenate(groups))
     members = jnp.asarray(groups)[jnp.asarray(place // size)[tower]]
     return [x[members] for x in rows], jnp.asarray(place % size)[tower], size
 
@@ -486,7 +516,7 @@ def _isolate(
     lower: _Lower,
     replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
-    """Return the function of one tower, lowered, between two barriers.
+    """Return the lowered function of one tower, with a barrier before and behind it.
 
     The barriers keep XLA from fusing anything else with a tower's program. Otherwise it
     would also move values that are replicated over towers out of the loop over them,
@@ -509,7 +539,7 @@ def _isolate(
 
 
 def _inputs_read(program: ClosedJaxpr) -> list[int]:
-    """Return the numbers of the inputs that a program reads."""
+    """Return the indices of the inputs that a program reads."""
     body = program.jaxpr
     reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
     variables = {x for x in reads if isinstance(x, Var)}

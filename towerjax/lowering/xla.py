@@ -72,8 +72,8 @@ def inline_and_merge(lowered: Lowered, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
     With ``inverses`` a division by a broadcast value becomes a product: see
-    `_multiply_by_inverse`. Without it, as in a tower of several devices, constraints
-    that leave all dims open are removed.
+    `_multiply_by_inverse`. Without ``inverses``, as in a tower of several devices,
+    divisions stay, and sharding constraints that leave all dims open are removed.
     """
     # MLIR in JAX's build has no inliner. Its CSE is not used, because it would merge
     # operations of a loop's body with earlier ones, while XLA merges only within a
@@ -116,12 +116,13 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
-# This matches a constraint that leaves all dims open. JAX writes one behind each
-# operation where some axes of a mesh are manual. XLA does not look through it, and so
-# merges two factors of a product into one only on one group of devices.
+# This matches a sharding constraint that leaves all dims open. JAX writes one behind
+# each operation where some axes of a mesh are manual. XLA does not look through such a
+# constraint. It then merges two factors of a product into one only if there is a single
+# group of devices.
 _OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
-# These operations have effects, or have regions that are computations of their own.
+# These are never merged: they have effects, or their regions are computations.
 _NEVER_MERGED = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -204,7 +205,7 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
 
 
 def _made_by(x: Any) -> str:
-    """Return the name of the operation that makes a value; "" for an argument."""
+    """Return the name of the operation whose result ``x`` is; "" for an argument."""
     return getattr(x.owner, "name", "")
 
 
@@ -217,9 +218,9 @@ def _may_merge(op: Any) -> bool:
 
 
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """Return a key by which two equal operations are found.
+    """Return a key that is the same for two operations if they compute the same.
 
-    ``inside`` has the numbers of values that are defined in the operation's regions.
+    ``inside`` numbers the values that are defined in the operation's regions.
     """
     operands = tuple(inside.get(x, x) for x in op.operands)
     regions = []

@@ -112,7 +112,8 @@ def build_step(
     def planned(strategy: Strategy, options: StepOptions) -> Plan:
         fields: dict[str, Any] = {"rows_used_later": True}
         passes = tuple(pass_of(fn, strategy, options, **fields) for fn in tower_fns)
-        # A step without examples is accepted: update_fn decides what it does.
+        # A step whose batch has no examples is not refused: update_fn decides what it
+        # does.
         states = StatePolicy(strategy)
         return training_plan(
             strategy,
@@ -131,7 +132,7 @@ def build_step(
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
-    """Return a step of one pass, which reads a state and returns merged results."""
+    """Return a step of one pass, which changes no state and returns merged results."""
 
     def results(state: TrainState, merged: list[PyTree]) -> tuple[TrainState, PyTree]:
         return state, merged[0]

@@ -23,5 +23,5 @@ _CHECKS: Any = _LoadedWhenAsked()
 
 
 def step_of(plan: Plan, *, placer: Placer | None = None) -> Step[Any]:
-    """Make the step of a plan; it is proved and audited as the plan's options say."""
+    """Make the step of a plan; its first call proves or audits it as the plan says."""
     return Step(plan, _CHECKS, placer=placer)

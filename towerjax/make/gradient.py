@@ -87,13 +87,13 @@ def _call_of_one_mean(
     named: dict[str, Any],
     loss_reduction: Reduction | None,
 ) -> tuple[PyTree, PyTree]:
-    """Call the loss for `value_and_grad`; refuse a sum of several means.
+    """Call the loss function for `value_and_grad`; refuse a sum of several means.
 
-    Returns the loss, and the function's result.
+    Returns the loss, and the function's whole result.
     """
     towers = [x for x in (*args, *named.values()) if isinstance(x, Tower)]
-    # Flax lets variables be written only in the trace that made them, so they are made
-    # again here.
+    # Flax lets a variable be written only in the trace that made it. So the variables
+    # are rebuilt here, in this trace.
     fresh_args, fresh_named = jax.tree.map(lambda x: x, (args, named))
     returned = loss_fn(params, *fresh_args, **fresh_named)
     out = as_loss(returned, loss_reduction, towers[0] if towers else None)
@@ -114,16 +114,16 @@ _OF_SEVERAL_MEANS = (
 def as_loss(
     returned: Any, loss_reduction: Reduction | None, tower: Tower | None
 ) -> TowerOutput:
-    """Return a loss function's output, with the loss in a type that can be merged."""
+    """Return a loss function's result as a `TowerOutput` whose loss can be merged."""
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
-    # With SUM, losses are added and not divided.
+    # With SUM, the towers' losses are added and not divided, so the weight is dropped.
     return dataclasses.replace(out, loss=Sum(LossSums.of(out.loss).sums[0]))
 
 
 def _refuse_without_gradient(params: PyTree) -> None:
-    """Raise for leaves without a gradient, such as counters and keys; name them."""
+    """Raise for leaves that can have no gradient, such as counters and keys."""
     dtypes = [
         (name, jnp.result_type(leaf)) for name, leaf in named_leaves("params", params)
     ]
@@ -138,9 +138,10 @@ def _refuse_without_gradient(params: PyTree) -> None:
 
 
 def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return the function; it raises if it returns the tangent of a mean.
+    """Return the tower function, changed to raise if it returns the tangent of a mean.
 
-    Such a tangent has the weight 0.
+    `jax.jvp` gives the tangent of a ``Weighted`` the constant weight 0. Merged as a
+    mean, its value would always be 0.
     """
 
     def is_mean(x: Any) -> bool:
@@ -194,7 +195,10 @@ def call_refusing_writes(
 
 
 def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """Return the leaves that are attributes of objects, which a function can change."""
+    """Return, by name, the leaves that are attributes of objects such as modules.
+
+    A function can change them, unlike the leaves of tuples and dicts of arrays.
+    """
     return {
         leaf_name(root, path): leaf
         for root, tree in trees.items()
@@ -205,7 +209,9 @@ def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
 
 def _refuse_written(written: dict[str, Any]) -> None:
     """Raise if a loss function wrote into a module: no later step would see it."""
-    if any(map(is_key, written.values())):  # in a reseeded module counters may change
+    # If keys were written, the module was reseeded, which may change counters, too.
+    # Only floats are then refused.
+    if any(map(is_key, written.values())):
         floats = [x for x in written if jnp.issubdtype(written[x].dtype, jnp.inexact)]
         written = {name: written[name] for name in floats}
     if written:

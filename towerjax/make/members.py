@@ -55,7 +55,7 @@ class Members:
 
     @classmethod
     def of(cls, build: BuildMember, numbers: Numbers) -> "Members":
-        """Build the members that ``build`` makes of numbers of these names and shapes.
+        """Build a sweep's members; ``build(numbers)`` gives a member's step and state.
 
         Raises:
           ValueError: ``build`` returns something else than a step and a state, or
@@ -76,7 +76,7 @@ class Members:
         return cls(step_of(plan), together, first_state)
 
     def begin(self, numbers: Numbers) -> TrainState:
-        """Make the first state, for numbers of the same names and shapes."""
+        """Make the first state, for numbers of the names and shapes that `of` got."""
         state, _ = self.first_state(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
         strategy = self.step.strategy
@@ -84,7 +84,7 @@ class Members:
         return place(state, strategy.placement, layout, state.params)
 
     def of_member(self, values: np.ndarray, index: int) -> np.ndarray:
-        """Return one member's part of results that are stacked over steps."""
+        """Return one member's part of ``values``, which are stacked over steps."""
         return values[:, index] if self.together else values
 
     def member(self, state: TrainState, index: int) -> TrainState:
@@ -93,7 +93,7 @@ class Members:
 
 
 def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
-    """Return ``fn`` for one member, or mapped by ``vmap`` over members together."""
+    """Return ``fn`` as it is, or mapped by ``vmap`` if members train together."""
     return vmap_members(fn) if together else fn
 
 
@@ -112,9 +112,9 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
 
 
 def _layout(strategy: Strategy, together: bool) -> TrainState:
-    """Return the state's layout.
+    """Return the layout of a state.
 
-    If members train together, their dim comes before that of towers.
+    If members train together, leaves have a dim of members before that of towers.
     """
     layout = state_layout(strategy)
     if not together:
@@ -128,7 +128,8 @@ def _member(
 ) -> TrainState:
     """Return one member's state, without its numbers."""
     if together:
-        parts = dataclasses.replace(state, step=None)  # one number for all members
+        # All members have one step number.
+        parts = dataclasses.replace(state, step=None)
         parts = jax.tree.map(lambda x: x[index], parts)
         state = dataclasses.replace(parts, step=state.step)
     _, extra = state.extra
@@ -182,7 +183,7 @@ class _WholeSteps:
         return self
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Run nothing; return the batch in the place of merged results."""
+        """Run no pass; return the batch in place of merged results."""
         donated, kept, *batch = args
         return donated, kept, batch, []
 
@@ -222,7 +223,7 @@ class _WholeSteps:
 
 
 def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
-    """Return the outcome of all members, with one step number and one step flag."""
+    """Return the outcome of all members, with a single step number and step flag."""
     now = {**trained.now, "step": kept["step"] + 1}
     return trained._replace(now=now, step_flag=trained.step_flag.max())
 

@@ -42,10 +42,7 @@ class LossPass:
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """Return the parameters by which the loss is differentiated.
-
-        The others are None.
-        """
+        """Return the parameters with None for each leaf that does not train."""
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -56,7 +53,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """Return the results of one tower, without the gradient of its loss."""
+        """Return one tower's results, without a gradient, which the pass computes."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)
@@ -65,7 +62,7 @@ class LossPass:
     def with_own_gradient(
         self, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
     ) -> dict[str, Any]:
-        """Return the results of one tower, with the gradient of its own loss."""
+        """Return one tower's results, with the gradient of that tower's own loss."""
         params = self.params_of(state, *merged)
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
@@ -83,7 +80,7 @@ class LossPass:
 def _by_name(
     state: TrainState, tower: Tower, out: TowerOutput, merged: tuple[PyTree, ...]
 ) -> dict[str, Any]:
-    """Return the results of a loss function, under the names that an update reads."""
+    """Return a loss function's results as a dict, by the names that updates read."""
     local = tower.local if out.local is None else out.local
     local = check_local(tower.local, local)
     returned = {
@@ -104,7 +101,7 @@ def pass_of(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """Make a training step's pass, of a loss to differentiate or a tower function.
+    """Make a training step's pass from a `LossPass` or from a plain tower function.
 
     ``fields`` are further fields of the pass.
     """

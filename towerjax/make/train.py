@@ -46,15 +46,16 @@ class StepFunctions(NamedTuple):
 
     tower: TowerFn  # returns "loss", "grads" and more
     update: Update
-    # ``init(params)`` makes the fields ``opt_state`` and ``local``, a dict of one
-    # tower's TowerLocal.
+    # ``init(params)`` returns the state's fields that the step makes: ``opt_state``,
+    # and ``local``, a dict of TowerLocal with one tower's values.
     init: Callable[[PyTree], dict[str, PyTree]]
-    trained: Callable[[PyTree], PyTree]  # params -> trained ones, None for others
+    # Params -> params with None for leaves that do not train.
+    trained: Callable[[PyTree], PyTree]
     strategy: Strategy
     options: StepOptions
-    # ``accept_or_keep(fn, carry)`` returns ``(carry, rest)``, where ``fn(carry)``
-    # returns ``(accepted, carry, rest)``. If the new carry is not accepted, it returns
-    # the old one, without a copy of it.
+    # ``accept_or_keep(fn, carry)`` runs ``fn(carry)``, which returns ``(accepted,
+    # carry, rest)``. It returns ``(carry, rest)``, with the old carry if the new one is
+    # not accepted, and makes no copy of it.
     accept_or_keep: Callable[..., tuple[PyTree, PyTree]] = accept_or_keep
     # Whether each tower refuses a step for itself. Then ``update`` also returns the
     # number of the first step that a tower has refused, int32, or -1.
@@ -74,7 +75,7 @@ class OptimizerUpdate:
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """Make the first optimizer state, by the name of its field."""
+        """Return ``{"opt_state": ...}``, the optimizer's state before any step."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
@@ -174,8 +175,8 @@ def apply_gradients(
         grads = jax.tree.map(keep, grads, part, is_leaf=is_leaf)
     check_like_params(grads, part)
     grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
-    # Rows of tables become a dense gradient, except for a TowerOptimizer, which is
-    # lazy.
+    # Only a TowerOptimizer takes a gradient that has some rows of a table, to update
+    # them lazily. For other optimizers the gradient becomes a dense array.
     grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
     loss = getattr(loss, "value", loss)
     opt_state = state.opt_state
@@ -209,9 +210,9 @@ _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 def pass_loss(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer as one that accepts ``value=loss``.
+    """Return the optimizer as one whose update accepts ``value=loss``.
 
-    It drops this argument if the optimizer does not take it.
+    The argument is dropped if the wrapped optimizer does not take it.
     """
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
@@ -231,8 +232,8 @@ def pass_loss(
             try:
                 return inner.update(updates, state, params, **extra_args)
             except TypeError as error:
-                # Only a call shows which arguments an update takes that is wrapped in
-                # others.
+                # An update that is wrapped in other functions shows only in a call
+                # which arguments it takes.
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
             extra_args.pop("value")
@@ -245,9 +246,10 @@ def pass_loss(
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """Return the next ``state.extra``: merged values, cast to the dtypes that it has.
+    """Return the next ``state.extra``: the merged values, cast to their old dtypes.
 
-    If the cast would lose digits or range, the value keeps its dtype, and is refused.
+    A value that would lose digits or range by the cast is not cast. The check of types
+    then refuses it, and names ``culprit``.
     """
 
     def cast(x: Any, old: Any) -> Any:
@@ -272,7 +274,8 @@ def _kind_of_number(dtype: Any) -> int:
 def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     """Divide the gradient by its weight.
 
-    A lone array is divided like a tree, so that both have the same bits.
+    A gradient that is a single array is divided in the way of a tree, so that it has
+    the same bits as in a tree.
     """
     if isinstance(grads, Sum):
         return grads.value
@@ -286,7 +289,7 @@ def _planned(
     strategy: Strategy,
     options: StepOptions,
 ) -> Plan:
-    """Return the plan of a loss and an update, for this strategy."""
+    """Return the plan of the step that trains with this loss and this update."""
     of_own_gradient = loss.with_own_gradient
     trained = functools.partial(trained_part, trainable=update.trainable)
     fns = StepFunctions(
@@ -296,7 +299,8 @@ def _planned(
     if extend is not None:
         fns = extend(fns)
         makes["local"] = lambda params: fns.init(params).get("local", {})
-    # If ``extend`` has changed the function, towers return gradients of their own.
+    # If ``extend`` has replaced the tower function, its towers return gradients of
+    # their own. Otherwise the pass differentiates the loss.
     tower = loss if fns.tower == of_own_gradient else fns.tower
     fields: dict[str, Any] = {"loss_reduction": loss.loss_reduction}
     fields["rows_used_later"] = update.update_extra is not None

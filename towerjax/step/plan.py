@@ -74,7 +74,7 @@ class Passes(Protocol):
 
     @property
     def each(self) -> tuple[Pass, ...]:
-        """The passes that are known before a trace; empty if whole steps are run."""
+        """The passes that are known before tracing; empty if towers run whole steps."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Passes(Protocol):
 
     @property
     def hold_update(self) -> bool:
-        """Whether the update of the state is in the program that towers trace."""
+        """Whether the program that towers trace also updates the state."""
         ...
 
     @property
@@ -107,16 +107,21 @@ class Passes(Protocol):
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Run the passes, and return ``(donated, kept, merged, reports)``.
 
-        The last two are lists with an entry for each pass.
+        The last two are lists with an entry for each pass: its merged results, and the
+        report of its `Look`.
         """
         ...
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield the passes in order; ``merged`` grows as they run."""
+        """Yield the passes in order.
+
+        The caller runs each yielded pass, and appends its results to ``merged``, from
+        which the next pass can be made.
+        """
         ...
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return the part of ``merged`` that the next pass, or the update, gets."""
+        """Return the part of ``merged`` that the next pass, or the update, takes."""
         ...
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
@@ -242,7 +247,7 @@ class Plan:
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
     def flagging(self) -> "Plan":
-        """Return a plan that runs only towers, and flags values that are not finite."""
+        """Return a plan that only runs towers, and flags values that are not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
 
         def seen(*args: PyTree) -> tuple[PyTree]:
@@ -251,7 +256,7 @@ class Plan:
         return self._reading(passes, seen)
 
     def merging(self) -> "Plan":
-        """Return a plan that runs only towers, and returns what each pass merges."""
+        """Return a plan that only runs towers, and returns the results of each pass."""
 
         def merged(*args: PyTree) -> list[PyTree]:
             return self.passes.compared(args[2])
@@ -284,8 +289,8 @@ def training_plan(
 ) -> Plan:
     """Return the plan of a training step.
 
-    ``update_fn`` gets the merged results that a further pass would get. ``fields`` are
-    further fields of the plan's `NextState`.
+    ``update_fn`` takes the merged results, as one more pass would take them. ``fields``
+    are further fields of the plan's `NextState`.
     """
     return Plan(
         strategy,

@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class Checks(Protocol):
-    """The checks of a step beside its calls: proof, audit, reports.
+    """The functions that prove, audit and report on a step.
 
     A builder gives them to the step; `towerjax.check.questions` has the functions. Each
     takes the step as its first argument.
@@ -70,10 +70,11 @@ class Step(Generic[_Result]):
         self.placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_calls = self.placer.calls  # T * A tower calls share a batch
+        # A batch is split over T * A calls of the tower function
+        self.num_calls = self.placer.calls
         self.checked = Checked()
-        # A program without weights rounds in another way, so with exact sums weights
-        # stay.
+        # Programs for full batches may leave the weights out, and then round in another
+        # way. With exact sums the weights stay.
         leaves_out = not strategy.exact
         self.programs = Programs(plan, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
@@ -131,7 +132,8 @@ class Step(Generic[_Result]):
 
         return api_boundary(fn)
 
-    @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
+    # ``init`` places arrays, which a user's transfer guard would refuse.
+    @jax.transfer_guard("allow")
     def init(
         self,
         params: PyTree | Callable[[jax.Array], PyTree],
@@ -167,7 +169,7 @@ class Step(Generic[_Result]):
 
     @property
     def trained(self) -> "Step[_Result]":
-        """The step itself; raises if it does not train."""
+        """The step itself; an error is raised if the step does not train."""
         if isinstance(self.plan.states, Read):
             raise ValueError(
                 "The step evaluates or predicts, so it has no state of its own and"
@@ -205,7 +207,7 @@ class Step(Generic[_Result]):
     def outputs(
         self, state: PyTree, batch: PlacedBatch, *step_flag: jax.Array
     ) -> tuple[TrainState, PyTree]:
-        """Run the program on a batch; return the state it took, and its results."""
+        """Run the program on a batch; return the state that it took and its results."""
         policy = self.plan.states
         programs = self.programs
         taken = policy.take(state)
@@ -254,7 +256,8 @@ class Step(Generic[_Result]):
             end of a loop, waits for all steps. The refused step changed nothing, and
             ``state`` is still usable.
         """
-        at = getattr(state, "step", None)  # the step flag of a state is found by it
+        # `step_flags` finds a state's step flag by this array
+        at = getattr(state, "step", None)
         self.step_flags.check(at, state)
         placed = self.placer.place(batch, by_call=True)
         if not self.plan.gives_step_flag:
@@ -470,7 +473,7 @@ class Step(Generic[_Result]):
     def _before_call(
         self, traced: Traced, state: TrainState, batch: PlacedBatch
     ) -> None:
-        """Prove or audit the step before a call, and print the result once."""
+        """Prove or audit the step before a call, and print the result if it is new."""
         self.before_first(traced, state, batch)
         if self.checked.note:
             self.checks.tell_once(self)

@@ -81,9 +81,8 @@ def create_var(
 def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
     """Return the variable with a new value for all towers.
 
-    For a tower-local variable, `read_var` returns the value afterwards: if its
-    reduction is SUM, each tower gets a share of it, which is a whole number for
-    integers.
+    For a tower-local variable, ``value`` is what `read_var` will return. So with the
+    reduction SUM each tower gets a share of it, which for integers is a whole number.
     """
     value = _given(self, variable, value, "assign")
     if isinstance(variable, MirroredVar):
@@ -105,7 +104,7 @@ def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable
 
 
 def assign_sub(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """Return the mirrored variable minus a value; otherwise as `assign_add`."""
+    """Return the mirrored variable minus a value; it refuses what `assign_add` does."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
@@ -138,7 +137,10 @@ def _warn_if_dropped(verb: str) -> None:
 def _given(
     strategy: AnyStrategy, variable: Variable, value: PyTree, verb: str
 ) -> PyTree:
-    """Return ``value`` as all towers get it; raise if it differs by tower."""
+    """Return ``value``, which is the same for all towers; raise if it differs by tower.
+
+    ``verb`` names the method in the error.
+    """
     check_variable(variable, f"strategy.{verb}")
     refuse_per_tower([value], f"strategy.{verb} of {label(variable)}")
     return of_first_process(as_native("value", plain(value)), strategy.placement)
@@ -190,7 +192,7 @@ def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:
-    """Return the variable with a copy of a new value, placed as the old value."""
+    """Return the variable with a copy of a new value, placed where the old one lies."""
 
     def put(old: Any, new: Any) -> jax.Array:
         if not isinstance(old, jax.Array) or is_traced((old, new)):

@@ -21,15 +21,15 @@ from towerjax.types.trees import map_parts, named_leaves
 
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
-# An array among the arguments has one of two kinds: it has a row for each tower, or it
-# is one value for all towers.
+# The two kinds of array arguments: with a row for each tower, or one value that every
+# tower gets whole.
 _ROWS = "rows"
 _WHOLE = "whole"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A marker that is bound while `call_for_each_tower` traces a function."""
+    """A marker that is bound as long as `call_for_each_tower` traces a function."""
 
 
 _CALL = _Call()
@@ -53,8 +53,9 @@ class _TowerFn:
     ) -> tuple[list[jax.Array], list[Any], Any]:
         """Call the function for one tower, and take its result apart.
 
-        Return the arrays of the result, what `call_on_towers` requires of each array,
-        and the rest: the structure of the result and the kind of each leaf.
+        Return the arrays of the result; for each array what `call_on_towers` requires
+        of it; and the rest, which is the structure of the result and the kind of each
+        leaf.
         """
         pools = {_ROWS: iter(rows), _WHOLE: iter(arrays)}
         all_args = [next(pools[x]) if x in pools else x.value for x in self.kinds]
@@ -105,7 +106,7 @@ def call_for_each_tower(
     """
     check_flag("run_concurrently", run_concurrently)
     check_callable("fn", fn, "fn(tower, *args)")
-    hash(fn)  # raises here, and not deep inside of jit
+    hash(fn)  # an object without a hash raises here, and not inside jit
     native = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
     native = map_parts(TowerLocal, values.copies_by_leaf, native)
     leaves, treedef = jax.tree.flatten(
@@ -134,7 +135,10 @@ def call_for_each_tower(
 def _tree_of(
     arrays: list[jax.Array], mirrored: list[bool], treedef: Any, kinds: list[Any]
 ) -> PyTree:
-    """Return the function's tree of results, built from its arrays."""
+    """Return the tree that the function returned, rebuilt from its arrays.
+
+    ``mirrored`` tells for each array whether it is the same on all towers.
+    """
     pairs = zip(arrays, mirrored, strict=True)
 
     def result(kind: Any) -> Any:
@@ -170,7 +174,8 @@ class Constant:
         self.value = value
         try:
             self._key: Any = key_of("", value)
-        except TypeError:  # equal to nothing else, so that each call is traced
+        # A key that equals no other, so that each call is traced anew.
+        except TypeError:
             self._key = object()
 
     def __hash__(self) -> int:
@@ -181,10 +186,11 @@ class Constant:
 
 
 def key_of(name: str, value: Any) -> Any:
-    """Return the key of a value that is compiled in, like a static argument.
+    """Return the cache key of a value that is compiled into a program.
 
-    Values with equal keys share one program. The key of a container is made of the keys
-    of its items. Raise a TypeError for a value without a hash.
+    Values with equal keys share one program, like static arguments of ``jax.jit``. The
+    key of a container is made of the keys of its items. Raise a TypeError for a value
+    without a hash.
     """
     kind = type(value)
     if isinstance(value, Mapping):

@@ -55,12 +55,15 @@ _Bound = TypeVar("_Bound", bound=Hashable)
 
 
 def bound(value: Hashable) -> AbstractContextManager[None]:
-    """Return a context in which `bound_here` finds ``value``, like JAX a named axis."""
+    """Return a context in which `bound_here` finds ``value``.
+
+    JAX finds a named axis in the same way.
+    """
     return bind_axis(value)
 
 
 def bound_here(kind: type[_Bound]) -> _Bound | None:
-    """Return the value of type ``kind`` that is bound around this trace, or None."""
+    """Return the innermost value of this type that `bound` has bound, or None."""
     return next((x for x in bound_axes() if isinstance(x, kind)), None)
 
 
@@ -78,7 +81,7 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
 def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
     """Return the sum over towers, by a collective.
 
-    It is for a jit or scan in the tower function, inside which no pass can end.
+    It is used inside a jit or scan of the tower function, where no pass can end.
     """
     with jax.named_scope(tags.SUMMED_BY_STEP):
         return tower.reduce(Reduction.SUM, value)
@@ -87,11 +90,11 @@ def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
 def differentiate(
     of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
 ) -> tuple[Weighted | Means, PyTree, PyTree]:
-    """Return the loss of all towers, the gradient of its sums, and the other results.
+    """Return the loss of all towers, the gradient of its sums, and other results.
 
-    ``of_params(params) -> (loss, rest)`` is called once, to be traced. It has no effect
-    except its results, which are not differentiated again. A loss of one mean is
-    returned as ``Weighted``, with a gradient that is not divided yet.
+    ``of_params(params) -> (loss, rest)`` is called once, to be traced. No gradient
+    flows back through the results. A loss of one mean is returned as ``Weighted``, and
+    its gradient is not divided yet.
     """
 
     def of_one_mean(params: PyTree) -> tuple[Any, PyTree]:
@@ -126,17 +129,24 @@ def differentiate(
 
 
 def operands_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the values that a meet sums; for `DIFFERENTIATE` only the loss."""
+    """Return the values of an equation that are added over towers.
+
+    For `DIFFERENTIATE` that is only the loss.
+    """
     return eqn.invars[: eqn.params["treedef"].num_leaves]
 
 
 def parameters_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the values by which a loss is differentiated."""
+    """Return the values by which a `DIFFERENTIATE` equation differentiates its loss."""
     return eqn.invars[eqn.params["treedef"].num_leaves :]
 
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
-    """Return for each leaf ``count`` if rows of a table are concatenated, else 0."""
+    """Return for each leaf by how much a meet multiplies its number of rows.
+
+    It is ``count`` for rows of a table, which are concatenated, and 0 for an added
+    leaf.
+    """
     parts = jax.tree.leaves(tree, is_leaf=is_rows_of_table)
     counts = [count * is_rows_of_table(x) for x in parts]
     pairs = zip(parts, counts, strict=True)

@@ -37,7 +37,7 @@ from towerjax.types.trees import name_by_key
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Later:
-    """A stand-in, without leaves, for a value of another pass or of the update."""
+    """A stand-in, without leaves, for a value that is not computed in this pass."""
 
 
 @jax.tree_util.register_static
@@ -97,9 +97,10 @@ class SplitProgram:
     def _placed_results(
         self, tree: PyTree
     ) -> tuple[list[tuple[PyTree, int | None]], Any]:
-        """Return the results as trees of variables, and their structure.
+        """Return the function's results as trees of variables, and their structure.
 
-        Each result has the pass that returns it; None if the update computes it.
+        Each result comes with the number of the pass that returns it; None if the
+        update computes it.
         """
         outvars = self._closed.jaxpr.outvars
         of_vars = jax.tree.unflatten(jax.tree.structure(tree), outvars)
@@ -113,11 +114,12 @@ class SplitProgram:
         return placed, treedef
 
     def _count_passes(self) -> int:
-        """Return the number of passes, one more than the last that does something."""
+        """Return the number of passes, up to the last that merges or prints."""
         numbers = [0, self._parts.last]
         numbers += [number for _, number in self._results if number is not None]
         for eqn in self._parts.eqns:
-            if eqn.effects and self._is_own(eqn.invars):  # it prints a tower's values
+            # Its effect, such as a print, needs a tower's values.
+            if eqn.effects and self._is_own(eqn.invars):
                 numbers.append(self._parts.first_knowing(eqn.invars))
         return max(numbers) + 1
 
@@ -151,9 +153,10 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> dict[str, PyTree]:
-        """Return one tower's results in a pass; ``merged`` has those of earlier passes.
+        """Return one tower's results in a pass.
 
-        ``trained`` has the parameters of its losses. Their gradients are not among the
+        ``merged`` has the merged results of earlier passes, and ``trained`` the
+        parameters of this pass's losses. The losses' gradients are not among the
         results, because the pass itself computes them.
         """
         number = len(merged)
@@ -190,9 +193,9 @@ class SplitProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def line_of_met_sum(self) -> str | None:
-        """Return the line where towers communicate in a loss, or None.
+        """Return the user's line where towers communicate in a loss, or None.
 
-        Only losses count whose sum is differentiated.
+        Only losses are searched whose sum, and not mean, is differentiated.
         """
         sites = sites_over(self._closed, {self._axis})
         of_sums = [site for site in sites if tags.OF_A_SUM in scopes_of(site)]
@@ -207,9 +210,10 @@ class SplitProgram:
 
     @property
     def changes_local(self) -> bool:
-        """Whether towers change their own variables in one of several passes.
+        """Whether towers change their own variables, in a program of several passes.
 
-        A micro-batch sees the previous one's change only in the pass that makes it.
+        In a pass, a micro-batch sees what the previous micro-batch changed only if that
+        same pass changes it.
         """
         local = [x for x, _ in self._results if isinstance(x, tj.TowerLocal)]
         changed = {*jax.tree.leaves(local)} - self._local_vars
@@ -219,7 +223,7 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _inputs(self, state: tj.TrainState) -> list[Any]:
-        """Return the program's replicated inputs; None in place of the others."""
+        """Return the program's inputs: the replicated ones, and None for all others."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         return [*leaves, *[None] * others]
@@ -248,7 +252,7 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> Interpreter:
-        """Evaluate a pass, or for None the update; return the interpreter."""
+        """Evaluate a pass, or with None the update; return the interpreter."""
         walk = self._walk(inputs, merged)
         if trained is not None:
             meets = self._parts.ends_of(number)
@@ -259,19 +263,25 @@ class SplitProgram:
         return walk
 
     def _returned_by(self, number: int | None) -> list[Any]:
-        """Return the variables that a pass, or for None the update, returns."""
+        """Return the variables that a pass returns, or with None the update."""
         results = [x for x, at in self._results if at == number]
         operands = [operands_of(eqn) for eqn in self._parts.ends_of(number)]
         return jax.tree.leaves((results, operands))
 
     def _shows_in(self, number: int | None, eqn: JaxprEqn) -> bool:
-        """Return whether a pass (None: the update) runs an equation with an effect."""
+        """Return whether an equation's effect, such as a print, happens in this pass.
+
+        ``number=None`` stands for the update.
+        """
         last = self.num_passes if number is None else number
         return bool(eqn.effects) and self._parts.first_knowing(eqn.invars) == last
 
 
 def _checked(path: tuple[Any, ...], x: Any) -> Any:
-    """Return a metric state as a pass merges it, before its numbers become arrays."""
+    """Return a metric state in the form that passes merge.
+
+    It is checked here, because afterwards its numbers become arrays.
+    """
     return check_metric(name_by_key(path), x) if tj.metrics.is_metric(x) else x
 
 
@@ -280,7 +290,7 @@ _MEET_KEYS = (LOSSES, "grads")
 
 
 def _is_one(x: Any) -> bool:
-    """Return whether ``x`` is a result that a pass merges as a whole."""
+    """Return whether ``x`` is of a type that a pass merges as one result."""
     return is_typed(x) or isinstance(x, Means)
 
 
@@ -295,7 +305,7 @@ def _results_in(tree: dict[str, PyTree]) -> list[Any]:
 
 
 def _as_sums(grads: PyTree) -> PyTree:
-    """Return gradients as `Sum` leaves, but rows of tables unchanged."""
+    """Return gradients as `Sum` leaves; rows of tables stay ``IndexedRows``."""
     return jax.tree.map(
         lambda x: x if is_rows_of_table(x) else Sum(x), grads, is_leaf=is_rows_of_table
     )

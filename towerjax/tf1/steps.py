@@ -46,7 +46,7 @@ class MultiStepContext:
     non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     final: PyTree = None
     iterations: int = 0
-    # The dict holds the outputs that a tower function sets; None while none runs.
+    # The outputs that the running tower function has set; None while none runs.
     _of_towers: dict[str, Any] | None = None
 
     def call_for_each_tower(
@@ -116,8 +116,8 @@ class MultiStepContext:
         self.non_tensor_outputs[name] = [output] if inside else output
 
 
-# The key of the cache holds the strategy, the step function, and whether batches are
-# bare.
+# The static argument of the cache: the strategy, the step function, and whether batches
+# are bare (single examples per tower).
 _Steps: TypeAlias = tuple[AnyStrategy, Callable[..., PyTree], bool]
 
 
@@ -125,7 +125,11 @@ _Steps: TypeAlias = tuple[AnyStrategy, Callable[..., PyTree], bool]
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: tuple[PyTree, ...], count: Any
 ) -> tuple[PyTree, dict[str, Any], TracedCall]:
-    """Run ``count`` steps; return the carry, the last outputs and the other outputs."""
+    """Run ``count`` steps in one program.
+
+    Returns the carry, the outputs of the last step, and the outputs that are not
+    arrays.
+    """
     strategy, fn, bare = steps
     num_towers = strategy.num_towers
     values = {}
@@ -150,14 +154,15 @@ def _run_steps(
     call_kept = TracedCall.of(values, steps, jaxpr)
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
-    # The carry is placed as before, so that the next call uses the same program.
+    # The carry leaves in the layout in which it came, so that the next call uses the
+    # same program.
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, call_kept
 
 
 @functools.partial(jax.jit, static_argnames="strategy")
 def _stack(batches: Sequence[Any], *, strategy: AnyStrategy) -> tuple[PyTree, ...]:
-    """Stack the parts of several batches to ``[steps, ...]`` on the same devices."""
+    """Stack the same parts of several batches to ``[steps, ...]``, on their devices."""
     layouts = Layout.PER_TOWER_STEPS, Layout.PER_TOWER_STEPS, Layout.MIRRORED
     parts = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     shardings = tuple(map(strategy.placement.sharding, layouts))
@@ -174,7 +179,7 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
 
 
 def _on_devices(strategy: AnyStrategy, carry: PyTree) -> PyTree:
-    """Return the carry on the strategy's devices, copied unless all lies there."""
+    """Return the carry on the strategy's devices, copied unless it lies there."""
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
 
     def is_there(x: Any, sharding: Any) -> bool:

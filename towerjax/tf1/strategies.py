@@ -19,7 +19,7 @@ _Class = TypeVar("_Class", bound=type)
 
 @api_boundaries
 class Verbs:
-    """TensorFlow's methods of strategies, for all towers' values.
+    """TensorFlow's methods of a strategy, which take values of all towers.
 
     A value is a pytree. Its ``PerTower`` leaves and ``TowerLocal`` variables hold one
     value per tower, and its other leaves are replicated. The methods of `tj.Mirrored`
@@ -41,13 +41,13 @@ class Verbs:
     update = assigning.update_var
     read_var = assigning.read_var
 
-    if TYPE_CHECKING:  # attributes of the strategy
+    if TYPE_CHECKING:  # the strategy's class has these
         num_towers: int
         placement: Any
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class like ``plain`` that also has TensorFlow's methods."""
+        """Return the class that adds TensorFlow's methods to the class ``plain``."""
         return _WITH_VERBS[plain]
 
     @property
@@ -97,7 +97,8 @@ class Verbs:
             tj.cluster.initialize(
                 named.coordinator, named.num_processes, named.process_id
             )
-        return copy.copy(self)  # without the cached placement
+        # The copy has no cached placement, so it finds the new devices.
+        return copy.copy(self)
 
 
 class MirroredStrategy(Verbs, tj.Mirrored):

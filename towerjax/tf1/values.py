@@ -92,7 +92,10 @@ def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
 
 
 def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
-    """Return the mirrored variable that all towers have; raise if they have several."""
+    """Return the mirrored variable that all towers returned.
+
+    Raise if they returned different variables.
+    """
     first = leaves[0]
     if all(x is first or _bits(x) == _bits(first) for x in leaves):
         return first
@@ -112,9 +115,9 @@ def _is_one_constant(leaves: tuple[Any, ...]) -> bool:
 
 
 def _bits(x: Any) -> tuple[Any, ...]:
-    """Return the structure of ``x`` and the bytes of its leaves, to compare it exactly.
+    """Return the structure of ``x`` and the bytes of its leaves, for exact comparison.
 
-    The structure holds a variable's name and reduction.
+    The structure includes a variable's name and reduction.
     """
     leaves, treedef = jax.tree.flatten(x)
     return treedef, *(np.asarray(key_data(leaf)).tobytes() for leaf in leaves)

@@ -47,11 +47,11 @@ def over_devices(
     traced: tuple[ClosedJaxpr, PyTree] | None = None,
     shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
-    """Return ``device_fn``, which runs on every device, as a function of global values.
+    """Return a function of global values that runs ``device_fn`` on every device.
 
-    ``traced`` is its jaxpr on one of several devices, with the shapes of its results.
-    ``shards`` says which mirrored leaves devices take and return as shards:
-    ``device_fn`` gets a `Shard` for each of these, and may return one.
+    ``traced`` is the jaxpr of ``device_fn`` on one of the devices, with the shapes of
+    its results. ``shards`` says which mirrored leaves devices take and return as
+    shards: ``device_fn`` gets a `Shard` for each of these, and may return one.
     """
     if placement.num_devices > 1 or placement.within:
         device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
@@ -68,14 +68,17 @@ def over_devices(
         in_specs=specs[0],
         out_specs=specs[1],
         axis_names={DEVICE_AXIS},
-        # True would sum gradients over towers and refuse plain user code. What it
-        # checks, `towerjax.proof` proves.
+        # With True, JAX would sum gradients over towers by itself and refuse some plain
+        # user code. `towerjax.proof` proves what this option checks.
         check_vma=False,
     )
 
 
 def vmap_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Map ``fn`` over dim 0 of all arguments, which runs over members or towers."""
+    """Map ``fn`` over dim 0 of all arguments, which runs over members or towers.
+
+    Members are the trainings of a sweep.
+    """
     return jax.vmap(fn)
 
 
@@ -85,11 +88,12 @@ def _trace_in_mesh(
     traced: tuple[ClosedJaxpr, PyTree] | None,
     shards: Shards | None,
 ) -> Callable[..., PyTree]:
-    """Return ``device_fn``, traced with an axis name and without a mesh.
+    """Return ``device_fn`` as a function that was traced outside of the mesh.
 
-    If ``traced`` is given, it is that trace. Inside a mesh, values have other types
-    than under ``jit``, and libraries that compare types refuse them. A tower of several
-    devices sees only the mesh of its own devices.
+    Inside a mesh, values have other types than under ``jit``, and libraries that
+    compare types refuse them. So ``device_fn`` is traced with the name of the device
+    axis only, and its jaxpr runs in the mesh. A given ``traced`` is this jaxpr. A tower
+    of several devices sees only the mesh of its own devices.
     """
     mesh = placement.tower_mesh
 
@@ -124,7 +128,7 @@ def _trace_in_mesh(
 
 
 def closed_over_kinds(jaxpr: ClosedJaxpr) -> str:
-    """Return the types of a jaxpr's constants that lie in a mesh, as text.
+    """Return as text the types of those constants of a jaxpr that lie in a mesh.
 
     The text is "" if there are none.
     """
@@ -189,7 +193,10 @@ def _over_devices_by_pmap(
 
 
 def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree]:
-    """Return a map that applies ``fn(x, axis)`` to leaves with an axis of devices."""
+    """Return a function that applies ``fn(x, axis)`` to leaves split over devices.
+
+    ``axis`` is the dim of devices; mirrored leaves stay as they are.
+    """
 
     def of_tree(layout: Layout, tree: PyTree) -> PyTree:
         axis = _PMAP_AXES[layout]
@@ -227,8 +234,8 @@ def _trace_on_one(
 ) -> tuple[ClosedJaxpr, PyTree]:
     """Trace ``device_fn`` as one of several devices, inside the tower's mesh."""
     env = [(DEVICE_AXIS, num_devices)]
-    # With a single group of devices its axis is not manual, and it is no axis of a
-    # tower.
+    # With a single group of devices, the device axis is not manual. It is hidden here,
+    # because it is no axis of a tower.
     with use_abstract_mesh(mesh), without_axis(DEVICE_AXIS):
         return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*args)
 
@@ -289,7 +296,9 @@ _NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ..
         "A tower function knows the axes of a tower of several devices:"
         " tj.Mirrored(within={{'model': 2}}).",
     ),
-    (  # In JAX 0.10 to 0.12 a function of jax.shard_map keeps its first mesh.
+    # In JAX 0.10 to 0.12 a function made by jax.shard_map stays bound to its first
+    # mesh.
+    (
         ValueError,
         "should match the mesh passed to shard_map",
         "What jax.shard_map returns stays with the first mesh that it meets, and towers"
@@ -327,7 +336,8 @@ def fingerprint_of_program(
     digest = hashlib.sha256()
     for array in arrays_in(traced.jaxpr):
         array = key_data(array)
-        # JAX itself requires that processes agree on an array that is shared by them.
+        # Arrays that are split over processes are left out: one process cannot read
+        # them, and JAX itself requires processes to agree on them.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"

@@ -78,10 +78,10 @@ class OnTowers:
     def analyse(
         self, names: Sequence[str | None], *, is_free: bool = False
     ) -> Analysis:
-        """Return what depends on the tower; raise for what towers cannot run.
+        """Return what depends on the tower; raise for equations that towers cannot run.
 
-        ``names`` names the leaves of the arguments that are per tower. With ``is_free``
-        nothing has to be the same on all towers.
+        ``names`` has a name for each argument's leaf that is per tower, and None for
+        others. With ``is_free`` nothing has to be the same on all towers.
         """
         axes = self.axes
         placement = self._placement
@@ -98,7 +98,7 @@ class OnTowers:
         return analysis
 
     def rehearse(self) -> None:
-        """Trace the towers of one device without a device, and raise if that fails.
+        """Trace the towers of a device together, without a device; raise if that fails.
 
         Towers that share a device run under `jax.vmap`, which not all of JAX supports.
         """
@@ -117,8 +117,7 @@ class OnTowers:
 
         If ``finish`` is given, each device runs it on its results.
         """
-        # The towers' programs are stored, so the program that runs is the one that was
-        # proved.
+        # `programs` already has the towers' programs, so what runs is what was proved.
         axes = self._placement.axes
         device_fn = self._on_device(axes, self.programs)
 
@@ -127,8 +126,8 @@ class OnTowers:
             return results if finish is None else finish(results)
 
         run = device_fn if finish is None else finished
-        # If each tower is alone on a device, the traced program of that device is used,
-        # too.
+        # If each tower has a device for itself, the device's whole program was traced,
+        # too, and is run as it is.
         is_proved = finish is None and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
         place = self._placement
@@ -140,18 +139,18 @@ class OnTowers:
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class TracedCall(Static):
-    """The first call of a traced function, and what the function closes over."""
+    """The call of a function for which it was traced, and what it closes over."""
 
-    first: Any  # the call that was traced
+    first: Any  # the call for which the function was traced
     closes_over: str  # see `closed_over_kinds`
     # Whether all processes are known to have traced the same program.
     is_agreed: bool = dataclasses.field(default=False, init=False)
 
     @classmethod
     def of(cls, value: Any, call: Any, jaxpr: ClosedJaxpr) -> "TracedCall":
-        """Record the call that was traced as this jaxpr.
+        """Record that ``call`` was traced as ``jaxpr``.
 
-        ``value`` is what this call and later ones return.
+        ``value`` is static data that this call and later ones return.
         """
         return cls(value, call, closed_over_kinds(jaxpr))
 
@@ -159,12 +158,12 @@ class TracedCall(Static):
 def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
     """Run ``jitted(call, *args)``, whose last result is a `TracedCall`.
 
-    Returns the other results, and the value in the `TracedCall`. Raises before it runs
-    if the processes have traced different programs, or if this call would use the
-    constants of the first one.
+    Returns the other results, and the static value in the `TracedCall`. Raises before
+    it runs if the processes have traced different programs, or if this call would use
+    constants that the traced call has closed over.
     """
     if placement.num_processes > 1 and not is_traced(args):
-        traced = jitted.trace(call, *args)  # JAX reuses this trace below
+        traced = jitted.trace(call, *args)  # the call below reuses this trace
         if not (call_kept := traced.out_info[-1]).is_agreed:
             require_same(
                 "A function on all towers",
@@ -215,8 +214,8 @@ def call_on_towers(
     if is_inside_tower():
         on_first = {"devices": placement.devices[:1], "within": (), "rows": None}
         placement = dataclasses.replace(placement, **on_first, specs=None)
-    # The first argument is not used. It is there because pmap needs at least one
-    # argument with a row per tower, and jit needs one on the strategy's device.
+    # The first argument is only there because pmap needs at least one argument with a
+    # row per tower, and jit needs one that lies on the strategy's device.
     rows = [np.arange(placement.num_towers, dtype=np.int32), *rows]
     traced = is_traced(())
     rows = [_placed_argument(x, placement, Layout.PER_TOWER, traced) for x in rows]
@@ -238,7 +237,10 @@ def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool)
 def _on_device(
     call: _Call, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """Return the function that a device runs: arrays ``[k, ...]`` and other results."""
+    """Return the function that a device runs.
+
+    It returns arrays ``[k, ...]``, and the call's other results as static data.
+    """
     strategy, _, tower_fn, _ = call
 
     def of_tower(
@@ -257,13 +259,16 @@ def _on_device(
     return run
 
 
-# ``keep_unused`` is set because the unused first argument sets the device of a call
-# that has no other arguments.
+# ``keep_unused`` keeps that first argument, which no tower reads: it tells the device
+# of a call that has no other arguments.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(
     call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
 ) -> tuple[list[jax.Array], TracedCall]:
-    """Prove and run a call; it is compiled once. Return arrays and other results."""
+    """Prove and run a call; it is compiled once.
+
+    Returns the arrays, and the other results in a `TracedCall`.
+    """
     _, placement, _, advice = call
     args = (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -272,7 +277,7 @@ def _run(
     analysis = towers.analyse(names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):
-        # JAX would silently give each device a slice of such a value.
+        # pmap would silently give each device a slice of such a value.
         raise ValueError(
             "fn closes over a value of the jit, grad or scan around it, which"
             " executor='pmap' cannot handle. Pass the value to fn as an argument."

@@ -29,7 +29,7 @@ from towerjax.types.trees import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerTowerValue:
-    """A per-tower value, ``[T, ...]``; all other values are MIRRORED."""
+    """A merged value that is per tower, ``[T, ...]``; unmarked values are MIRRORED."""
 
     value: PyTree
 
@@ -37,7 +37,8 @@ class PerTowerValue:
 is_per_tower_value: Callable[[Any], bool] = PerTowerValue.__instancecheck__
 """Whether the value is a `PerTowerValue`; asked of each leaf, without our own call."""
 
-OF_TOWERS = Rows, PerTower, TowerLocal  # merged, they stay per tower
+# Values of these types stay per tower when merged.
+OF_TOWERS = Rows, PerTower, TowerLocal
 
 
 def layouts_of(tree: PyTree) -> PyTree:
@@ -66,12 +67,12 @@ def unmark_per_tower(
 
 
 def as_ours(returned: Any) -> Any:
-    """Return another library's loss as `Weighted` or `TowerOutput`, others unchanged.
+    """Return another library's loss as a `Weighted` or `TowerOutput`.
 
-    Losses of tunix and maxtext are known by their fields:
-    ``WeightedMetric(unreduced_sum, denominator)`` and ``LossOutput(primary_loss,
-    aux_metrics)``. An ``eps`` that guards a quotient is left out, because the weights
-    of all towers are added before they divide.
+    Anything else is returned unchanged. Losses of tunix and maxtext are known by their
+    fields: ``WeightedMetric(unreduced_sum, denominator)`` and
+    ``LossOutput(primary_loss, aux_metrics)``. An ``eps`` that guards a quotient is left
+    out, because the weights of all towers are added before they divide.
     """
     if _is_weighted(returned):
         return Weighted(returned.unreduced_sum, returned.denominator)

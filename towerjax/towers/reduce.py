@@ -73,7 +73,7 @@ def _reduce_on_devices(
 ) -> PyTree:
     """Reduce leaves ``[T, ...]`` to one value, by the strategy's cross-tower ops."""
     no_sums = not jax.tree.leaves(stacked) or takes_first(reduction)
-    if no_sums or is_inside_tower():  # nothing travels
+    if no_sums or is_inside_tower():  # nothing is sent
         return one_of(reduction, stacked)
     if is_traced(stacked):
         return _reduce_global(strategy, reduction, stacked)
@@ -107,7 +107,10 @@ def _reduce_global(
 
 
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
-    """Return the tree with a ``PerTower`` of one leaf wherever values are per tower."""
+    """Return the tree with one ``PerTower`` per leaf in place of ``PerTower`` trees.
+
+    ``kind`` is a type that stays one part, such as a mean.
+    """
 
     def stack_field(x: Any) -> Any:
         if isinstance(x, PerTower):
@@ -115,8 +118,8 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
     def grouped(part: Any) -> Any:
-        # Both fields of a mean are reduced in one way, even if the weight is
-        # replicated.
+        # A mean's sum and weight are reduced alike, so a replicated weight is stacked
+        # for all towers if the sum is per tower.
         per_tower = parts_of(PerTower, part)
         if any(values.is_tuple(x.values) for x in per_tower):  # shapes may differ
             return PerTower(tuple(values.values_of_towers(part, num_towers)))

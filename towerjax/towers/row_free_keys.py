@@ -16,16 +16,17 @@ KEY_NAME = "rowfree"
 
 
 def row_free_key(word: int, *, shared: bool = True) -> jax.Array:
-    """Return a key with which ``tower.rng`` draws the same bits everywhere.
+    """Return a key with which ``tower.rng`` draws the same for all rows and towers.
 
-    It is put in ``state.rng``. Its data are two words. While the first word is even,
-    every element of a draw is made from that word alone. Folding in changes nothing, so
-    that towers, rows and micro-batches have one key. Splitting changes the key, so that
-    loops which draw until they accept end.
+    An audit puts it in ``state.rng``. Its data are two words. While the first word is
+    even, every element of a draw is made from that word alone. `jax.random.fold_in`
+    then changes nothing, so that towers, rows and micro-batches have one key.
+    `jax.random.split` does change the key, so that a loop which draws until it accepts
+    a number ends.
 
     Folding in `ALL_TOWERS`, as ``tower.shared_rng`` does, makes an ordinary key,
     because all towers have that key and no row has one of its own. With
-    ``shared=False`` it does not.
+    ``shared=False`` this fold changes nothing, either.
     """
     data = np.array([word & (ALL_TOWERS - 1), 0 if shared else ALL_TOWERS], np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=_impl())

@@ -80,7 +80,7 @@ def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> Py
 
 
 def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
-    """Restore saved values as `restored_values` does, for the towers of a placement."""
+    """Restore saved values as `restored_values` does, on the devices of a placement."""
     problems = []
 
     def restored(path: tuple[Any, ...], old: Any, new: PyTree) -> Any:

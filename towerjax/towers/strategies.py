@@ -37,9 +37,8 @@ from towerjax.types.options import (
 from towerjax.types.refusals import a_type
 from towerjax.types.version import page
 
-# Compilers fuse the arithmetic of a few elements in other ways than that of many, and
-# so round it in other ways. Shards of at least this many elements have the bits of
-# whole arrays.
+# Compilers fuse and round the arithmetic of a few elements in other ways than that of
+# many. Shards of at least this many elements have the bits of whole arrays.
 _EXACT_RUN = 128
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -67,13 +66,19 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options alone, because a placement's devices do not pickle."""
+        """Return the options only, because a cached placement holds devices.
+
+        Devices do not pickle.
+        """
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class of strategies made from this one, such as ``plain``."""
+        """Return the class of strategies that are derived from this one.
+
+        It is ``plain``, unless a subclass adds methods to it.
+        """
         return plain
 
     @property
@@ -227,7 +232,7 @@ class Mirrored(StrategyMethods):
         __getattr__ = explain_names_of_tensorflow("MirroredStrategy")
 
     def __post_init__(self) -> None:
-        """Check the options as far as that is possible without a device."""
+        """Check the options as far as that is possible without asking for devices."""
         object.__setattr__(self, "within", _checked_axes(self.within, self.axis_name))
         object.__setattr__(self, "specs", Specs.of(self.specs))
         _check_choices(self)
@@ -315,9 +320,9 @@ class Mirrored(StrategyMethods):
 
 
 def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
-    """Return the largest set of devices that the towers can share evenly.
+    """Return the largest set of devices that can share the towers evenly.
 
-    Each process has equally many of them, and a tower has ``size`` devices.
+    Each process has equally many of them. A tower has ``size`` devices.
     """
     processes = jax.process_count()
     devices_each = len(names) // processes
@@ -359,9 +364,10 @@ class OneDevice(StrategyMethods):
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
 
-    state: ClassVar[StateLayout] = "mirrored"  # one device holds all of it
+    # There is one device, so nothing is sharded.
+    state: ClassVar[StateLayout] = "mirrored"
     cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # no communication
-    exact: ClassVar[bool] = False  # there is one number of devices
+    exact: ClassVar[bool] = False  # it never runs on another number of devices
 
     if not TYPE_CHECKING:
         __getattr__ = explain_names_of_tensorflow("OneDeviceStrategy")
@@ -414,10 +420,10 @@ def on_one_tower(strategy: Strategy) -> Strategy:
 
 
 def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
-    """Return a strategy of ``towers`` towers on the devices of one tower.
+    """Return a strategy of ``towers`` towers on the devices of a single tower.
 
-    These are the devices of this process. With ``narrow`` the strategy uses one device;
-    the axes within a tower then have size 1.
+    They are devices of this process. With ``narrow`` the strategy uses one device, and
+    the axes within a tower have size 1.
     """
     placement = strategy.placement
     here = jax.process_index()
@@ -436,7 +442,10 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
 
 
 def check_roles(builder: str, **functions: Any) -> None:
-    """Raise unless each argument of a builder has the type for its position."""
+    """Raise unless each argument of a builder can be what its parameter means.
+
+    An optimizer in the place of a strategy, for example, is refused.
+    """
 
     def is_module(x: Any) -> bool:
         bases = type(x).__mro__

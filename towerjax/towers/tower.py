@@ -46,18 +46,18 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """The values of a pass from which `Tower` computes its properties."""
+    """What `Tower` computes its properties from: the values of a step's pass."""
 
     axes: TowerAxes = dataclasses.field(metadata=_STATIC)
-    # These are None outside a step: only steps have a number, a key and a batch.
+    # These are None outside a step, where there is no step number, key or batch.
     step: jax.Array | None = None
     rng: jax.Array | None = None
     micro_batch: jax.Array | None = None
     num_valid: jax.Array | None = None
     first_row: jax.Array | int = 0
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
-    # The number of rows of all micro-batches. If it is given, the program may leave out
-    # weights that are all 1.
+    # The number of rows of all micro-batches together. If it is given and all rows are
+    # examples, the program may leave out the weights, which are all 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
 
 
@@ -128,8 +128,8 @@ class Tower:
     @property
     def weight(self) -> jax.Array:
         """The rows' weights, ``[b]`` float32: 1 for an example, 0 for padding."""
-        # The weights are computed when they are read, so that a step that pads notices
-        # if nothing reads them.
+        # The weights are computed at each read. So a step whose batch is padded can
+        # notice that nothing reads them.
         context = self._context
         num_valid = _require_step(context.num_valid, "weight", "weights (ctx.weight)")
         return row_weights(num_valid, context.first_row, context.rows, context.of_rows)
@@ -205,8 +205,8 @@ class Tower:
             name = "a PerTower that merge_fn returned"
             return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, name))
 
-        # Every tower computes the same function of the same gathered values. So nothing
-        # is sent back, and JAX can differentiate the call.
+        # After the gather, every tower calls the same function with the same values. So
+        # no tower has to send the result, and JAX can differentiate the call.
         with jax.named_scope(tags.MERGED):
             values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
         with in_merge_fn():
@@ -338,11 +338,11 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable plus the reduced value; otherwise this is `assign`."""
+        """Return the variable plus the value, which is reduced as by `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable minus the reduced value; otherwise this is `assign`."""
+        """Return the variable minus the value, which is reduced as by `assign`."""
         return self._assign(variable, value, operator.sub)
 
     def _assign(
@@ -353,7 +353,7 @@ class Tower:
 
 
 def _check_meeting(axes: TowerAxes, method: str, values: PyTree = None) -> None:
-    """Raise if towers cannot communicate, or if ``values`` hold all towers' values."""
+    """Raise if towers cannot communicate here, or if ``values`` are of all towers."""
     if axes.in_turn:
         raise ValueError(
             f"{method} needs all towers at once, but tower_loop='scan' runs the towers"
@@ -385,7 +385,7 @@ def is_in_step(tower: Tower) -> bool:
 
 
 def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """Return the axes of all towers, and the arguments of `tower_of` for this tower."""
+    """Return what `tower_of` needs to make a copy of this tower: axes and arguments."""
     context = tower._context
     return context.axes, {
         "tower_id": tower.id,
@@ -422,7 +422,7 @@ def tower_of(
 
 
 def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:
-    """Return a tower's arguments: the replicated ones, and the per-tower ones.
+    """Return a tower function's replicated arguments, and its per-tower arguments.
 
     ``state`` is a `TrainState`.
     """

@@ -46,12 +46,15 @@ class StrategyFields:
 
 
 def is_mergeable(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an array, which may differ from tower to tower."""
+    """Return whether ``leaf`` is an array, and so may differ from tower to tower."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def as_native(root: str, tree: PyTree) -> PyTree:
-    """Return the tree in native byte order; raise if devices cannot hold an array."""
+    """Return the tree with arrays in the machine's byte order.
+
+    Raises, with the name ``root``, if devices cannot hold an array.
+    """
     arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
     refuse_unheld(root, arrays)
     return jax.tree.map(native, tree)
@@ -59,7 +62,7 @@ def as_native(root: str, tree: PyTree) -> PyTree:
 
 def unpad_batches(tree: PyTree) -> PyTree:
     """Return the tree with each placed batch replaced by its towers' rows."""
-    has_batch = parts_of(PlacedBatch, tree)  # else the same objects
+    has_batch = parts_of(PlacedBatch, tree)  # otherwise the same objects are returned
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree) if has_batch else tree
 
 
@@ -93,7 +96,7 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
 
 
 def stack_local(local: PyTree, num_towers: int) -> PyTree:
-    """Copy first values of tower-local variables for each tower, to ``[T, ...]``.
+    """Repeat the first values of tower-local variables per tower, to ``[T, ...]``.
 
     If a value is a ``PerTower``, each tower gets its own part of it.
     """
@@ -115,9 +118,9 @@ def stack_local(local: PyTree, num_towers: int) -> PyTree:
 
 
 def is_tuple(values: Any) -> bool:
-    """Return whether ``values`` is a tuple of one value per tower.
+    """Return whether ``values`` is a tuple with one tree per tower.
 
-    Otherwise it is a tree with leaves ``[T, ...]``.
+    Otherwise it is one tree with leaves ``[T, ...]``.
     """
     return type(values) is tuple
 
@@ -140,7 +143,7 @@ def copies_by_leaf(variable: variables.TowerLocal) -> variables.TowerLocal:
 
 
 def values_of_towers(value: Any, num_towers: int) -> list[Any]:
-    """Return a list of each tower's tree; of a replicated value, a list of one."""
+    """Return a list with each tower's tree; a replicated value gives a list of one."""
     if not parts_of(PerTower | variables.TowerLocal, value):
         return [value]
     value = map_parts(variables.TowerLocal, lambda x: copies_by_leaf(x).value, value)
@@ -179,8 +182,9 @@ def refuse_in_tower(method: str, value: Any, instead: str) -> None:
 
 
 def copy_to(value: PyTree, destinations: Any) -> PyTree:
-    """Copy the value to one device, or to each of several; None leaves it there."""
-    if destinations is None or has_tracers(destinations):  # traced: on every device
+    """Copy the value to one device, or to each of several; with None do not move it."""
+    # A traced destination means every device.
+    if destinations is None or has_tracers(destinations):
         return value
     if has_tracers(value):
         raise ValueError(
@@ -198,7 +202,7 @@ def copy_to_first_cpu(value: PyTree) -> PyTree:
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
-    """Return the tree with the first process's numbers, placed on all devices."""
+    """Return the tree with the first process's arrays and numbers, on all devices."""
     if placement.num_processes == 1 or is_traced(tree):
         return tree
     leaves, treedef = jax.tree.flatten(tree)

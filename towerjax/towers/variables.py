@@ -46,7 +46,7 @@ from towerjax.types.trees import (
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """The fields of variables: a value, a reduction and a name."""
+    """What all variables have: a value, a reduction and a name."""
 
     value: PyTree
     reduction: Reduction = dataclasses.field(metadata={"static": True})
@@ -132,7 +132,7 @@ def is_local(x: Any) -> bool:
 
 
 def is_never_read(x: Any) -> bool:
-    """Return whether ``x`` is tower-local, and is never read as one value."""
+    """Return whether ``x`` is a tower-local variable that has no aggregate."""
     return is_local(x) and x.reduction is Reduction.NONE
 
 
@@ -150,8 +150,8 @@ def label(variable: Variable) -> str:
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Return the value, cast to the variable's dtypes; raise if it does not fit.
 
-    With ``reads`` the variable has copies ``[T, ...]``, and the value is their
-    aggregate: it may have the dtype of the copies or of their reduction.
+    With ``reads`` the variable has copies ``[T, ...]``, and ``value`` is what they are
+    to reduce to. It may have the dtype of the copies or of their reduction.
     """
     old = variable.value
     if jax.tree.structure(value) != jax.tree.structure(old):
@@ -208,7 +208,7 @@ def _replicate(value: PyTree, num_towers: int) -> PyTree:
 
 
 def _shares(x: jax.Array, num_towers: int) -> jax.Array:
-    """Split a sum into the towers' shares ``[T, ...]``, whole numbers for integers."""
+    """Split a sum into shares ``[T, ...]`` that add up to it; integers stay whole."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _replicate(x / num_towers, num_towers)
     # A wider dtype is used, because a small integer may not hold the number of towers.
@@ -220,7 +220,7 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """Return copies ``[T, ...]`` for a tower-local variable that read as ``value``."""
+    """Return a tower-local variable's copies ``[T, ...]`` that reduce to ``value``."""
     refuse_own_copy(variable)
     reduction = variable.reduction
     adds_up = reduction is not Reduction.NONE and multiplies(reduction)
@@ -292,9 +292,10 @@ def assign_in_tower(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Variable:
-    """Return the variable with a new value, which is assigned in a tower.
+    """Return the variable with a new value, as a tower function assigns it.
 
-    ``combine(old, new)`` gives the value to assign, such as their sum.
+    ``combine(old, new)`` gives the value to assign, such as their sum. ``reduce``
+    reduces the towers' values of a mirrored variable.
     """
     check_variable(variable, "tower.assign")
     new = fit(variable, plain(value))
@@ -333,7 +334,7 @@ def check_variable(variable: Any, method: str) -> None:
 
 
 def refuse_own_copy(variable: Variable) -> None:
-    """Raise in a tower function for the tower's own copy of a variable."""
+    """Raise if a tower function passes the tower's own copy of a variable."""
     if is_of_one_tower(variable.value):
         raise ValueError(
             f"{label(variable)} is, in a tower function, that tower's copy alone. Read"
@@ -343,7 +344,7 @@ def refuse_own_copy(variable: Variable) -> None:
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """Return tower-local variables with other values, the inverse of `plain`."""
+    """Return tower-local variables with these values, the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -406,7 +407,10 @@ def read_local(local: PyTree) -> PyTree:
 
 @jax.jit
 def _read_all(local: PyTree) -> PyTree:
-    """Read each variable as one value; pairwise sums do not depend on the devices."""
+    """Read each variable as one value.
+
+    Sums are added in pairs, so that they do not depend on the number of devices.
+    """
     return jax.tree.map(lambda x: one_of(x.reduction, x.value), local, is_leaf=is_local)
 
 

@@ -29,26 +29,26 @@ from towerjax.types.trees import key_name, map_parts, name_by_key, parts_of, put
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulator:
-    """Four functions that merge values over micro-batches, and then over towers."""
+    """Four functions that merge one leaf over micro-batches, and then over towers."""
 
-    # ``start(value)`` makes the total before the first micro-batch, from its value or
-    # from the value's shapes.
+    # ``start(value)`` makes the total before the first micro-batch. ``value`` is the
+    # leaf of the first micro-batch, or only its shapes.
     start: Callable[[PyTree], PyTree]
-    # ``add(total, value)`` returns the new total, and what is stored of this
-    # micro-batch.
+    # ``add(total, value)`` returns the new total, and the part of ``value`` that is
+    # stored for ``finish``.
     add: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-    # ``finish(total, stored)`` makes the tower's value from the last total and from
-    # what was stored of all ``n`` micro-batches, ``[n, ...]``.
+    # ``finish(total, stored)`` makes the tower's value from the last total and from all
+    # that ``add`` has stored, ``[n, ...]`` for ``n`` micro-batches.
     finish: Callable[[PyTree, PyTree], PyTree]
-    # ``merge(values, axes)`` merges over towers. Its values are those of a device's
-    # ``k`` towers, ``[k, ...]``, or their sum.
+    # ``merge(values, axes)`` merges over towers. ``values`` are those of a device's
+    # ``k`` towers, ``[k, ...]``; for an added leaf they are the sum of these.
     merge: Callable[[PyTree, TowerAxes], PyTree]
 
 
 def _joined(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """Return an accumulator that stores each micro-batch's value and joins all."""
+    """Return an accumulator that stores each micro-batch's value, to join all later."""
 
     def start(value: PyTree) -> None:
         return None
@@ -97,7 +97,7 @@ def _carried() -> Accumulator:
 
 
 def _total(total: PyTree, nothing: None) -> PyTree:
-    """Return the last total, which is the tower's value."""
+    """Return the last total as the tower's value; nothing was stored."""
     return total
 
 
@@ -117,7 +117,7 @@ def _merge_table_rows(values: PyTree, axes: TowerAxes) -> PyTree:
 
 
 def _stay_per_tower(values: PyTree, axes: TowerAxes) -> PerTowerValue:
-    """Mark values that each tower keeps for itself."""
+    """Mark values that are not merged over towers, so that they stay per tower."""
     return PerTowerValue(values)
 
 
@@ -135,7 +135,7 @@ def _first(values: PyTree, axes: TowerAxes) -> PyTree:
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """Join rows of a table; rows with one index stand for their sum."""
+    """Join rows of a table to one ``IndexedRows``; rows with one index add up."""
     return one_of(Reduction.SUM, rows)
 
 
@@ -149,10 +149,11 @@ def _refuse_several(value: PyTree) -> PyTree:
 
 
 ADDED = _added()
-SHOWN = _added()  # the same for metrics, which no guard looks at
+SHOWN = _added()  # for metrics, which may be NaN: no guard checks them
 MERGED = _joined(merge_stacked, _merge_states)
 JOINED = _joined(_add_table_rows, _merge_table_rows)
-SAME = _joined(_last, _first)  # bare values, which are proved to be equal
+# This is for bare arrays, which are proved to be the same on all towers.
+SAME = _joined(_last, _first)
 ROWS = _joined(concat_rows, _rows_of_batch)
 CARRIED = _carried()
 PER_TOWER = dataclasses.replace(_joined(_last, _stay_per_tower), start=_refuse_several)
@@ -166,7 +167,7 @@ _KEPT = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """A leaf that a tower returned, and how it is merged."""
+    """A leaf that a tower returned, with the rule by which it is merged."""
 
     value: PyTree
     rule: Accumulator = dataclasses.field(metadata={"static": True})
@@ -178,9 +179,10 @@ def is_typed(x: Any) -> bool:
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
-    """Wrap a checked leaf in `Returned`, with the accumulator that its type asks for.
+    """Wrap a checked leaf in `Returned`, with the accumulator for its type.
 
-    A leaf of several parts becomes a tree of `Returned`.
+    A leaf that holds several values, such as a loss with its weight, becomes a tree of
+    `Returned`. ``is_shown`` marks a metric, which no guard checks.
     """
     if isinstance(x, PerTower):
 
@@ -209,8 +211,9 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
     """Split a tree of `Returned` into the sums to add over towers, and the rest.
 
-    Returns ``((guarded, others), rest)``. A guard looks at the ``guarded`` sums. In
-    ``rest`` the place of each sum holds None.
+    Returns ``((guarded, others), rest)``. The guard against values that are not finite
+    checks the ``guarded`` sums, not the ``others``. In ``rest`` each sum is replaced by
+    None.
     """
     parts = parts_of(Returned, tree)
     sums = tuple(
@@ -221,7 +224,10 @@ def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
 
 
 def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
-    """Put sums that `take_sums` took out, or their merged values, back in the tree."""
+    """Put sums back in the tree that `take_sums` took them out of.
+
+    ``sums`` may also be the merged values of these sums.
+    """
     left = {
         accumulator: iter(values)
         for accumulator, values in zip(_ADDITIVE, sums, strict=True)
@@ -263,8 +269,9 @@ _ORDER = ("loss", "gradient", "metric", "value")
 def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
     """Check a tower's result, and wrap each of its leaves in `Returned`.
 
-    ``merged`` is the result of the pass before. A leaf of it that the tower returns
-    again is replicated, in any container.
+    ``merged`` is the result of the pass before. If the tower returns a leaf of
+    ``merged`` again, that leaf is known to be replicated, in whatever container it is
+    returned.
     """
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
@@ -282,7 +289,7 @@ def split_returned(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
 
 
 def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
-    """Raise unless tower-local variables are returned with their names and types.
+    """Raise unless a tower returns its local variables with their names and types.
 
     The next micro-batch gets these variables in the order of the returned tree. A
     single variable may have any name.
@@ -299,7 +306,8 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     old_types = _types_of([x for _, x in variables])
     if not new_names:
         return
-    # Towers may return them deeper in their tree, such as under "local".
+    # Towers may return the variables deeper in a tree than they got them, such as under
+    # "local". So only the ends of the names are compared.
     pairs = zip(new_names, old_names, strict=False)
     ends = [new[-len(old) :] for new, old in pairs]
     has_other_names = len(old_names) > 1 and ends != old_names
@@ -315,7 +323,7 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
 
 
 def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return ``(path, value)`` for each value of type ``kind``, and each other leaf."""
+    """Return ``(path, value)`` pairs; a value of type ``kind`` counts as one leaf."""
 
     def is_kind(x: Any) -> bool:
         return isinstance(x, kind)
@@ -349,7 +357,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(per_tower: PerTower) -> PyTree:
-    """Return a tower's own sums and metric states, with None for each bare value."""
+    """Return a `PerTower`'s values, with None for each bare array among them."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, per_tower.values, is_leaf=is_typed
     )
@@ -371,7 +379,8 @@ def _check_leaf(name: str, x: Any, rows: int) -> Any:
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):
         return check_metric(name, x)
-    # A PerTower of sums or states is merged over micro-batches, and not over towers.
+    # Sums and metric states in a PerTower are merged over micro-batches, but not over
+    # towers.
     return jax.tree.map(
         lambda v: jnp.asarray(v) if not is_typed(v) else _check_leaf(name, v, rows),
         x,

@@ -41,7 +41,7 @@ def dim_of_shards(
 def sums_in_shards(
     run: Callable[..., PyTree], dim_of: Callable[[Any], int | None]
 ) -> Callable[..., PyTree]:
-    """Return ``run`` as a function that takes shards, and scatters its sums.
+    """Return ``run`` as a function that accepts shards, and scatters its sums.
 
     ``run(*args)`` returns ``(sums, rest)``. ``dim_of(x)`` gives the dim along which a
     sum is scattered, or None.
@@ -58,8 +58,8 @@ def targets_of(
 ) -> Targets:
     """Return the arrays by which a loss is differentiated.
 
-    ``tables`` are the numbers of those leaves that are tables. A table's gradient has
-    only the rows that were looked up, so it is never scattered.
+    ``tables`` are the indices of those trained leaves that are tables. A table's
+    gradient has only the rows that were looked up, so it is never scattered.
     """
     whole = {*tables}
 
@@ -71,7 +71,7 @@ def targets_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Added:
-    """Sums over all towers.
+    """Sums over all towers, as `Added.of` makes them.
 
     Attributes:
       sums: The sums that are sent in flat buffers, replicated over devices.
@@ -89,9 +89,9 @@ class Added:
     ) -> "Added":
         """Add ``addends``, the sums of a device's towers, over all devices.
 
-        ``addends`` is two trees, of which the first is guarded. A gradient by a `Shard`
-        is already added over devices. A sum in the shape of sharded parameters is added
-        and scattered here.
+        ``addends`` is two trees; only the sums of the first are guarded. A gradient by
+        a `Shard` has already been added over devices. Another sum that has the shape of
+        a sharded parameter is added and scattered here.
         """
         leaves = jax.tree.leaves((addends, params), is_leaf=is_shard)
         if not any(map(is_shard, leaves)):

@@ -31,7 +31,7 @@ class Tables(Protocol):
     """Tables (embeddings) whose gradient has only the rows that were looked up."""
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Return zeros to add to the rows of lookups, one array for each lookup.
+        """Return zeros to add to the rows of lookups, an array for each lookup.
 
         The gradient by these zeros is the gradient by the rows.
         """
@@ -43,9 +43,9 @@ class Tables(Protocol):
         """Return the gradients; that of a table has only the rows that were looked up.
 
         ``grads`` are the gradients by the trained values, and ``rows`` those by the
-        zeros. ``reads`` has the numbers of the leaves that the loss depends on, trained
-        values first and zeros after them. Raises if the loss also uses a table without
-        a lookup.
+        zeros. ``reads`` has the indices of the leaves on which the loss depends:
+        trained values first, zeros after them. Raises if the loss also uses a table
+        without a lookup.
         """
         ...
 
@@ -55,10 +55,10 @@ class LossSums:
     """The sums of a loss that are differentiated, and their divisors."""
 
     sums: list[jax.Array]  # () each
-    # There is one weight for each sum, and none if the loss is a total, which is not
-    # divided.
+    # One weight for each sum. There is none if the loss is a total, because a total is
+    # not divided.
     weights: list[Any]
-    # The term that is the same on all towers (a penalty), if ``sums`` do not have it.
+    # The penalty term, which is the same on all towers; empty if ``sums`` include it.
     shared: list[jax.Array]
 
     @classmethod
@@ -67,8 +67,8 @@ class LossSums:
         if isinstance(loss, Sum):
             return cls([loss.value], [], [])
         if isinstance(loss, Means):
-            # Each tower of a device returns the penalty. All its rows are the same, so
-            # one does.
+            # Here ``penalty`` has a row for each tower of the device. All rows are the
+            # same, so the first is taken.
             penalty = jnp.ravel(loss.penalty)[0]
             loss = dataclasses.replace(loss, penalty=penalty)
         if (mean := one_mean(loss)) is not None:
@@ -78,7 +78,7 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """Return the sums of all terms of a loss; the shared term stands apart."""
+        """Return the sums of all mean terms of a loss, with its penalty set apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
@@ -99,10 +99,10 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """Return the factor of each sum, by which its derivative is multiplied.
+        """Return for each sum the factor by which its derivative is multiplied.
 
         ``total`` are the `denominators`, added over towers. ``share`` is the factor of
-        the shared term.
+        the penalty term.
         """
         factors = [jnp.ones_like(x) for x in self.sums]
         if self.is_of_several:
@@ -110,7 +110,10 @@ class LossSums:
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
     def with_gradients(self, grads: list[PyTree]) -> PyTree:
-        """Pair the sums' gradients with their weight; several means need no weight."""
+        """Pair the sums' gradients with their weight.
+
+        Several means need no weight, because each was divided before the derivative.
+        """
         if self.is_of_several:
             return grads
         [grad] = grads
@@ -122,14 +125,15 @@ class Gradient:
     """The gradient of a loss's sums, and the weight to divide it by."""
 
     grads: PyTree  # a list, if there are several losses
-    # The weight of a single mean. It divides after the gradients of all towers are
-    # added. It is None for other losses, whose gradient is not divided.
+    # The weight of a loss that is a single mean. The gradient is divided by it after
+    # all towers' gradients are added. It is None for other losses, whose gradient is
+    # not divided.
     weight: jax.Array | None
 
     def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
-        """Pair the gradient with its weight, as towers return it; or give bare sums.
+        """Pair the gradient with its weight, in the types that towers return.
 
-        ``as_sums`` asks for bare sums.
+        With ``as_sums`` return bare sums in place of a ``Weighted``.
         """
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
@@ -178,9 +182,9 @@ def gradient_of(
 
     ``loss`` is the key of the loss, or of a list of losses, in the dict that the
     micro-batch returns. ``denominators(weights)`` adds the weights of several means
-    over all towers and micro-batches. ``share`` is the factor of the loss's shared
-    term: this function runs on many towers and micro-batches, which count the term once
-    together.
+    over all towers and micro-batches. ``share`` is the factor of the loss's penalty
+    term, 1 divided by the number of calls: this function runs on many towers and
+    micro-batches, and together they must add the penalty once.
     """
 
     def sums_of(
@@ -211,7 +215,7 @@ def gradient_of(
 def gradients_of_terms(
     of_micro_batch: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
-    """Return the tree of ``of_micro_batch(trained)``, and each loss term's gradient."""
+    """Return ``of_micro_batch(trained)``, and a gradient for each term of its loss."""
 
     def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
         tree = of_micro_batch(trained)
@@ -239,7 +243,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """Return the loss, whose derivative raises if a weight depends on ``trained``."""
+    """Return the loss; its derivative will raise if a weight depends on ``trained``."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -250,7 +254,11 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """Return the values; their derivative adds to ``reads`` which leaves were used."""
+    """Return the values unchanged, but record in ``reads`` which of them were used.
+
+    When the result is differentiated, the index of each leaf that it depends on is
+    added to ``reads``.
+    """
     leaves, treedef = jax.tree.flatten(values)
 
     @jax.custom_vjp
@@ -270,10 +278,10 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """Return ``x``; whoever differentiates it by ``by`` gets a ``ValueError``.
+    """Return ``x``, with a derivative by ``by`` that raises a ``ValueError``.
 
-    ``by`` is an argument of the custom rule, because only then does the rule run in a
-    derivative by it.
+    ``by`` is an argument of a custom derivative rule, because JAX runs such a rule only
+    for derivatives by its arguments.
     """
     first = jax.tree.leaves(by)[:1]
     if not first:

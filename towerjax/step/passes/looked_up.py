@@ -79,7 +79,7 @@ class Lookups:
         return cls(program, eqns, tuple(map(number, eqns)), names)
 
     def of_towers(self, towers: int) -> "Lookups":
-        """Return these lookups for towers that evaluate the program together."""
+        """Return these lookups for a program that evaluates several towers together."""
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
@@ -129,7 +129,10 @@ class Lookups:
         return treedef.unflatten(leaves)
 
     def _refuse_dense(self, reads: set[int]) -> None:
-        """Raise if a table is one of ``reads``, the values with a dense gradient."""
+        """Raise if the loss uses a table other than by lookups.
+
+        ``reads`` has the indices of the values that need a dense gradient.
+        """
         tables = {x for x in self.tables if x is not None}
         if names := [self.names[i] for i in sorted(tables.intersection(reads))]:
             raise ValueError(
@@ -144,8 +147,8 @@ class Lookups:
 class TracedLoss:
     """The traced program of a function of the trained values.
 
-    The function was called once, to trace it. It is the loss of one tower, or a loss
-    without towers.
+    The function, a loss of one tower or a loss without towers, was called once to be
+    traced.
     """
 
     program: ClosedJaxpr
@@ -174,7 +177,7 @@ class TracedLoss:
     def vjp(
         self, trained: PyTree, differentiated: Callable[[Any, PyTree], PyTree]
     ) -> tuple[PyTree, Callable[[PyTree], PyTree], Any]:
-        """Evaluate the function, and return a derivative of values made of its results.
+        """Evaluate the function, and differentiate values that are made of its results.
 
         Returns ``(values, pull_back, results)``. ``differentiated(results, trained)``
         gives the values to differentiate, and ``pull_back(cotangents)`` returns the
@@ -238,7 +241,8 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
     """Raise for a lookup in an inner program, such as a ``scan``'s body.
 
     An inner program cannot return the rows that it looks up. A lookup in a table of
-    ``free``, the values without a gradient, is allowed.
+    ``free``, the values without a gradient, is allowed. ``is_top`` tells that
+    ``program`` itself is no inner program.
     """
     for eqn in open_jaxpr(program).eqns:
         if _is_lookup(eqn):

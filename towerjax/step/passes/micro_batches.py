@@ -52,7 +52,7 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """Return the towers' variables after the micro-batches that have run."""
+        """Return the towers' variables after the micro-batches so far, from totals."""
         pairs = zip(totals, parts, strict=True)
         carried = [total for total, part in pairs if part.rule is CARRIED]
         if not carried:
@@ -83,7 +83,10 @@ def scan_micro_batches(
 
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
-    """Return the totals before the first micro-batch; variables start as ``local``."""
+    """Return the total of each leaf before the first micro-batch.
+
+    Tower-local variables start as ``local``.
+    """
     carried = [x.value for x in parts if x.rule is CARRIED]
     if carried:
         structure = jax.tree.structure(carried)
@@ -95,12 +98,13 @@ def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
 def numbered_rows(
     rows: PyTree, count: int, *, of_several: bool
 ) -> tuple[jax.Array, PyTree]:
-    """Split rows into ``count`` micro-batches, ``[A, ...]``, and return their numbers.
+    """Split rows into ``count`` micro-batches, and return these with their indices.
 
-    The result is ``(numbers [A], rows [A, ...])``.
+    The result is ``(indices [A], rows [A, ...])``. With ``of_several`` the rows are
+    those of several towers, stacked.
     """
     split = functools.partial(split_micro_batches, parts=count)
-    if of_several:  # rows are [k, b, ...]
+    if of_several:  # rows of k towers, [k, b, ...]
         of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))
         leaves, treedef = jax.tree.flatten(rows)
 
@@ -120,12 +124,13 @@ def numbered_rows(
 def check_micro_batch(
     closed: ClosedJaxpr, tree: PyTree, args: tuple[PyTree, ...], count: int
 ) -> None:
-    """Raise if a bare value differs between micro-batches; warn of calls by tower.
+    """Raise if a bare value differs between micro-batches, and warn of some calls.
 
-    A call such as ``tower.mean`` sees the rows of one micro-batch only.
+    A call such as ``tower.mean`` reduces over the rows of one micro-batch only, which
+    the warning tells.
 
     ``closed`` is one tower's program of one micro-batch, and ``tree`` its results: each
-    is a `Returned` with the result's number. ``args`` are the shapes of the program's
+    is a `Returned` with the result's index. ``args`` are the shapes of the program's
     arguments: the tower's id, its `PerTowerArgs`, the micro-batch's index, and those
     that are replicated.
     """
@@ -143,7 +148,7 @@ def check_micro_batch(
 
 
 def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
-    """Return "rows" for each input by row, "local" for a tower's variable, else ""."""
+    """Return each input's kind: "rows", "local" for a tower's variable, or ""."""
     tower_id, per_tower, index, *replicated = args
     kinds = [
         ("", tower_id),
@@ -159,7 +164,7 @@ def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
 def _differences(
     closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str]
 ) -> tuple[Analysis, Sequence[str | None]]:
-    """Find what differs between micro-batches, and name outputs that may not differ.
+    """Find what differs between micro-batches, and name the outputs that must not.
 
     An output that may differ has None in place of a name.
     """
@@ -170,7 +175,7 @@ def _differences(
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
     def label(var: Any, kind: str) -> str | None:
-        if kind == "local":  # an unchanged variable is equal in each
+        if kind == "local":  # an unchanged variable is the same in all micro-batches
             return None if next(after, var) is var else "its rows"
         return "its rows" if kind == "rows" else None
 

@@ -50,8 +50,8 @@ def on_device(
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return the function that each device runs in a pass.
 
-    The function returns ``(merged, seen)``: the merged results, and what the pass's
-    `Look` reports. A merged result that stays per tower is a `PerTowerValue`.
+    The function returns ``(merged, seen)``: the merged results, and the report of the
+    pass's `Look`. A merged result that stays per tower is a `PerTowerValue`.
     """
 
     def run(held: PyTree, *of_device: PyTree) -> tuple[PyTree, PyTree]:
@@ -140,7 +140,8 @@ def _each_by_itself(
         return sums, (rest, flagged)
 
     name = "with gradient" if pass_.takes_gradient else "tower"
-    # If there is a derivative, only the micro-batch's program inside it is lowered.
+    # Whether ``run`` as a whole is lowered to these devices. If there is a derivative,
+    # only the program of a micro-batch, which the derivative contains, is lowered.
     is_whole = tower.is_on_shards and tower.lookups is None
     run = functools.partial(
         over_local_towers,
@@ -191,7 +192,8 @@ def each_micro_batch(
 ) -> PyTree:
     """Run ``count`` micro-batches of these rows, and return their merged results.
 
-    ``of_several`` has the meaning that it has in `scan_micro_batches`.
+    With ``of_several`` the rows are those of several towers, stacked; see
+    `scan_micro_batches`.
     """
     if count == 1:
         return of_micro_batch(None, rows, local)
@@ -208,7 +210,7 @@ def _with_gradient(
     *,
     of_several: bool,
 ) -> MicroBatchFn:
-    """Return a function that runs a micro-batch, and adds the gradient of its loss.
+    """Return a function that runs a micro-batch, and also returns its loss's gradient.
 
     With ``of_several``, ``call`` computes all towers of the device; otherwise one.
     """
@@ -302,6 +304,6 @@ def _on_shards(run: Callable[..., PyTree], tower: TracedTower) -> Callable[..., 
 def _lowered(
     fn: Callable[..., PyTree], tower: TracedTower, name: str
 ) -> Callable[..., PyTree]:
-    """Return ``fn``, a function of one tower, as it is lowered for these devices."""
+    """Return ``fn``, a function of one tower, lowered for these devices."""
     lower = functools.partial(run_lowered, fn, tower.axes, tower.programs, name)
     return _on_shards(lower, tower)

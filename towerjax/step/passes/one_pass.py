@@ -28,7 +28,7 @@ Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 
 
 class Look(Protocol):
-    """A pass's report for a guard: it looks at each tower, and at the merged sums."""
+    """What a pass reports to a guard: on each tower's results and on merged sums."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Return a report on one tower's tree of `Returned`, before any sum."""
@@ -40,13 +40,13 @@ class Look(Protocol):
 
 
 class FiniteSums:
-    """A look at whether all sums, except metrics, are finite.
+    """A `Look` that reports whether all sums, except metrics, are finite.
 
-    The rows of a table's gradient are looked at, too.
+    The rows of a table's gradient are checked, too.
     """
 
     def at_tower(self, tree: PyTree) -> None:
-        """Return None: a tower's value that is not finite is seen in the sum."""
+        """Return None: if a tower's value is not finite, the sum shows it."""
 
     def at_all(
         self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
@@ -57,7 +57,7 @@ class FiniteSums:
 
 
 class TowersFlags:
-    """A look that finds which values of each tower are not finite, before any sum."""
+    """A `Look` that finds each tower's values that are not finite, before any sum."""
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Return the `Flags` of the values that the tower returns."""
@@ -66,7 +66,7 @@ class TowersFlags:
     def at_all(
         self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """Return the `Flags` of all towers, with those of the parameters."""
+        """Return the `Flags` of all towers, together with those of the parameters."""
 
         def flag(x: Any) -> Any:
             return flag_leaves([("parameter", "params", x)])
@@ -89,17 +89,19 @@ class Pass:
 
     tower_fn: TowerFn
     strategy: Strategy
-    micro_batches: int = 1  # a tower computes these parts of its rows in turn
-    # Whether towers see local variables as values reduced over all towers. Such a pass
-    # evaluates: its merged results are returned, and no later pass computes with them.
+    # The number of parts of a tower's rows that are computed in turn.
+    micro_batches: int = 1
+    # Whether towers read local variables as values reduced over all towers, as in an
+    # evaluation. The merged results of such a pass are returned, and no later pass
+    # computes with them.
     reads_local: bool = False
-    looks_at: Look | None = None  # what the pass returns beside the merged results
-    # Whether bare results and variables are a state that the user's function made. The
-    # proof then shows that padding does not count in that state. A single tower needs
-    # no proof.
+    looks_at: Look | None = None  # what is reported beside the merged results
+    # Whether bare results and variables are part of a state that the user's function
+    # made. The proof then also shows that padding has no effect on that state. With a
+    # single tower there is nothing to prove.
     of_state: bool = False
-    # Whether a later pass uses ``Rows`` together with padding. Then one leaf must be a
-    # weight.
+    # Whether a later pass uses merged ``Rows``, padding included. Then one leaf of them
+    # must be a weight, by which that pass can leave padding out.
     rows_used_later: bool = False
     advice: str | None = None  # ends the error about a bare value that differs
     # ``(state, *merged) -> values``: the pass differentiates the towers' loss by these
@@ -108,7 +110,8 @@ class Pass:
     # The key under which towers return their loss, or a list of losses. With a list,
     # ``trained`` returns a list too: for each loss the values that it depends on.
     loss: str = "loss"
-    # Whether gradients are merged as sums, which an update divides by a loss's weight.
+    # Whether gradients are returned as sums. The update then divides them by the loss's
+    # weight.
     merges_sums: bool = False
     differentiates: bool = True  # False: the pass computes its loss only
     loss_reduction: Reduction | None = None  # as the user gave it, for errors
@@ -129,16 +132,16 @@ class Pass:
 
     @property
     def needs_each(self) -> bool:
-        """Whether each tower's own results are needed, before they are added."""
+        """Whether each tower's own results must be known before they are added."""
         ops = self.strategy.cross_tower_ops
         return ops.needs_every_tower or isinstance(self.looks_at, TowersFlags)
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
         """Return which arguments and results devices hold in shards, or None.
 
-        Parameters are held in shards, and so are sums of their shapes. If only the
-        optimizer's state is sharded, parameters are whole, and their shards only tell
-        which sums are scattered.
+        With ``state="sharded"`` parameters and sums of their shapes are sharded. If
+        only the optimizer's state is sharded, parameters are whole; their shards then
+        only tell which sums are scattered.
         """
         placement = self.strategy.placement
         if self.strategy.state == "mirrored" or placement.num_devices == 1:
@@ -182,7 +185,7 @@ class Pass:
         )
 
     def used(self, held: PyTree) -> PyTree:
-        """Return the state that towers use, made of the state that a device holds.
+        """Return the state that towers use, made from the state that a device holds.
 
         If only the optimizer's state is sharded, a parameter's `Shard` tells how the
         sum of its gradient is scattered. Towers then get the whole parameter without a

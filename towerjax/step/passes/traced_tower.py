@@ -44,13 +44,13 @@ class PerTowerArgs(NamedTuple):
     rows: PyTree
     num_valid: jax.Array
     local: PyTree  # the tower's variables
-    zeros: Zeros = ()  # to be added to the rows that the tower looks up
+    zeros: Zeros = ()  # zeros to add to rows that the tower looks up
 
 
 class ReplicatedArgs(NamedTuple):
     """The arguments that are the same for all towers; parameters may be shards."""
 
-    trained: PyTree  # the values that the loss is differentiated by; None without any
+    trained: PyTree  # the values by which the loss is differentiated, or None
     state: Any  # a `TrainState`
     read: PyTree  # local variables reduced over towers, for a pass that reads these
     of_batch: PyTree  # the replicated leaves of the batch
@@ -125,7 +125,7 @@ def call_tower(
 ) -> tuple[PyTree, tuple[PyTree, Ids]]:
     """Call the user's function for one micro-batch of one tower.
 
-    ``index`` is the number of the micro-batch; None if there is one alone.
+    ``index`` is the index of the micro-batch; None if the rows are not split.
 
     Returns:
       ``(sums, (rest, ids))``: the tower's sums, and its other results as `Returned`. A
@@ -234,8 +234,8 @@ class TracedTower:
         if self.axes.num_local == 1:
             return True
         # If the losses of several towers are added first, the derivative adds the
-        # towers' gradients in the trained value's own dtype, which may be too short
-        # (bfloat16).
+        # towers' gradients in the trained value's own dtype, in which sums may be too
+        # inexact (bfloat16).
         assert self.lookups is not None
         program = self.lookups.program
         shapes = self.args.shapes_of_micro_batch(self.pass_.micro_batches)
@@ -248,7 +248,7 @@ class TracedTower:
     def evaluate(
         self, tower_id: Any, per_tower: PerTowerArgs, *others: PyTree
     ) -> tuple[PyTree, tuple[PyTree, Ids]]:
-        """Run the tower's program; return its results, and the ids that it looked up.
+        """Run the tower's program; return its results and the ids that it looked up.
 
         The results are those of `call_tower`.
         """

@@ -32,11 +32,11 @@ from towerjax.types.refusals import listed
 class Program:
     """A compiled step: the executable, its trace, and how long both took to make."""
 
-    call: Any  # a `jax.stages.Compiled`, whose stub has texts that are None
+    call: Any  # a `jax.stages.Compiled`; Any, since JAX's stub types its texts as None
     traced: Traced
     seconds: float
     is_full: bool  # whether it takes all rows for examples
-    # The numbers of examples for which a batch of this shape was checked.
+    # The numbers of examples for which the checks have passed on a batch of this shape.
     checked_for: set[int] = dataclasses.field(default_factory=set, init=False)
 
     @property
@@ -200,8 +200,9 @@ def _step_of(
 def _collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector within a ``with`` block.
 
-    A trace makes many objects, and all of them stay. To look for garbage among them,
-    Python would walk the objects of all modules, which takes a tenth of a first call.
+    A trace makes many objects, and all of them stay alive. In search of garbage, Python
+    would visit them and the objects of all modules again and again, which takes a tenth
+    of a first call.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -225,7 +226,7 @@ def require_jit() -> None:
 
 
 def _refuse_stored_tracers(traced: Traced) -> None:
-    """Raise if a function of the step reads a tracer that another one has stored."""
+    """Raise if a function of the step reads a tracer that another function stored."""
     consts = [x.towers.jaxpr.consts for x in traced.passes], traced.finish.consts
     if tracers := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
         raise ValueError(

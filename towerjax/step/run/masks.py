@@ -42,7 +42,10 @@ from towerjax.types.trees import (
 
 
 def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
-    """Return names of results that depend on rows, but not on which are padding."""
+    """Return names of results that depend on rows, but not on which rows are padding.
+
+    In such a result padding counts like an example.
+    """
     fn = _values_to_mask(pass_, towers.axes, towers.programs)
     jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
     names = names_from([*pass_.ins], args)
@@ -59,13 +62,14 @@ def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
 def _unmasked_calls(
     calls: Sequence[tuple[findings.TowerCall, findings.TowerCall]],
 ) -> list[str]:
-    """Name the values that towers send without masking padded rows.
+    """Name the values that towers communicate without masking padded rows.
 
-    Each entry of ``calls`` has one call twice: as it depends on the rows, and as it
+    ``calls`` has pairs of the same call: first as it depends on the rows, then as it
     depends on which rows are padding.
     """
-    # If a tower sends a weight in the same call, the weight masks what is sent with it.
-    # If a weight is added up in a call of its own, it masks what is gathered.
+    # These calls tell all towers the weights of rows. A weight that is sent in the same
+    # call masks the values sent with it. A weight that is added up in a call of its own
+    # masks values that are gathered.
     known = [
         call
         for call, weight in calls
@@ -84,13 +88,13 @@ def _unmasked_calls(
 def _values_to_mask(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """Return a function that computes the values in which padding must not count."""
+    """Return a function that computes the values that padding must not change."""
 
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
         tree = _with_each_gradient(tower)
         rows = [x.value for x in parts_of(Returned, tree) if x.rule is ROWS]
-        # One leaf of `Rows` that is a weight masks all other leaves.
+        # If one leaf of `Rows` is a weight, all other leaves count as masked.
         weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
         def kept(x: Returned) -> PyTree:
@@ -101,7 +105,7 @@ def _values_to_mask(
             if x.rule is PER_TOWER:
                 return None
             # Which rows of a table are looked up never depends on a weight, so only the
-            # values are looked at.
+            # values of the rows are returned.
             return x.value.values if is_rows(x.value) else x.value
 
         values = map_parts(Returned, kept, tree)
@@ -113,7 +117,10 @@ def _values_to_mask(
 def _is_masked(
     call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
 ) -> bool:
-    """Return whether all towers know the weights of rows that a tower sends."""
+    """Return whether all towers know the weights of the rows that a call sends.
+
+    ``known`` are the calls that send weights, and ``sent`` names what was sent.
+    """
     if call.is_sum:
         return False
     if call.name in tags.TOWER_CALLS:

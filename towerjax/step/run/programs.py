@@ -32,7 +32,7 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """Return the batch's signature; raise if no further program may be compiled.
+    """Return the batch's signature; raise if ``max_programs`` programs exist already.
 
     ``seen`` are the signatures of the batches that have a program.
     """
@@ -71,17 +71,18 @@ def admit(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs of a plan; one is compiled for each kind of batch."""
+    """The programs of a plan; one program is compiled for each kind of batch."""
 
     plan: Plan
     placement: Placement
     max_programs: int | None
-    leaves_out_weights: bool  # where nothing is padded
-    # A copy that ``dataclasses.replace`` makes has no programs yet.
+    leaves_out_weights: bool  # a program for full batches has no weights
+    # Not an argument, so that a copy by ``dataclasses.replace`` starts without
+    # programs.
     compiled: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
         default_factory=dict, init=False
     )
-    # For each kind of state, these are the signatures of the batches so far.
+    # For each kind of state: the signatures of the batches so far.
     _seen: dict[Hashable, list[Signature]] = dataclasses.field(
         default_factory=dict, init=False
     )
@@ -173,7 +174,8 @@ class Programs:
         devices = self.placement.devices
         with one_thread_at_a_time(devices):
             out = self._call(program, first, batch, *step_flag)
-            # The next call may donate ``out[0]``, so it is waited for last.
+            # The next call may donate ``out[0]``, so the other results are waited for
+            # first.
             bound_in_flight(devices, *out[1:], out[0])
         return out
 
@@ -194,8 +196,9 @@ class Programs:
             require_jit()
             known = self._on_cpus or not donates
             donated = () if known else jax.tree.leaves(first[0])
-            # If all leaves are deleted, the devices failed after they had taken the
-            # state.
+            # If all leaves are deleted, the program had already taken the state when
+            # the devices failed. Otherwise the cause may be an array that was donated
+            # twice.
             if not all(x.is_deleted() for x in donated):
                 refuse_donated_twice(first[0], batch.args[2])
             raise
@@ -211,9 +214,9 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """Return the batch with the first process's values of replicated leaves.
+    """Return the batch with the first process's values of its replicated leaves.
 
-    Only leaves that are on the host are sent.
+    Leaves that are already on devices stay as they are.
     """
     placement = batch.placement
     layout = Layout.MIRRORED

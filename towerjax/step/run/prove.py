@@ -29,8 +29,8 @@ class Proof:
     """The result of the analysis of a traced step."""
 
     analysis: findings.Analysis  # every output's dependence, and the collectives
-    # This function returns the names of sums that depend on the batch's rows but not on
-    # which rows are padding. It is called when a batch is padded for the first time.
+    # Returns the names of sums that depend on the batch's rows but not on which rows
+    # are padding. It is called when a batch is padded for the first time.
     unmasked: Callable[[], list[str]]
     # The reason for each merged leaf that is not proved equal to one tower. It is None
     # if equality was not asked for.
@@ -58,11 +58,13 @@ class Checked:
     # proved.
     examples: tuple[int, ...] = ()
     report: Any = None  # an `AuditReport`, of this step or of the same program
-    note: str = ""  # the message that the user has not seen yet
-    is_told: bool = False  # whether the user has seen a note
-    seconds: float = 0.0  # what proofs of equality and audits took
-    is_done: bool = False  # the checks of the first call have ended
-    asked: Any = None  # an `Asked` of `Step.prepare`, which replaces the step's options
+    note: str = ""  # a message to print that the user has not seen yet
+    is_told: bool = False  # whether a message was shown to the user
+    seconds: float = 0.0  # the time of the proofs of equality and the audits
+    is_done: bool = False  # whether the checks of the step's first call are complete
+    # An `Asked`: the options that a caller of `Step.prepare` gave for this check. They
+    # apply in place of the step's own options.
+    asked: Any = None
 
 
 def prove(
@@ -101,10 +103,12 @@ def _prove_pass(traced: TracedPass) -> Proof:
     is_free = placement.num_towers == 1 and pass_.of_state
     analysis = towers.analyse(inputs, is_free=is_free)
     body = towers.jaxpr
-    # A proof names the leaves of the results by their own names, without a root.
+    # Errors name a result's leaf by its own path, without a root such as "merged".
     parts = ("", "finite")
     outputs = _names_where(parts, traced.layouts, towers.out, mirrored=True)
-    if {*outputs} - {None, "finite"}:  # else each tower has means of its own
+    # If no result is replicated, each tower has means of its own. Nothing has to be
+    # refused then.
+    if {*outputs} - {None, "finite"}:
         findings.refuse_factors(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
     if _reads_no_row(pass_, towers.programs):
@@ -117,20 +121,21 @@ def _prove_pass(traced: TracedPass) -> Proof:
     unmasked = functools.cache(lambda: unmasked_of(pass_, args, towers))
     proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
-        proof.unmasked()  # while the tracers live
+        proof.unmasked()  # now, because the tracers do not outlive this trace
     return proof
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     """Return whether a differentiated loss reads nothing that varies between steps.
 
-    A loss that reads no leaf of the batch is right if it draws random numbers, or reads
-    a tower's variable or the result of an earlier pass.
+    Such a loss is probably a mistake. A loss that reads no leaf of the batch can still
+    be right if it draws random numbers, or reads a tower's variable or the result of an
+    earlier pass.
     """
     is_differentiated = pass_.trained is not None
     name = "micro-batch" if is_differentiated else "tower"
     key = next((key for key in programs if key[0] == name), None)
-    if key is None:  # it closes over traced values, so its program is not kept
+    if key is None:  # its program closes over traced values, so it was not stored
         return False
     program, returned = programs[key]
     of_loss = _results_of_loss(returned, with_gradient=not is_differentiated)
@@ -145,7 +150,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
 
 
 def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
-    """Return the numbers of a tower's results that belong to its loss.
+    """Return the indices of a tower's results that belong to its loss.
 
     The set is empty if the tower returns no loss. With ``with_gradient`` it is also
     empty if the tower does not return the gradient.

@@ -24,7 +24,11 @@ MOST_STATES = 64
 
 
 def next_step_flag(before: jax.Array, refused: jax.Array) -> jax.Array:
-    """Return the step flag of the call before, or else of this step; traced."""
+    """Return the first refusal, as a traced step flag.
+
+    If ``before``, the step flag of the call before, tells of a refused step, it is
+    returned. Otherwise ``refused``, the step flag of this call, is.
+    """
     return jnp.where(before != NONE, before, refused)
 
 
@@ -38,11 +42,11 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Lineage:
-    """A line of calls, of which each took the state that the call before returned."""
+    """A sequence of calls, each of which took the state that the last one returned."""
 
-    at: Any  # ``state.step`` after the last call, the array itself
-    step_flag: Any  # an array, whose stub has no is_ready
-    asked: Any = None  # the step flag of an earlier call, which is being copied
+    at: Any  # the array ``state.step`` that the last call returned
+    step_flag: Any  # an array; Any, since JAX's stub lacks is_ready
+    asked: Any = None  # an earlier call's step flag, on its way to the host
     calls: int = 0
 
 
@@ -69,8 +73,8 @@ class StepFlags:
         several = placement.num_processes > 1
         self._is_read = raises or several  # reading fails if another process has died
         self._polls = placement.platform == "cpu" and not several
-        # Each of several threads takes a line and puts it back. Reading a line twice
-        # does no harm.
+        # Threads share this list. Each takes a line of calls out and puts it back. If
+        # two threads read one line's step flag, no harm is done.
         self._lines: list[Lineage] = []
 
     @functools.cached_property
@@ -80,7 +84,7 @@ class StepFlags:
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
     def take(self, at: Any) -> Lineage:
-        """Take out and return the line of calls that made the state with this step."""
+        """Take out and return the line of calls whose last ``step`` array this is."""
         for line in [*self._lines]:
             if line.at is at:
                 self._drop(line)
@@ -134,13 +138,14 @@ class StepFlags:
             raise self._error(number)
 
     def _number(self, x: jax.Array) -> int:
-        """Read a step flag on the host; raise what the devices failed with.
+        """Read a step flag on the host; raise if the devices have failed.
 
-        This transfer is meant, so transfer guards allow it.
+        The transfer is intended, so transfer guards are told to allow it.
         """
         if self._placement.platform != "cpu":
             with jax.transfer_guard_device_to_host("allow"):
                 return np.asarray(x).item()
-        if len(self._placement.devices) > 1:  # reading one copy takes half the time
+        # Reading one device's copy takes half the time.
+        if len(self._placement.devices) > 1:
             x = x.addressable_data(0)
         return np.asarray(x).item()  # device_get takes ten times as long

@@ -32,10 +32,10 @@ class Traced:
     """A traced step, which can be called as a JAX function of global values."""
 
     plan: Plan
-    args: tuple[PyTree, ...]  # their shapes, ``(donated, kept, *batch)``
+    args: tuple[PyTree, ...]  # the shapes of the arguments, ``(donated, kept, *batch)``
     passes: tuple[TracedPass, ...]
-    finish: ClosedJaxpr  # the plan's whole steps, if any, and its ``next``
-    shapes: PyTree  # those of its results
+    finish: ClosedJaxpr  # the plan's ``next``, after its whole steps if it has any
+    shapes: PyTree  # the shapes of the results
     of_whole_steps: Proof | None = None  # the proof of whole steps
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class Traced:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether a sharded state is updated in the order of one device."""
+        """Whether a sharded state is updated with the same bits as on one device."""
         strategy = self.plan.strategy
         is_exact = strategy.state == "sharded" and strategy.exact
         return is_exact and strategy.placement.num_devices > 1
@@ -199,7 +199,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Return the layouts of an update's arguments: as they lie, and as it uses them.
+    """Return the layouts of an update's arguments: as stored, and as the update reads.
 
     ``results`` are the results of the passes.
     """

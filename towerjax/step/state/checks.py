@@ -31,7 +31,7 @@ def place_others(
     *,
     copies_uncommitted: bool = False,
 ) -> PyTree:
-    """Place leaves that lie elsewhere; return the same tree if none does.
+    """Place leaves that lie on other devices; return the same tree if there are none.
 
     With ``copies_uncommitted`` a leaf that JAX put on the right device by default is
     copied, too. ``params`` are the parameters that `Placement.shardings` needs.
@@ -53,11 +53,10 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """Return the checked state, with scalars placed that lie elsewhere.
+    """Return the checked state, with scalars placed that lie on other devices.
 
     Such a scalar is, for example, a learning rate that the user wrote into the
-    optimizer's state. All processes call this, and get the numbers of the first
-    process.
+    optimizer's state. All processes call this, and get the values of the first process.
     """
     leaves, treedef = jax.tree.flatten(state)
     at = set(placement.jax_devices)
@@ -94,7 +93,7 @@ def _cast_number(name: str, value: Any, dtype: Any) -> Any:
 def is_usable(state: Any) -> bool:
     """Return whether ``state`` is a state on devices whose buffers were not donated.
 
-    Only one leaf is looked at, to be quick. The check is needed because JAX 0.10 aborts
+    Only one leaf is checked, to be quick. The check is needed because JAX 0.10 aborts
     the process, and does not raise, when several CPU devices get a donated array.
     """
     if type(state) is not TrainState:
@@ -125,9 +124,9 @@ OF_THIS_STEP = (
 
 
 def check_made(state: TrainState, expected: dict[str, PyTree]) -> None:
-    """Raise unless the fields that a step makes have the leaves that it makes.
+    """Raise unless the fields that ``step.init`` makes have the leaves that it makes.
 
-    ``expected`` has the expected shapes of these fields.
+    ``expected`` has the expected shapes of these fields, by name.
     """
     wrong = []
     anew = []
@@ -135,7 +134,7 @@ def check_made(state: TrainState, expected: dict[str, PyTree]) -> None:
         value = getattr(state, field)
         again = f"fresh.{field}"
         is_per_tower = field == "local"  # `check_num_towers` checks the first dim
-        if is_per_tower:  # other variables are the user's
+        if is_per_tower:  # only the step's own variables, not the user's
             value = {k: x for k, x in value.items() if k in needed}
             again = "{**state.local, **fresh.local}"
         shapes = [
@@ -160,7 +159,7 @@ def check_made(state: TrainState, expected: dict[str, PyTree]) -> None:
 def check_made_for(state: TrainState, strategy: Strategy) -> None:
     """Raise unless arrays lie where this strategy puts them.
 
-    Scalars may lie elsewhere.
+    Scalars may lie elsewhere, because `with_numbers_placed` places them.
     """
     placement = strategy.placement
     check_num_towers(state, placement.num_towers)
@@ -228,7 +227,10 @@ def _describe_location(x: Any) -> str:
 
 
 def is_computed(state: TrainState) -> bool:
-    """Return whether the state was computed and no step has donated its buffers."""
+    """Return whether the state's arrays were computed without an error and still exist.
+
+    Arrays that a step has donated no longer exist.
+    """
     try:
         jax.block_until_ready(state)
     except (RuntimeError, ValueError):  # a failed computation, or donated buffers

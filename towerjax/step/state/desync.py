@@ -114,11 +114,12 @@ def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.nd
     placement = Placement(names, len(names))
     mirrored = placement.sharding(Layout.MIRRORED)
 
-    def as_placed(x: jax.Array) -> jax.Array:  # shares the buffers
+    def as_placed(x: jax.Array) -> jax.Array:  # uses the same buffers
         copies = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
 
-    # One program for each shape is compiled: a single one for all leaves takes seconds.
+    # One program is compiled for each shape. A single program for all leaves would take
+    # seconds to compile.
     prints = [_of_copies(as_placed(x), placement) for x in arrays]
     return np.asarray(jax.device_get(wait_on_cpus(_stack_on_all(prints, placement))))
 

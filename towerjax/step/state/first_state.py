@@ -47,10 +47,10 @@ def first_state(
     extra: PyTree,
     rng: jax.Array | None,
 ) -> TrainState:
-    """Make the first state from parameters, or from a function that makes them.
+    """Make the first state from parameters, or from a function that makes parameters.
 
-    ``makes`` has a function, by name, for each field that the step makes of the
-    parameters. If ``opt_state`` is given, it is taken and not made.
+    ``makes`` has, for each field that the step makes, a function of the parameters. If
+    ``opt_state`` is given, it is used as it is.
     """
 
     def make(params: PyTree) -> PyTree:
@@ -61,7 +61,8 @@ def first_state(
     made_fields = {}
     first = params
     _refuse_key(params)
-    # Only functions count: a library's model may be callable, too.
+    # Only a function makes parameters. A library's model is a tree of parameters and
+    # may be callable, too.
     is_function = hasattr(params, "__name__") or isinstance(params, functools.partial)
     if is_function:
         made_fields = make_on_devices(strategy, params, make, rng)

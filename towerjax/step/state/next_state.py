@@ -37,7 +37,7 @@ NONE = -1
 
 
 class Outcome(NamedTuple):
-    """The result of a training step, or the layouts of the result."""
+    """The result of a training step's program; also used for the result's layouts."""
 
     donated: PyTree  # the donated fields of the next state, by their names
     now: PyTree  # the other fields that changed
@@ -66,7 +66,7 @@ class NextState:
     """The part of a training step after its towers: the update, and its guard."""
 
     update_fn: Update
-    # This function picks what the update gets from the merged results of all passes.
+    # Picks the argument of ``update_fn`` out of the merged results of all passes.
     update_input: Callable[[list[PyTree]], PyTree]
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
@@ -140,10 +140,10 @@ def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
 def _evaluate_metrics(
     metrics: dict[str, Any], others: Sequence[Weighted]
 ) -> tuple[dict[str, PyTree], PyTree, jax.Array]:
-    """Compute the metrics' values, and whether the guarded ones are finite.
+    """Compute the metrics' values, and whether the guarded values are finite.
 
-    Returns ``(values, has_examples, is_finite)``. Guarded are the loss and ``others``;
-    without a loss all values and ``others``.
+    Returns ``(values, has_examples, is_finite)``. The guarded values are the loss and
+    ``others``; without a loss, all metrics and ``others``.
     """
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
@@ -180,13 +180,13 @@ def _value_of_metric(name: str, x: Any) -> jax.Array:
 def _explain_errors(before: TrainState) -> Iterator[None]:
     """Add an explanation to errors of ``update_fn`` whose cause is known.
 
-    Such a cause is a collective, a merged value that is used like an array, or an empty
-    ``opt_state``.
+    Known causes are a collective, a merged value that is used like an array, and an
+    empty ``opt_state``.
     """
     try:
         yield
     except NameError as error:
-        if error.name is not None:  # Python set it: a name is not defined
+        if error.name is not None:  # Python sets it for an undefined name; JAX does not
             raise
         raise ReplicationError(
             f"The update must not communicate: {error}. It runs once, on the merged"
@@ -214,10 +214,10 @@ def guard_rows(
     """Return operands with which an equation writes nothing if the step is refused.
 
     Returns None if the equation does not write rows into a leaf of the state. ``left``
-    maps a variable to the leaf that stands there after a refused step; the equation's
+    maps a variable to the leaf that it equals after a refused step; the equation's
     result is added to it.
 
-    To select between the new and the old array, both would exist at once: a copy of a
+    A select between the new and the old array would need both at once: a copy of a
     whole table for a few rows. Here the written rows are selected, so that XLA writes
     into the donated buffer.
     """
@@ -241,7 +241,7 @@ def guard_rows(
 
 
 def _drops(eqn: Any) -> bool:
-    """Return whether a scatter drops the index -1, and its indices are signed."""
+    """Return whether a scatter ignores the index -1, and has signed indices."""
     indices = eqn.invars[1].aval
     drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
@@ -307,14 +307,15 @@ def _evaluate_guarded(
     is_deciding = {id(eqn) for eqn in deciding}
     updating = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_deciding]
     updated = {var for eqn in updating for var in eqn.outvars}
-    # For each variable that is selected where it is made, this is its old leaf.
+    # For each variable that is replaced by its old leaf in a refused step right where
+    # it is made: the old leaf.
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
         # A scalar is left out: it costs no copy, and later equations may divide by the
         # new one.
         if not isinstance(var, core.Literal) and var in updated and jnp.ndim(old):
             olds.setdefault(var, old)
-    # For each variable that holds an old leaf in a refused step, this is the leaf.
+    # For each variable that is an old leaf if the step is refused: that leaf.
     if_refused = dict(zip(jaxpr.invars, before, strict=False))
     for eqn in updating:
         operands = None
@@ -330,8 +331,8 @@ def _evaluate_guarded(
     def leaf(var: Any, old: Any) -> Any:
         if not isinstance(var, core.Literal) and olds.get(var) is old:
             return walk.read(var)
-        # This leaf was not selected yet: it is a constant, an unchanged input, a value
-        # that decides, or a variable that stands for two leaves.
+        # No equation above selected this leaf: it is a constant, an unchanged input, a
+        # value that ``accepted`` depends on, or a variable that stands for two leaves.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
     return [leaf(*pair) for pair in zip(after, before, strict=True)]

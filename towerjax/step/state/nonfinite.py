@@ -29,10 +29,10 @@ KINDS: dict[int, NotFinite] = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
 class Location:
     """A leaf of one tower that was not finite, before any reduction."""
 
-    step: int  # counted from 1, as history and hooks do
+    step: int  # counted from 1, as in History and hooks
     tower: int
     leaf: str  # such as "params/Dense_2/kernel"
-    part: StepPart  # a "parameter" is one from before the step
+    part: StepPart  # "parameter": it was not finite before the step
     kind: NotFinite
 
 
@@ -104,7 +104,10 @@ def _limits(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """A flag for each leaf: 0, or what is not finite there; per tower if ``[T, M]``."""
+    """For each leaf a flag: 0 if it is finite, or else a code for what it holds.
+
+    With several towers there is a row of flags for each tower.
+    """
 
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[StepPart, str], ...] = dataclasses.field(
@@ -150,7 +153,7 @@ _all_finite = jax.jit(all_finite)
 
 
 def explain_params(error: NonFiniteError, state: PyTree) -> None:
-    """Add a note to the error that names parameters that were not finite before."""
+    """Add a note that names the parameters which were not finite before the step."""
     params = getattr(state, "params", None)
     leaves = jax.tree.leaves(params)
     if any(is_deleted(x) or not x.is_fully_addressable for x in leaves):

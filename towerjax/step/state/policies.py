@@ -50,7 +50,7 @@ class StatePolicy:
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
-        """Return the shapes of the state's fields that the step makes, by name."""
+        """Return the shapes, by name, of the fields that ``step.init`` makes."""
         makes = self.makes.items()
         shapes = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := shapes.pop("local", None):
@@ -127,7 +127,8 @@ class StatePolicy:
     def take(self, state_or_params: PyTree) -> TrainState | None:
         """Return the state if it needs no check; return None if `start` must check it.
 
-        With several processes `start` must, because each might hold other numbers.
+        With several processes `start` must always run, because processes might hold
+        different scalars.
         """
         return state_or_params if self.strategy.placement.num_processes == 1 else None
 
@@ -196,7 +197,7 @@ class Read(StatePolicy):
 
 
 def _check_read(params: PyTree) -> None:
-    """Raise unless devices can hold the parameters that were given for a state."""
+    """Raise unless devices can hold the bare parameters that were passed as a state."""
     refuse_result(params)
     if params is None:
         raise ValueError(

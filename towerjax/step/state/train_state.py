@@ -66,7 +66,7 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """Return the fields as text; of donated arrays only the shapes."""
+        """Return the fields as text; a donated array is shown by its shape alone."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
@@ -172,9 +172,10 @@ def state_layout(strategy: Strategy) -> TrainState:
 
 
 def step_number(state: TrainState) -> int:
-    """Return the number of steps done, by a transfer that transfer guards allow.
+    """Return the number of steps done; transfer guards allow its transfer to the host.
 
-    The state's int32 wraps round after ``2**31`` steps, this number after ``2**32``.
+    The state's int32 wraps round after ``2**31`` steps, the returned number after
+    ``2**32``.
     """
     return int(jax.device_get(state.step)) % 2**32
 
@@ -190,7 +191,10 @@ def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]
 
 
 def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainState:
-    """Join the two parts of `split_state`, in half the time of ``TrainState(...)``."""
+    """Join the two parts that `split_state` returned to a state.
+
+    This takes half the time of ``TrainState(...)``.
+    """
     state = object.__new__(TrainState)
     vars(state).update(donated)
     vars(state).update(kept)

@@ -23,16 +23,16 @@ OF_MODELS = "Put it into tj.TrainState.create(..., extra=...), and read tower.ex
 def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
-    """Return for each leaf whether it trains.
+    """Return a tree of bool that tells for each leaf whether it trains.
 
-    Raises if a leaf that trains has no gradient.
+    Raises if a leaf that trains can have no gradient.
     """
     leaves, treedef = jax.tree.flatten(params)
     dtypes = list(map(jnp.result_type, leaves))
     if trainable is None:
         _refuse_statistics(params, advice)
-        # A float of 8 bits cannot train. The user must say that it is fixed, so it is
-        # not left out here.
+        # A float of 8 bits cannot train. It is chosen here all the same, so that the
+        # error below asks the user to say that it is fixed.
         chosen = [jnp.issubdtype(x, np.inexact) for x in dtypes]
     elif callable(trainable):
         shapes = map(jax.ShapeDtypeStruct, map(np.shape, leaves), dtypes)
@@ -68,7 +68,7 @@ def trainable_flags(
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """Return a text that says where a tree of bool is not a prefix of ``params``."""
+    """Return a text that says where ``trainable`` does not fit the tree ``params``."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -100,7 +100,7 @@ def _refuse_statistics(params: PyTree, advice: str) -> None:
 
 
 def check_trainable(trainable: Any) -> None:
-    """Raise unless the value is a function or a tree of bool."""
+    """Raise unless ``trainable`` is a function or a tree of bool."""
     leaves = jax.tree.leaves(trainable)
     if not callable(trainable) and not all(isinstance(x, bool) for x in leaves):
         raise ValueError(

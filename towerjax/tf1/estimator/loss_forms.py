@@ -29,20 +29,21 @@ def is_sum_of_means(loss: Any) -> bool:
 def addend_of(
     loss: Any, loss_reduction: Reduction | None = None, tower: Tower | None = None
 ) -> Weighted | Means:
-    """Return one tower's loss in the form in which losses are added over towers."""
+    """Return one tower's loss in the form in which it is added over towers."""
     return as_tower_output(loss, loss_reduction, tower).loss
 
 
 def as_one_mean(loss: Any) -> Any:
-    """Return ``loss`` as one mean; None for a `Means` of several terms.
+    """Return a loss that is one mean as a ``Weighted``; None for several means.
 
-    A `Means` of one term becomes a ``Weighted``. Other losses are returned unchanged.
+    A `Means` of one term becomes a ``Weighted``. Losses of other types are returned
+    unchanged.
     """
     return one_mean(addend_of(loss)) if is_sum_of_means(loss) else loss
 
 
 def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
-    """Return the sum of a ``Weighted``, or the scalar loss."""
+    """Return the sum of a ``Weighted``; a scalar loss is its own sum."""
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     addend: Any = addend_of(loss, reduction)
     return jnp.asarray(addend.sum)
@@ -64,8 +65,8 @@ def pull_back(
     """Differentiate ``loss_fn``; return ``(values, pull, result of loss_fn)``.
 
     ``values`` are the numbers ``differentiated(loss)``. ``pull(factors, of_sum=False)``
-    returns the gradient of the sum of the values times the factors. With ``of_sum`` the
-    program tells the proof that this is the gradient of a mean's sum.
+    returns the gradient of the sum of the values times the factors. ``of_sum=True``
+    marks it in the program, for the proof, as the gradient of a mean's sum.
     """
     traced = TracedLoss.of(loss_fn, params)
 
@@ -84,5 +85,8 @@ def pull_back(
 
 
 def check_params_of_model(params: PyTree) -> None:
-    """Raise for leaves without a gradient, in a function that takes no trainable."""
+    """Raise for parameters that can have no gradient.
+
+    A model function has no option ``trainable`` to leave them out.
+    """
     trainable_flags(params, True, advice=OF_MODELS)

@@ -52,7 +52,7 @@ _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.M
 
 
 def reduction_of_scalars(reduction: LossReduction) -> Reduction | None:
-    """Return how the towers' scalar losses become one; None if losses have weights."""
+    """Return the reduction of the towers' scalar losses; None if these have weights."""
     return _OF_SCALARS.get(reduction)
 
 
@@ -146,32 +146,35 @@ class TowersOfStep:
 
     tower: tj.Tower
     reduction: LossReduction
-    compat: str | None  # "tf1" divides by the number of towers in any case
-    trace: Any  # the model function's own trace, not that of a jit or scan inside it
+    compat: str | None  # "tf1": divide by T always, as TensorFlow 1 did
+    trace: Any  # JAX's trace of the model function, to notice a jit or scan in it
     num_calls: int  # towers times micro-batches
 
     @property
     def is_alone(self) -> bool:
-        """Whether one tower has all rows in one part, so that any loss is exact."""
+        """Whether a single tower has all rows at once, which makes any loss exact."""
         return self.num_calls == 1
 
     @property
     def takes_scalars(self) -> bool:
-        """Whether a loss needs no denominator."""
+        """Whether a tower's loss may be a scalar, which has no denominator."""
         return self._is_of_scalars or self.is_alone
 
     @property
     def _is_of_scalars(self) -> bool:
-        """Whether several towers return scalar losses; one tower then does, too."""
+        """Whether losses are scalars because several towers must return them so.
+
+        A single tower then treats its loss in the same way.
+        """
         return self.compat == "tf1" or self.reduction in _OF_SCALARS
 
     @property
     def differentiates(self) -> bool:
         """Whether the losses of all towers are added up and differentiated once.
 
-        Otherwise each tower's loss is differentiated: for a mean of means, where a
-        tower without examples does not count whatever its gradient, and inside a jit,
-        scan or cond.
+        Otherwise each tower's loss is differentiated by itself. That is so for a mean
+        of the towers' means, in which a tower without examples is left out, and inside
+        a jit, scan or cond, where no pass can end.
         """
         is_of_means = self.compat == "tf1" or self.reduction is LossReduction.MEAN
         return get_opaque_trace_state() == self.trace and not is_of_means
@@ -181,8 +184,8 @@ class TowersOfStep:
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Differentiate the sum of all towers' losses once.
 
-        Return ``(result of of_params, gradient, loss)``. The last two are those of all
-        towers.
+        Return ``(result of of_params, gradient, loss)``. The gradient and the loss are
+        those of all towers together.
         """
 
         def of_loss(params: PyTree) -> tuple[Any, PyTree]:
@@ -196,7 +199,7 @@ class TowersOfStep:
         return out, divided(grads, total.weight), total.value
 
     def addend(self, loss: Any) -> Any:
-        """Return one tower's loss in the form in which losses are added over towers.
+        """Return one tower's loss in the form in which it is added over towers.
 
         Raise if the form of ``loss`` does not fit the loss reduction. See `addend_of`.
         """
@@ -215,8 +218,9 @@ class TowersOfStep:
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
         """Return the reduced loss and the summed gradients, the same on all towers.
 
-        A ``Sum`` is one tower's share of a loss that is already divided. It holds a
-        ``Weighted`` whose weight says only whether there are examples.
+        A loss that is a ``Sum`` is one tower's share of a loss that has been divided
+        already. It holds a ``Weighted``, whose weight only tells whether there are
+        examples.
         """
         reduction = self.reduction
         is_split = not self.is_alone
@@ -226,14 +230,14 @@ class TowersOfStep:
             addend = loss.value
         else:
             addend: Any = self.addend(jnp.float32(0) if loss is None else loss)
-        if self._is_of_scalars:  # towers without examples do not count
+        if self._is_of_scalars:  # leave out the gradients of towers without examples
             counts = jnp.asarray(addend.weight) > 0
             grads = map_gradients(lambda g: jnp.where(counts, g, 0), grads)
         total, grads = self._sum_towers(addend, grads)
         return one_loss(reduction, total, is_split=is_split or is_part), grads
 
     def sum_weights(self, weights: list[PyTree]) -> tuple[list[PyTree], int]:
-        """Sum the weights over all towers; return them and the number of addends."""
+        """Add the weights over all towers; return sums, and the number of addends."""
         _, weights = self._sum_towers(None, weights)
         return weights, self.num_calls
 
@@ -258,7 +262,10 @@ def towers_here() -> TowersOfStep | None:
 
 
 def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
-    """Return the reduced loss, from the sum over towers; under SUM its weight is 1."""
+    """Return the reduced loss from the towers' losses, added up.
+
+    Under SUM it is not divided: its weight is 1.
+    """
     if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))
     return total

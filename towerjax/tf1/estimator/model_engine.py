@@ -69,9 +69,10 @@ class ModelTower:
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
     def __call__(self, state: TrainState, rows: PyTree, tower: tj.Tower) -> PyTree:
-        """Trace one tower's program, and return it as a pytree without leaves.
+        """Trace the model function for one tower, and return its `SplitProgram`.
 
-        Nothing is computed. A program is traced once for each kind of arguments.
+        Nothing is computed. The result is a pytree without leaves. A program is traced
+        once for each kind of arguments.
         """
         leaves, treedef = jax.tree.flatten(shapes_of((state, rows)))
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
@@ -103,7 +104,7 @@ class ModelTower:
         towers = TowersOfStep(
             tower, options.loss_reduction, options.compat, trace, parts
         )
-        with bound(towers):  # where TowerOptimizer finds them
+        with bound(towers):  # TowerOptimizer asks for the bound towers
             spec = self.model_fn.call(
                 variables, rows, self.mode, tower, self.params_and_config
             )
@@ -117,7 +118,8 @@ class ModelTower:
         if "loss" in self.wanted:
             parts["loss"] = towers.addend(spec.loss)
             if not has_denominator(spec.loss):
-                parts["loss_is_scalar"] = ()  # a mark without leaves
+                # Tells by its presence that the loss is a scalar.
+                parts["loss_is_scalar"] = ()
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
             _check_metrics(spec.eval_metrics)
             parts["eval_metrics"] = dict(spec.eval_metrics)
@@ -147,10 +149,11 @@ def _check_metrics(eval_metrics: Mapping[str, Any]) -> None:
 
 
 def _refuse_met_sum(split: SplitProgram) -> None:
-    """Raise if towers communicate in a loss whose gradient is that of a sum.
+    """Raise if towers communicate in a loss whose sum is differentiated by tower.
 
-    The original differentiates each tower's own mean. The gradient of a sum is divided
-    by the tower's own weight, and so would be everything that other towers add to it.
+    TensorFlow 1 differentiates each tower's own mean. The gradient of a sum is later
+    divided by the tower's own weight. That would also divide what other towers' losses
+    add to this gradient.
     """
     if (line := split.line_of_met_sum()) is not None:
         raise ValueError(
@@ -162,7 +165,7 @@ def _refuse_met_sum(split: SplitProgram) -> None:
 
 
 def _refuse_own_parameters(split: SplitProgram) -> None:
-    """Raise if the parameters of a loss differ from tower to tower."""
+    """Raise if the parameters by which a loss is differentiated differ by tower."""
     if (line := split.line_of_own_parameters()) is not None:
         raise ValueError(
             f"TowerOptimizer.minimize at {line} got parameters that are computed from"
@@ -174,7 +177,7 @@ def _refuse_own_parameters(split: SplitProgram) -> None:
 
 
 def _refuse_changed_local(split: SplitProgram) -> None:
-    """Raise if micro-batches would not see what the ones before have changed."""
+    """Raise if micro-batches would not see the variables that earlier ones changed."""
     if split.changes_local:
         raise ValueError(
             "model_fn changes tower-local variables and computes more after an"
@@ -189,9 +192,10 @@ def _results_of(
     options: StepOptions,
     hooks: list[ModelHook],
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
-    """Return a function that computes the next state and the rest of the spec.
+    """Return a function that makes the next state and the rest of the merged spec.
 
-    The function also replaces the items of ``hooks`` by the hooks of the spec.
+    While it is traced, the function also replaces the items of ``hooks`` by the spec's
+    hooks.
     """
     is_split = strategy.num_towers * options.micro_batches > 1
     reduction = tower_fn.options.loss_reduction
@@ -219,8 +223,8 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
     """Return the next variables; raise unless their types are those of ``before``."""
     rest = train_op
     if isinstance(before, TrainState) and isinstance(train_op, TrainState):
-        # One call is one step, whatever the function did to the counter. extra may hold
-        # leaves to be merged, so it is checked after the merge.
+        # One call is one step, whatever the function did to the counter. ``extra`` may
+        # hold leaves that are still to be merged, so it is checked after the merge.
         rest = dataclasses.replace(train_op, step=before.step + 1, extra=before.extra)
     rest = check_types(before, rest, "train_op", "model_fn's train_op")
     if isinstance(rest, TrainState):
@@ -230,10 +234,13 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainedModel(StatePolicy):
-    """The policy for a `TrainState` that is kept as ``variable_placement`` says."""
+    """How a train step of a model takes and returns a `TrainState`.
+
+    Between steps the state is stored as ``variable_placement`` says.
+    """
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
-    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # the last spec's
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     advice = (
         "model.init(tj.TrainState.create(params, optimizer)). With several optimizers"
@@ -243,11 +250,11 @@ class _TrainedModel(StatePolicy):
     )
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the state to start from, copied first if it is kept elsewhere."""
+        """Return the checked state to start from, on all devices."""
         return super().start(spread(state_or_params, self, self.kept_at), expected)
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the state on all devices."""
+        """Return the state, copied to all devices if it is stored on one."""
         if self.kept_at is not VariablePlacement.MIRRORED:
             state_or_params = spread(state_or_params, self, self.kept_at)
         return super().take(state_or_params)
@@ -262,18 +269,18 @@ class _TrainedModel(StatePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class _Variables(Read):
-    """The policy for a model's variables, any tree, in a call of one mode."""
+    """How a call of a model in one mode takes its variables, which may be any tree."""
 
     kept_at: VariablePlacement
     mode: Mode
-    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # the last spec's
+    hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
         """Return the variables as a state, on all devices."""
         return spread(as_state(state_or_params, *self.counters), self, self.kept_at)
 
     def kind(self, state: TrainState) -> Hashable:
-        """Return the types of the variables."""
+        """Return the types of the variables: each needs a program of its own."""
         leaves, treedef = jax.tree.flatten(state)
         return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
@@ -282,22 +289,26 @@ class _Variables(Read):
         return as_state(state_or_params, jnp.int32(0), jax.random.key(0))
 
     def take(self, state_or_params: PyTree) -> None:
-        """Return None, because each call checks the variables."""
+        """Return None, so that `start` checks the variables at each call."""
 
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> dict[str, PyTree]:
-        """Return the loss and metrics as states to merge; in PREDICT, predictions."""
+        """Return the loss and metrics as states to merge over batches.
+
+        In PREDICT return the predictions.
+        """
         spec = self.spec(out, batch)
         if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
-        if not has_denominator(loss):  # averaged over batches, as TensorFlow did
+        # A scalar is averaged over batches, as in TensorFlow.
+        if not has_denominator(loss):
             loss = Weighted(loss, jnp.float32(1))
         return with_loss(loss, spec.eval_metrics or {})
 
     def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
-        """Return the wanted parts of the spec of all towers."""
+        """Return the parts of the merged spec that were asked for."""
         (*after, parts) = out
         parts = joined_outputs(self.returned(parts, batch))
         if after:

@@ -155,7 +155,10 @@ _NEEDED = {
 
 
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
-    """Return the result of a model function, checked to be a full spec of ``mode``."""
+    """Return the result of a model function; raise unless it is a spec of ``mode``.
+
+    The spec must have the fields that the mode needs.
+    """
     if not isinstance(spec, ModelSpec) or spec.mode is not mode:
         of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
@@ -206,7 +209,7 @@ class ModelOptions:
     loss_reduction: LossReduction
     variable_placement: VariablePlacement
     compat: Compat | None
-    step: StepOptions  # the options of a call
+    step: StepOptions  # the step's options when the model is called
 
     def __post_init__(self) -> None:
         check_loss_reduction(self.loss_reduction)
@@ -220,11 +223,11 @@ _OPTIONAL = ("params", "config", "tower")
 
 @dataclasses.dataclass(frozen=True)
 class ModelFn:
-    """A model function, and which of params, config and tower its signature has."""
+    """A model function, and which of params, config and tower it takes."""
 
     fn: Callable[..., Any]
-    # These are the defaults of the parameters, by name, also from functools.partial. A
-    # call without a value, or with None, passes the default.
+    # The model function's parameters and their defaults, those of functools.partial
+    # included. The default is passed where a call gives no value, or None.
     accepts: Mapping[str, Any]
 
     @classmethod
@@ -284,7 +287,7 @@ def not_none(**arguments: Any) -> dict[str, Any]:
 
 
 def static_keys(params_and_config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return keys of the values; programs are cached by these keys."""
+    """Return the cache keys of these values, which are compiled into programs."""
     try:
         return tuple(key_of(name, value) for name, value in params_and_config.items())
     except TypeError as error:
@@ -305,11 +308,11 @@ class SeveralRows:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """Return one tower's outputs, in the types that a pass merges.
+    """Return one tower's outputs in the types by which a pass merges them.
 
-    Leaves become `Rows` or `SeveralRows`. With ``stacked_classes`` the classes of a
-    `ClassificationOutput` become `PerTower`. Raise for a leaf that has neither ``rows``
-    rows nor a multiple.
+    Leaves become `Rows`, or `SeveralRows` if they have ``n`` rows per example. With
+    ``stacked_classes`` the classes of a `ClassificationOutput` become `PerTower`. Raise
+    for a leaf whose number of rows is no multiple of ``rows``.
     """
     refuse_other_than_rows(outputs, name)
     refuse_unheld(name, outputs)

@@ -56,12 +56,12 @@ class PassesOfModel:
 
     @property
     def why_not_proved(self) -> str:
-        """The reason why one tower differs on purpose from several; empty if none."""
+        """The reason why one tower differs from several on purpose, or ""."""
         return self.why_not_compared
 
     @property
     def why_not_audited(self) -> str:
-        """The reason why one tower differs on purpose from several; empty if none."""
+        """The reason why one tower differs from several on purpose, or ""."""
         return self.why_not_compared
 
     def changed(self, **fields: Any) -> "PassesOfModel":
@@ -70,12 +70,12 @@ class PassesOfModel:
         return dataclasses.replace(self, first=first)
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """Yield the pass that traces the model function, and then its passes in order.
+        """Yield the pass that traces the model function, and then its other passes.
 
-        Each of these ends where towers meet, which is where a sum over all of them is
-        needed.
+        A pass ends wherever the model function needs a sum over all towers.
         """
-        yield dataclasses.replace(self.first, looks_at=None)  # tracing has no results
+        # The pass that traces has no results that a guard could check.
+        yield dataclasses.replace(self.first, looks_at=None)
         split = merged[0]["split"]
         for number in range(split.num_passes):
             trained = split.trained(number)
@@ -84,7 +84,7 @@ class PassesOfModel:
             yield dataclasses.replace(self.first, tower_fn=tower_fn, trained=trained)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return all that was merged."""
+        """Return the results of all passes so far."""
         return [*merged]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
@@ -117,7 +117,8 @@ def model_passes(
         merges_sums=True,
         loss_reduction=reduction_of_scalars(of_model.loss_reduction),
     )
-    # In PREDICT nothing is divided by the number of towers.
+    # In PREDICT nothing is divided by the number of towers, so ``compat`` makes no
+    # difference between one tower and several.
     divides = of_model.compat is not None and mode is not Mode.PREDICT
     return PassesOfModel(
         first, of_model.loss_reduction, why_not_compared=_AS_IN_TF1 if divides else ""
@@ -125,9 +126,10 @@ def model_passes(
 
 
 def minimized(merged: list[PyTree]) -> list[Weighted]:
-    """Return the losses that several updates minimize; an empty list for one update.
+    """Return the losses that the optimizers minimize, if there are several updates.
 
-    Like the spec's loss, each of them must be finite for the step to be accepted.
+    Like the spec's loss, each of them must be finite for the step to be accepted. With
+    one update the list is empty.
     """
     losses = parts_of(Weighted, [of_pass[LOSSES] for of_pass in merged[1:]])
     return losses if len(losses) > 1 else []
@@ -157,7 +159,7 @@ def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, P
     """
 
     def one(loss: Any) -> Any:
-        # A loss that is a sum without a weight is a pair, too.
+        # A loss without a denominator is a ``Weighted`` here, too.
         is_pair = isinstance(loss, Weighted)
         return one_loss(reduction, loss, is_split=True) if is_pair else loss
 

@@ -237,7 +237,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 def _checked(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> Callable[[PyTree], PyTree]:
-    """Return ``loss_fn`` with a check of its result; raise for wrong arguments."""
+    """Return ``loss_fn``, changed to check its result; raise for wrong arguments."""
     if not callable(loss_fn):
         raise ValueError(
             f"TowerOptimizer got {a_type(loss_fn)} as the loss, but JAX differentiates"
@@ -269,18 +269,18 @@ def _checked(
 
 @dataclasses.dataclass(frozen=True)
 class _OfAllTowers:
-    """The loss of all towers, given with a gradient that is already reduced."""
+    """A loss that is already reduced over towers, like the gradient beside it."""
 
     value: jax.Array
 
 
 def _summed_loss(loss: Any) -> jax.Array:
-    """Return the sum of a ``Weighted``, or the scalar loss; raise for several means."""
+    """Return the sum of a ``Weighted``, or a scalar loss; raise for several means."""
     return sum_of_loss(_as_one_mean(loss))
 
 
 def _as_one_mean(loss: Any) -> Any:
-    """Return the loss, which may be a scalar, as one mean; raise for several means."""
+    """Return the loss, unchanged or as a ``Weighted``; raise for several means."""
     mean = as_one_mean(loss)
     if mean is None and loss is not None:
         raise ValueError(
@@ -295,7 +295,10 @@ def _as_one_mean(loss: Any) -> Any:
 def _gradient_of_sum(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return ``(result of loss_fn, gradient, the loss of that gradient)``."""
+    """Differentiate the sum of the loss, and not its mean.
+
+    Returns ``(result of loss_fn, gradient, loss to reduce with that gradient)``.
+    """
     towers = towers_here()
     if towers is not None and towers.differentiates:
         of_params = _checked(loss_fn, params, has_aux)
@@ -316,11 +319,12 @@ def _gradient_of_sum(
 
 
 def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
-    """Return the numbers of a tower's loss that are differentiated.
+    """Return the number of a tower's loss that is differentiated, such as its sum.
 
-    They are one number, or a list for a sum of several means.
+    For a sum of several means return a list of numbers. ``as_original`` asks for what
+    TensorFlow 1 differentiates: a mean and not its sum.
     """
-    # In TensorFlow 1 a tower without examples counts the shared terms of its loss, too.
+    # In TensorFlow 1 also a tower without examples adds the shared terms of its loss.
     if is_sum_of_means(loss) and (as_original or len(loss.terms) > 1):
         sums = sums_of_terms(loss)
         return [*sums.sums, *sums.shared]
@@ -335,11 +339,13 @@ def _of_means(
     pull: Callable[[PyTree], PyTree],
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
-    """Return the gradient of a sum of means, and the loss of that gradient.
+    """Return the gradient of a sum of means, and the loss that belongs to it.
 
-    ``loss`` is the result of `sums_of_terms`.
+    ``loss`` is the result of `sums_of_terms`, and ``sums`` are its numbers. ``pull``
+    maps a factor for each number to the gradient.
     """
-    # These are the weights of this tower, in case the other towers' are unknown.
+    # This tower's weights divide its sums if the weights of all towers cannot be added
+    # up before the derivative.
     weights = loss.weights
     parts = 1
     are_known = False
@@ -356,14 +362,14 @@ def _of_means(
 
 
 def _cast_like(updates: PyTree, grads: PyTree) -> PyTree:
-    """Return the gradients, cast to the dtypes of other values."""
+    """Return the gradients, each cast to the dtype of the same leaf of ``updates``."""
     return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, updates)
 
 
 def _check_own_state(
     state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
 ) -> None:
-    """Raise unless ``state`` is a state that this optimizer makes from ``params``."""
+    """Raise unless ``state`` fits what this optimizer makes from ``params``."""
     fault = (
         "TowerOptimizer.update got the state of another optimizer, or of other params"
     )

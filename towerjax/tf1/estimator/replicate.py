@@ -206,7 +206,7 @@ class ReplicatedModel:
         of_step: StepOptions | None = None,
         **options: Any,
     ) -> Step[Any]:
-        """Return the step of a mode, which is built once and then cached.
+        """Return the step of a mode, which is built at first use and then stored.
 
         With ``of_step``, the options of a step, it is the train step.
         """
@@ -218,7 +218,8 @@ class ReplicatedModel:
                         f"{name} was given, but model_fn has no parameter {name!r}. Add"
                         f" {name}=None to its signature, or leave {name} out."
                     )
-            options = copy.deepcopy(options)  # the caller may change it before a trace
+            # The caller may change the values before a trace.
+            options = copy.deepcopy(options)
             tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, options)
             if of_step:
                 step = model_train_step(tower_fn, self.strategy, of_step)

@@ -52,15 +52,18 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Epochs:
-    """The epochs of a data set, as an iterable of dicts; each ``iter`` starts again."""
+    """The epochs of a data set, as an iterable of batches in the form of dicts.
+
+    Each ``iter`` starts again with the first epoch.
+    """
 
     name: str  # the name of the caller's argument
     data: Data
-    epochs: int | None = 1  # None never ends
+    epochs: int | None = 1  # None: without end
     most: int | None = None  # the largest number of batches, over all epochs
     with_labels: bool = True
 
-    is_reproducible = True  # assumed: a restarted job gets the same batches
+    is_reproducible = True  # It is assumed that a restarted job gets the same batches.
 
     def __post_init__(self) -> None:
         """Check the data without taking a batch from it."""
@@ -73,7 +76,7 @@ class Epochs:
 
     @property
     def used_before(self) -> int:
-        """The batches that an interrupted run had used, if ``data`` is its rest."""
+        """The number of batches that earlier runs used, if ``data`` is their rest."""
         return getattr(self.data, "used_before", 0)
 
     @property
@@ -87,19 +90,23 @@ class Epochs:
         return known if known >= 0 and self.epochs == 1 else NotImplemented
 
     def __iter__(self) -> Iterator[PyTree]:
-        """Return the batches; closing the iterator closes what it opened."""
+        """Return an iterator over the batches; its ``close`` closes what it opened."""
         return _EpochsIterator(self)
 
 
 class _EpochsIterator(Iterator[PyTree]):
-    """One iteration over all epochs, which can continue after an error of the data."""
+    """An iterator over the batches of all epochs.
+
+    It can continue after the data raised an error.
+    """
 
     def __init__(self, source: Epochs) -> None:
         self._source = source
         self._epoch = 0
         self._left = source.most
         self._elements: Iterator[Any] | None = None  # the iterator of this epoch
-        self._taken: int | None = None  # in this epoch; None once the data has raised
+        # Batches of this epoch; None after the data raised.
+        self._taken: int | None = None
 
     def __next__(self) -> PyTree:
         """Return the next batch; begin the next epoch if one has ended."""
@@ -114,8 +121,8 @@ class _EpochsIterator(Iterator[PyTree]):
                 self._end_epoch(taken)
                 continue
             self._taken = (taken or 0) + 1
-            # No batch is left until this one is checked, so a malformed batch ends the
-            # iteration.
+            # ``_left`` is 0 until this batch is checked, so that a malformed batch ends
+            # the iteration.
             left = self._left
             self._left = 0
             if not isinstance(source.data, Source):  # its batches are already dicts
@@ -159,7 +166,7 @@ class _EpochsIterator(Iterator[PyTree]):
 
 
 def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
-    """Raise unless the data is batches; it may be one pair ``(features, labels)``."""
+    """Raise unless ``data`` can be iterated, or is one pair ``(features, labels)``."""
     arrays = Mapping | np.ndarray | jax.Array
     is_pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], arrays)
     check_batches(name, data[0] if is_pair else data, or_function=or_function)
@@ -285,8 +292,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return a model's loss and metrics over a data set, exact for any batch size.
 
-    States are merged over batches in float64 on the host, and computed once. A scalar
-    loss, which has no denominator, is averaged over batches.
+    The states of the loss and the metrics are merged over batches in float64 on the
+    host, and the values are computed once at the end. A scalar loss, which has no
+    denominator, is averaged over batches.
 
     Args:
       model: As `replicate_model_fn` returns it.

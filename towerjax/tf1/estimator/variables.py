@@ -19,7 +19,7 @@ from towerjax.types.trees import is_key, parts_of, put_parts
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Plain:
-    """A stand-in for the optimizer's state if variables are not a `TrainState`."""
+    """The ``opt_state`` of a state made of variables that are no `TrainState`."""
 
 
 def is_plain(state: tj.TrainState) -> bool:
@@ -69,7 +69,7 @@ class VariablePlacement(enum.Enum):
 
 
 def variable_devices(placement: Any, policy: VariablePlacement) -> list[Any]:
-    """Return the devices that keep the variables of a strategy's placement, in turn."""
+    """Return the devices on which the policy stores variables, in round-robin order."""
     devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
@@ -122,7 +122,10 @@ def spread(
 def _copy_stored(
     x: PyTree, layout: Layout, *, strategy: AnyStrategy, copies: dict[int, jax.Array]
 ) -> PyTree:
-    """Return the leaf, mirrored if `store` has put it on one device."""
+    """Return the leaf, copied to all devices if `store` had put it on one.
+
+    ``copies`` has the copies that were made so far, by the array's ``id``.
+    """
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1
     placement = strategy.placement
