@@ -364,8 +364,7 @@ class OneDevice(StrategyMethods):
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
 
-    # There is one device, so nothing is sharded.
-    state: ClassVar[StateLayout] = "mirrored"
+    state: ClassVar[StateLayout] = "mirrored"  # one device has nothing to shard
     cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # no communication
     exact: ClassVar[bool] = False  # it never runs on another number of devices
 
