@@ -1878,7 +1878,7 @@ ACCUMULATED = (
        "added_over_towers(x)", "copy(x.power)",
        f"{_NONE_WRONG}[a_copy_of_each]"),
     _m("A63", "0 times infinity is 0", "proof.equal.flat:Flat._is_product_with_zero",
-       "return has_zero and all(map(self.is_finite, node.ins))", "return has_zero",
+       "return not others", "return True",
        "accumulation_over_calls::no_wrong_accumulation_over_calls_is_proved"
        "[0 times a quotient]"),
     _m("A64", "micro-batches may have other factors", f"{_WRITTEN}_are_one",

@@ -178,3 +178,11 @@ def test_an_update_by_sums_of_means_is_told_as_such():
     report = tj.testing.prove(WRONG["sums of means"], micro_batches=NUMBERS)
     assert "times the number of micro-batches" in str(report)
     assert "depends on the number n of micro-batches" in str(report)
+
+
+def test_a_quotient_that_may_be_infinite_is_named():
+    """A call that only accumulates adds 0 times an update, which may be NaN."""
+    report = tj.testing.prove(WRONG["means of masked means"], micro_batches=NUMBERS)
+    [why] = set(report.unproved.values())
+    assert "where that value is infinite or NaN, as it may be, at" in why
+    assert "(masked_mean)" in why

@@ -77,6 +77,8 @@ class Flat:
       users: The equations that read each value.
       names: A triple of program, variable and value, for each variable.
       zeros: The values that are 0 everywhere.
+      not_finite: The equation whose result may be infinite or NaN and is multiplied by
+        0, so that the product is not known to be 0; None if there is none.
       ins: The values of the arguments.
       outs: The values of the results.
     """
@@ -87,6 +89,7 @@ class Flat:
         self.users: dict[Any, list[Node]] = defaultdict(list)
         self.names: list[tuple[Jaxpr, Any, Any]] = []
         self.zeros: set[int] = set()
+        self.not_finite: Node | None = None
         self._made_by: dict[int, Node] = {}
         self._count = itertools.count()
         jaxpr = open_jaxpr(closed)
@@ -234,8 +237,23 @@ class Flat:
             return self.is_zero(node.ins[0])
         if node.eqn.primitive.name != "mul":
             return False
-        has_zero = any(map(self.is_zero, node.ins))
-        return has_zero and all(map(self.is_finite, node.ins))
+        if not any(map(self.is_zero, node.ins)):
+            return False
+        others = [x for x in node.ins if not self.is_finite(x)]
+        if others and self.not_finite is None:
+            self.not_finite = self._first_not_finite(others[0])
+        return not others
+
+    def _first_not_finite(self, value: Any) -> Node | None:
+        """Return the equation from which on a value may be infinite or NaN."""
+        node = self._made_by.get(value)
+        while node is not None:
+            others = [x for x in node.ins if not self.is_finite(x)]
+            before = self._made_by.get(others[0]) if others else None
+            if before is None:
+                break
+            node = before
+        return node
 
 
 def _computed(eqn: JaxprEqn, ins: Sequence[ConstValue]) -> ConstValue:

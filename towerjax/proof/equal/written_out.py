@@ -53,6 +53,9 @@ _CHAINS = "add add_any max min".split()
 _MOST_MATCHES = 6  # the most matches that are kept of one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
+_NOT_FINITE = (
+    "0 times a {one}'s value is not 0 where that value is infinite or NaN, as it may be"
+)
 _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
 
 
@@ -136,7 +139,10 @@ class Matched:
             return
         matches = self._matches[node.outs[0]]
         if not matches:
-            self._failed = _unknown(_OTHERS, node)
+            why = _OTHERS, node
+            if self._all.not_finite is not None:
+                why = _NOT_FINITE, self._all.not_finite
+            self._failed = _unknown(*why)
         elif all(isinstance(x.known, Unknown) for x in matches):
             self._failed = matches[0].known
 
