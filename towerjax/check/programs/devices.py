@@ -17,8 +17,8 @@ _OF_A_LIST = (
     "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
 )
-# The errors of Python, NumPy and JAX for a list, or for a device in it, in the place of a
-# number have these texts.
+# The errors of Python, NumPy and JAX have these texts if a list, or a device in it, is
+# used as a number.
 _USED_AS_A_NUMBER = (
     r"slice indices must be integers|multiply sequence by non-int"
     r"|'(list|[\w.]*Device)' (object cannot be interpreted|and '\w+')"

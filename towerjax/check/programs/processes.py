@@ -59,7 +59,7 @@ class ProgramDied(RuntimeError):
 
 
 class ToldError(Exception):
-    """An error in a process that is raised again where the process was started."""
+    """An error of another process, to be raised again where it was started."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

@@ -94,7 +94,7 @@ class ProgramReport:
         return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """Yield how many results are proved as on one device, and which are not."""
+        """Yield lines on the results: which are proved as on one device, which not."""
         if self.equal:
             number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone

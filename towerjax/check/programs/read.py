@@ -1,4 +1,4 @@
-"""The findings in a program's trace, as plain values that another process can send."""
+"""What is read from a program's trace, in plain values that another process can get."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Reading(NamedTuple):
-    """What is read from a trace.
+    """What is read from a trace; it can be sent to another process.
 
     Attributes:
       why: The reason why there is no trace; "" if there is one.

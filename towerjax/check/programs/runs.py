@@ -112,7 +112,7 @@ class UserProgram:
         )
 
     def _calls(self, args: Sequence[Any]) -> list[_Call]:
-        """Call the program, and call it again with its new state if it returns one."""
+        """Call the program; if it returns a new state, call it again with that."""
         held = Held(self.fn, args)
         calls = list[_Call]()
         for _ in range(CALLS):
@@ -174,8 +174,8 @@ class UserProgram:
     ) -> tuple[Any, ...] | None:
         """Return the arguments with Python numbers as arrays; None if there are none.
 
-        Numbers of a state change in the next call, so they are never constants. Of
-        other arguments only numbers of these kinds become arrays.
+        Numbers in a state always become arrays, because they change in the next call.
+        Of other arguments, only numbers of the types ``kinds`` do.
         """
         places = {} if traced is None else state_places(self.args, traced.out)
         copies = self._copies()
@@ -211,7 +211,8 @@ class UserProgram:
     ) -> list[Any]:
         """Return the arguments of the next call: the returned state, and the others.
 
-        Arguments that were donated are replaced by copies.
+        ``places`` are those of `state_places`. Other arguments that were donated are
+        replaced by copies.
         """
         copies = self._copies()
         again = list[Any]()
@@ -256,7 +257,7 @@ def _near(x: Any, by: float) -> Any:
 
 
 def _given_as(old: Any, new: Any) -> Any:
-    """Return a new value of a state, placed as the old value was."""
+    """Return a leaf of a new state, with the type and devices of the old leaf."""
     if not isinstance(old, NUMBER_TYPES):
         return old
     if isinstance(old, jax.Array) and old.committed:
