@@ -17,7 +17,7 @@ class LeafPart(enum.Enum):
 
 
 GRADIENT = "gradient"
-"""The first key of a gradient's name; results of a pass have another key for it."""
+"""The first key of a gradient's name; in a pass's results the key is "grads"."""
 
 _GRADIENTS = "grads"
 # Gradients may be in these fields of `Sum` and `Weighted`. The name of a gradient does
@@ -91,7 +91,7 @@ class LeafName(str):
 
 
 WHOLE_STEP = LeafName("step")
-"""The name in place of leaves if a step cannot be traced for other rows."""
+"""The name that stands for all leaves of a step that cannot be traced again."""
 
 
 def whole_pass(number: int) -> LeafName:

@@ -55,9 +55,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def is_hidden(eqn: JaxprEqn) -> bool:
-    """Return whether a Python function in its params hides what an equation does.
+    """Return whether a function in an equation's params hides what the equation does.
 
-    JAX must call the function to find out; no jaxpr in the params shows it.
+    No jaxpr in the params shows it; the function must be traced to find out.
     """
     if eqn.primitive in PLAIN or eqn.primitive.name in TRUSTED:
         return False

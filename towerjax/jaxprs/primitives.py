@@ -36,7 +36,7 @@ _KNOWN = vars(primitives)  # some versions of JAX do not have all of the names a
 PLAIN: frozenset[Primitive] = frozenset(
     _KNOWN[f"{name}_p"] for name in _PLAIN_NAMES.split() if f"{name}_p" in _KNOWN
 )
-"""Primitives into which no rule, and no walk through a program, has to look."""
+"""Primitives whose results depend on their operands only, so that no rule is needed."""
 
 
 REDUCTIONS = frozenset(
@@ -47,7 +47,7 @@ REDUCTIONS = frozenset(
 
 
 SUMS = frozenset("psum psum_invariant unreduced_psum".split())
-"""Those of `REDUCTIONS` that add up; a value that is the same on ``T`` towers counts
+"""Those of `REDUCTIONS` that add up: a value that is the same on ``T`` towers is added
 ``T`` times."""
 
 

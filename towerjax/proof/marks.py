@@ -27,7 +27,7 @@ class Coordinate(NamedTuple):
 
 
 Along: TypeAlias = frozenset[Coordinate]
-"""The coordinates of a tower that a value may depend on."""
+"""The coordinates of a tower on which a value may depend."""
 
 NOTHING: Along = frozenset()
 ALL: Along = frozenset([Coordinate(1, within=False)])

@@ -30,7 +30,7 @@ from towerjax.types.trees import key_data
 from towerjax.types.version import __version__
 
 MOST_PARAMETERS = 250_000_000
-"""The most parameters of a step audited unasked, if the free memory is unknown."""
+"""A step with more parameters is audited on request only, if free memory is unknown."""
 
 _MOST_BYTES = 10_000_000  # the most bytes read of a record; if cut, it is invalid
 

@@ -39,7 +39,7 @@ from towerjax.types import PerTower, PyTree, Reduction, Rows
 from towerjax.types.trees import is_key, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
-"""Two words to make draws from: one that dropout keeps, and one that it drops."""
+"""Numbers to make draws from: dropout keeps all by the first, none by the second."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

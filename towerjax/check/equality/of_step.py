@@ -132,7 +132,8 @@ def _of_programs(
 def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
     """Return whether a pass takes the same path through its code for twice the rows.
 
-    Both programs have to: its own, and that of one tower.
+    ``doubled`` is the pass for twice the rows. Both its program for the step's towers
+    and its program for one tower must take the path of those in ``single``.
     """
 
     def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:

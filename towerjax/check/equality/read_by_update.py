@@ -16,7 +16,7 @@ from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree
 
 UPDATE = "update"
-"""The name in place of leaves of what an update computes."""
+"""The name that stands for all that an update computes, in place of leaves' names."""
 
 
 def per_tower_values_read(traced: Traced) -> list[Equality]:

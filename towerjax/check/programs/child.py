@@ -142,7 +142,7 @@ def _devices_in_use() -> frozenset[Device]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Raise a ``ValueError`` as one that is raised where this process was started."""
+    """Turn a ``ValueError`` in the `with` into one that the starting process raises."""
     try:
         yield
     except ValueError as error:

@@ -112,7 +112,7 @@ class UserProgram:
         )
 
     def _calls(self, args: Sequence[Any]) -> list[_Call]:
-        """Call the program; if it returns a new state, call it again with that."""
+        """Call the program, and again with its new state if it returns one."""
         held = Held(self.fn, args)
         calls = list[_Call]()
         for _ in range(CALLS):

@@ -148,4 +148,4 @@ OF_MICRO_BATCHES = Words(
     ),
 )
 BY_OPTION = {words.option: words for words in (OF_DEVICES, OF_MICRO_BATCHES)}
-"""The words by the option that has the numbers."""
+"""The words for each option, such as "devices"."""

@@ -22,7 +22,7 @@ from towerjax.proof.equal.kinds import (
 from towerjax.types.trees import is_key, key_data
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
-"""The powers of T that a constant of a program may have."""
+"""The exponents p that are tried if two constants may differ by a factor T^p."""
 
 
 class ConstValue:

@@ -35,7 +35,7 @@ _FINITE_FROM = {
     "log": Sign.POSITIVE,
     "rsqrt": Sign.POSITIVE,
 }
-"""The functions that are finite for values of at least this sign."""
+"""Functions that are finite if their operand's sign is at least this."""
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -47,13 +47,13 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "convert_element_type": float,
     "broadcast_in_dim": float,
 }
-"""What these functions return for numbers, which need not be arrays."""
+"""Functions that are computed if all operands are known numbers."""
 
 _BY_ELEMENT = ELEMENTWISE | {
     *"""broadcast_in_dim concatenate convert_element_type expand_dims iota reshape
     select_n slice split squeeze stack transpose unstack""".split()
 }
-"""Functions each of whose elements is computed from one element of each operand."""
+"""Functions that compute each element from one element of each operand."""
 
 
 class FiniteValues:

@@ -37,7 +37,10 @@ _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
 def as_flag(pair: EquationPair, value: Kind) -> Kind:
-    """Return rows of 0 and 1 with a flag of their own; any other kind unchanged."""
+    """Return the kind of rows that hold 0 or 1, with a new flag as its fact.
+
+    Any other kind is returned unchanged.
+    """
     if not isinstance(value, TowerRows):
         return value
     number = pair.walk.new_identity()
@@ -86,7 +89,10 @@ def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("not", Maximum | Minimum, knows_identity=True)
 def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """Return the kind of `not` of a maximum of bools, a minimum; and of the reverse."""
+    """Return the kind of `not` of an extreme of bools: the opposite extreme.
+
+    The `not` of a maximum of bools is a minimum, and the reverse.
+    """
     if pair.dtype(0).kind != "b":
         raise refused(pair)
     if isinstance(x.fact, HasRow):

@@ -275,10 +275,10 @@ def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
 
 @rule("gather", LINEAR, ELEMENTS, copies_as_rows=True)
 def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Return the kind of elements at indices: of a table, or of each row.
+    """Return the kind of elements that a gather takes at computed indices.
 
-    A table is replicated, and each row may look up its own elements. Each row may also
-    have indices of its own elements.
+    The array may be a replicated table, in which each row looks up its own elements. It
+    may also be rows, if a row's elements are taken from that row.
     """
     x = _as_array(pair, x)
     if at.power:
@@ -472,7 +472,10 @@ def _refuse_function(pair: EquationPair) -> None:
 
 
 def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
-    """Return the kind of an array after all towers write at the same places."""
+    """Return the kind of an array after all towers write at the same places.
+
+    It is the common kind of the array and of what is written.
+    """
     if pair.name in _ADDS:
         return added([x, new])
     are_elements = isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)
@@ -482,9 +485,9 @@ def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
 
 
 def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """Return the kind of a table after each tower adds its rows to it.
+    """Return the kind of a table to which each tower adds its rows.
 
-    Instead of a sum, it may also be the largest or smallest of the rows.
+    Instead of a sum, the table may also get the largest or smallest of the rows.
     """
     if pair.name in _ADDS and isinstance(x, Zero | Part | Copy):
         if isinstance(new, Zero):

@@ -36,7 +36,7 @@ class Identity(int):
 
 @dataclasses.dataclass(frozen=True)
 class OneValue:
-    """A fact: the value, and its derivative, are those that this identity names."""
+    """A fact: which value of the program it is; equal numbers, equal values."""
 
     number: Identity
 
@@ -82,7 +82,7 @@ LOWEST = InfinitePadding(-1)
 HIGHEST = InfinitePadding(1)
 
 Fact: TypeAlias = OneValue | Flag | Count | HasRow | InfinitePadding | NumberInBatch
-"""Equal values of one of these types are the same value."""
+"""What else is known of a value; most facts also identify the value."""
 
 
 class Power(Fraction):
@@ -133,7 +133,7 @@ class Kind:
         return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
 
     def times_tower(self, power: Any) -> Any:
-        """Return the kind of another multiple of the value, with this power of T."""
+        """Return this kind with the exponent ``power`` of T, for another value."""
         return self.replace(power=power, **self.no_identity)
 
     def without_identity(self) -> Any:
@@ -432,16 +432,16 @@ ALL_KINDS: tuple[type[Kind], ...] = (
 """All kinds."""
 
 ELEMENTS: TypeAlias = Copy | TowerRows | Row | Zero
-"""Kinds that any function of their elements keeps."""
+"""Kinds that stay under any function of the elements."""
 
 LINEAR: TypeAlias = ELEMENTS | Part
-"""Kinds that a linear function of the elements of one value keeps."""
+"""Kinds that stay under a linear function of the elements of one value."""
 
 SAME_FOR_ALL: TypeAlias = Copy | Zero
-"""Kinds of a value that all towers have."""
+"""Kinds of a value that is the same on all towers."""
 
 EXTREME: TypeAlias = Maximum | Minimum
-"""Kinds of an extreme over the tower's rows."""
+"""Kinds of a maximum or minimum over the tower's rows."""
 
 ZERO = Zero()
 SIZE = Size()
@@ -517,7 +517,7 @@ class NotOfOneKindError(Exception):
 
 
 def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
-    """Return the one kind of values of one shape that are joined, added or chosen from.
+    """Return the kind of an array of joined values, or of their sum, or of a choice.
 
     Raises:
       NotOfOneKindError: Their kinds, powers or orders do not fit.

@@ -178,7 +178,7 @@ def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
 def _either_of(
     pair: EquationPair, values: Sequence[Kind], verb: str = "as an alternative to"
 ) -> Kind:
-    """Return the one kind that fits a value which has one of these kinds."""
+    """Return the kind of a value that has one of these kinds, whichever it is."""
     if all(x == values[0] for x in values):
         return values[0]
     unknown = [x for x in values if isinstance(x, Unknown)]
@@ -285,7 +285,10 @@ def _avals_of_test(pair: EquationPair) -> list[Any]:
 def _refuse_unless_by_row(
     pair: EquationPair, test: Kind, carry: Sequence[Kind]
 ) -> None:
-    """Raise unless ``vmap`` made a loop, so that finished rows stay unchanged."""
+    """Raise unless ``vmap`` made a `while` loop, so that each row makes its own trips.
+
+    In such a loop the carry of a row that has ended stays unchanged.
+    """
     is_of_rows = isinstance(test, TowerRows) and not test.power and test.blocks == 1
     is_of_rows &= all(
         isinstance(x, Zero) or (isinstance(x, TowerRows) and x.blocks == 1)
@@ -347,7 +350,10 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Kind]:
-    """Return the kinds of a loop over rows, in which no row may depend on another."""
+    """Return the kinds of the results of a loop over rows.
+
+    No row may depend on another, except by a sum or an extreme of all rows.
+    """
     if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
         raise NotOfOneKindError("a loop over {its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)

@@ -46,9 +46,9 @@ _INNERMOST = frozenset(
 def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless a collective is over all towers.
 
-    It may be over devices of one tower, too: for a sum or an extreme that changes no
-    kind. A gather or scatter must then name the towers' axes last, as its innermost, so
-    that each device's values stay together.
+    A sum or an extreme may be over the devices of each tower as well, which does not
+    change the kind. So may a gather or scatter, if it names the towers' axes last, as
+    the innermost: each device's values then stay together.
     """
     if pair.scope.in_chunks:
         raise NotOfOneKindError(

@@ -29,8 +29,8 @@ class MeshAxes(NamedTuple):
     Attributes:
       towers: The axes whose devices are the towers, in order.
       counts: The number of towers in each of the two meshes.
-      alone: The axes, apart from these, that have one device.
-      still: The axes, apart from these, that have several devices.
+      alone: The axes that are not in ``towers`` and have one device.
+      still: The axes that are not in ``towers`` and have several devices.
     """
 
     towers: tuple[str, ...]
@@ -49,7 +49,9 @@ class MeshAxes(NamedTuple):
           NotOfOneKindError: The spec does not fit this reading of the axes.
         """
         if spec.unreduced or spec.reduced:
-            raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
+            raise NotOfOneKindError(
+                f"no rule for a shard_map whose spec {spec} says unreduced or reduced"
+            )
         split = None
         for i, named in enumerate(axes_of_dims(spec)):
             names = tuple(x for x in named if x is not None and x not in self.alone)
@@ -72,9 +74,9 @@ class MeshAxes(NamedTuple):
 
 
 def only_others_grow(pair: EquationPair) -> bool:
-    """Return whether only axes that the `shard_map` does not map have another size.
+    """Return whether two meshes differ only in axes that the `shard_map` does not map.
 
-    These are the mesh's axes in the second program, compared with the first.
+    The meshes are those of the two programs.
     """
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     are_same = all(first.get(x) == second.get(x) for x in manual_axes(pair.first))

@@ -32,9 +32,10 @@ _WITHIN_ROWS = frozenset(
 
 
 def order_of(pair: EquationPair) -> GroupDims | None:
-    """Return the one order that the rows of all operands are in; None if there is none.
+    """Return the one order that the rows of all operands are in.
 
-    A replicated operand fits any order, because it is constant along rows.
+    A replicated operand fits any order, because it is constant along rows. The result
+    is None if there is no such order, or if the equation compares rows.
     """
     if pair.name not in BY_ELEMENT and pair.name not in _WITHIN_ROWS:
         return None

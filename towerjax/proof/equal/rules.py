@@ -51,20 +51,20 @@ It returns one kind for each result, or one for all of them.
 """
 
 NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter | NextRow
-"""Kinds of the number of a tower or of a row, which differs from tower to tower."""
+"""Kinds of the index of a tower or of a row, which differs from tower to tower."""
 
 OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
-"""Kinds of numbers and keys of which each tower has its own."""
+"""Kinds of numbers and keys that may differ from tower to tower."""
 
 OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
 """Kinds of an array that one tower has, or of one row of such an array."""
 
 SPECIAL: TypeAlias = Groups | Stacked | Columns | SoFar | Buffer | RowOrder
-"""Other kinds. A rule names them if it accepts them; they are no tower's array."""
+"""All other kinds, which are not of one tower's array; few rules accept them."""
 
 
 BY_ELEMENT = ELEMENTWISE | {"bitcast_convert_type"}
-"""Primitives that compute each element alone; their rules hold for groups, too."""
+"""Primitives that compute each element alone; their rules hold for `Groups`, too."""
 
 
 class Registered(NamedTuple):
@@ -108,7 +108,7 @@ class Registered(NamedTuple):
 
 
 RULES: dict[str, tuple[Registered, ...]] = {}
-"""The rules by the names of their primitives; other primitives are unknown."""
+"""The rules by the names of their primitives; results of others are unknown."""
 
 
 def rule(

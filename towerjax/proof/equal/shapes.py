@@ -482,7 +482,7 @@ def _stacked_up(pair: EquationPair, *ins: Kind) -> Kind:
 
 @rule("unstack", LINEAR | Key, copies_as_rows=True)
 def _unstacked(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of an array's entries along a dim without rows: it stays."""
+    """Return the kind of the entries along a dim without rows: the kind stays."""
     _refuse_some_rows(pair, pair.params["axis"], x)
     return x
 

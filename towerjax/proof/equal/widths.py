@@ -37,7 +37,7 @@ _BY_SIZE = frozenset(
 def holds_sums(dtype: Any) -> bool:
     """Return whether sums over rows are assumed to fit into a dtype.
 
-    They are not for bools, unsigned integers, and integers of less than 32 bits.
+    The result is False for bools, unsigned integers, and integers of less than 32 bits.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32

@@ -63,19 +63,21 @@ def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
     """Return the mesh axes over which a tower's rows are split.
 
-    They must be equal for all operands that have rows, and no other dim may be split
-    over them: a row would be combined only with the values on its own device.
+    They must be equal for all operands that have rows. An operand without rows must not
+    be split over them: a row would be combined only with the shard on its own device.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
     if len(splits) > 1:
         raise NotOfOneKindError(
-            "rows are combined with rows that are split over other devices"
+            "rows that are split over some mesh axes are combined with rows that are"
+            " split over others"
         )
     split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
-            "rows are combined with what differs between a {one}'s devices"
+            "rows that are split over a {one}'s devices are combined with another value"
+            " that differs between these devices"
         )
     return split
 

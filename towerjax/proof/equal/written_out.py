@@ -215,7 +215,7 @@ class Matched:
     ) -> list[Kind] | None:
         """Return the kinds of the operands, or None if constants differ.
 
-        Constants may differ in one way: micro-batch i has the number i.
+        Constants may differ in one way: they count the micro-batches, or their rows.
         """
         ins = []
         for i, x in enumerate(operands):

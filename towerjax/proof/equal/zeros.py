@@ -39,7 +39,7 @@ from towerjax.proof.equal.kinds import (
 )
 
 KNOWN_ZEROS: TypeAlias = TowerRows | Row | Part | Buffer | Groups
-"""Kinds for which it is known where they are 0."""
+"""Kinds for which the places are noted where a value is 0."""
 
 _Where: TypeAlias = frozenset[Any] | None
 """The places where a value is 0; None is everywhere."""
@@ -279,8 +279,7 @@ _OF_ANY_ROWS: TypeAlias = Maximum | Minimum | Mean
 def _is_finite(x: Kind) -> bool:
     """Return whether a value is known to be finite.
 
-    A value that one tower has, too, is assumed to be finite if it is computed from
-    examples.
+    Counts of rows are. Other values are if `in_padding` found it.
     """
     is_count = isinstance(x, Zero | Size | Valid)
     return is_count or x.in_padding > InPadding.ANY
@@ -320,7 +319,7 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
 
 
 def _level(x: Kind) -> InPadding:
-    """Return what is known of an operand in padding rows; 0 is as in an example."""
+    """Return what is known of an operand in padding rows; `AS_EXAMPLE` for 0."""
     if isinstance(x, Zero):
         return InPadding.AS_EXAMPLE
     if isinstance(x, Valid | IsFull | AtLeast):
