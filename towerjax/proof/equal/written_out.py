@@ -175,10 +175,7 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield tuples of values, one per micro-batch, to look up equations by.
-
-        Each operand is taken by one of its matches.
-        """
+        """Yield, for each micro-batch, keys of the values that operands stand for."""
         for i in range(self._number):
             yield tuple(
                 place_of(x) if isinstance(x, ConstValue) else place_of(x.values[i])
