@@ -1282,7 +1282,9 @@ EQUAL = (
     _m("E07", "a part times a part is one", f"{_SIDE}_multiple_of_part",
        'Part, SAME_FOR_ALL, knows_identity=True, commutes=True)\n'
        "def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:\n"
-       '    """Answer a part times a replicated value, which is a part."""\n'
+       '    """Return the kind of a part times a replicated value: a part.\n\n'
+       "    The product is linear in the part.\n"
+       '    """\n'
        "    return product_of(x, y)",
        "Part, LINEAR, knows_identity=True)\n"
        "def _multiple_of_part(pair, x, y):\n    return x",

@@ -19,19 +19,19 @@ from towerjax.types.trees import is_key
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """The merged value of each leaf, as real numbers; None if towers differ in it."""
 
-# A difference counts if it exceeds this many times the effect of rounding the inputs
-# once more. The number is smaller for 16 bits (True), where the inputs are rounded
-# more.
+# A difference is an error if it is more than this many times the effect of changing the
+# inputs' rounding. The key tells whether the program computes in 16 bits: there the
+# inputs are rounded more coarsely, so the number is smaller.
 _ROUNDINGS = {False: 32, True: 4}
-# This is that number for 32-bit sums of 16-bit values. Each value was rounded by half
-# of its last bit, and rounding once more changes it by up to two bits.
+# The same number for 32-bit sums of 16-bit values. Each value was rounded by up to half
+# of its last bit, and the change of the rounding is up to two bits.
 _ROUNDINGS_OF_SUMS = 0.5
 _TOLERANCE = 1e-4
-# A leaf may change by this relative amount when a program is run again, for example
-# because a device adds up in another order.
+# A leaf may change by this relative amount when the same program is run twice on the
+# same inputs, for example because a device adds up in another order.
 _OF_RERUNS = 1e-6
 _SHOWN = 3
-_PLACES = "towers", "devices"  # A program runs "on" these, and "with" other numbers.
+_PLACES = "towers", "devices"  # texts say "on 2 towers", but "with 2 micro_batches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Finding:
       one_tower: The value of the same element on one tower.
       difference: The largest difference.
       relative: The largest difference divided by the leaf's largest value.
-      of: What ``towers`` counts: towers, devices, or another number by its name.
+      of: What ``towers`` counts: "towers", "devices", or the name of another number.
     """
 
     leaf: str
@@ -77,7 +77,7 @@ class Refuted:
     Attributes:
       leaf: Its name.
       why: The factor by which it depends, and the line that causes it.
-      of: The number that it depends on: that of towers, or of devices.
+      of: The name of the number that it depends on: "towers" or "devices".
     """
 
     leaf: str
@@ -94,17 +94,17 @@ class AuditReport:
 
     Attributes:
       towers: The numbers of towers that were compared with one.
-      examples: The rows that were compared.
+      examples: The number of rows that were compared.
       splits: The number of runs of several towers that were compared with one tower.
       compared: Names of the leaves.
-      not_compared: Names of the leaves that have no one value to compare: per-tower
+      not_compared: Names of the leaves without a single value to compare: per-tower
         values, keys, and values that are not finite.
       largest: The largest relative difference, measured by the leaf's largest value.
       largest_leaf: The leaf with that difference.
       by_rounding: Names of leaves that differ by more than the tolerance, but by no
         more than the rounding of the inputs explains.
-      of: What ``towers`` counts: towers, devices, or another number by its name.
-      notes: Notes on things that were not seen.
+      of: What ``towers`` counts: "towers", "devices", or the name of another number.
+      notes: Notes on things that could not be compared.
       first: The number that the others were compared with.
     """
 
@@ -138,7 +138,7 @@ class AuditReport:
 
 
 def _where(of: str, numbers: str) -> str:
-    """Return the text for what a program was run with, such as "on 4 towers"."""
+    """Return the words for what a program was run on or with, such as "on 4 towers"."""
     return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
 
 
@@ -158,7 +158,7 @@ RAISED_ON_OTHER_ROWS = (
 
 
 class NotAudited(ValueError):
-    """A step could not be audited, although nothing wrong was found in it."""
+    """A step could not be audited; nothing wrong was found in it."""
 
 
 class SplitError(Portable, ReplicationError):
@@ -187,13 +187,13 @@ class SplitError(Portable, ReplicationError):
 
 
 class Compared(NamedTuple):
-    """The merged results of several towers and of one tower, for one split of rows."""
+    """The merged results of several towers and of one tower, for the same rows."""
 
     towers: int
     split: str
     got: Leaves
     want: Leaves
-    nearby: Callable[[], Sequence[Leaves]]  # the results for inputs rounded once more
+    nearby: Callable[[], Sequence[Leaves]]  # results for inputs with other rounding
     rtols: Mapping[str, float] = MappingProxyType({})  # the tolerances of some leaves
 
 
@@ -205,7 +205,7 @@ def judge(
 ) -> AuditReport:
     """Return the report of runs that agree with one tower; raise if one does not.
 
-    Only leaves for whose names ``leaves`` is true are judged; with None all are.
+    Only leaves for whose names ``leaves`` is true are compared; with None all are.
     """
     want = {n: x for n, x in runs[0].want.items() if leaves is None or leaves(n)}
     if not (names := compared_of(want)):
@@ -273,9 +273,10 @@ def _rank(leaf: str) -> int:
 def _gap_of_leaf(
     name: str, run: Compared, sizes: dict[str, float], rtol: float
 ) -> tuple[float, Finding]:
-    """Find a leaf's largest difference, and its ratio to what rounding explains.
+    """Find the largest difference of a leaf, divided by what rounding explains.
 
-    A ratio above 1 is more than rounding explains.
+    A quotient above 1 is more than rounding explains. ``sizes`` has for each leaf the
+    size by which its differences are divided.
     """
     got = run.got[name]
     want = run.want[name]
@@ -298,7 +299,7 @@ def _gap_of_leaf(
         difference=difference,
         relative=difference / size if size else np.inf,
     )
-    if size == 0:  # one of the two is 0, and the other infinite or no number
+    if size == 0:  # one of the two is 0, and the other is infinite or NaN
         return np.inf, finding
     rtol_of_leaf = run.rtols.get(name, rtol)
     if finding.relative <= rtol_of_leaf:
@@ -333,7 +334,7 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """Return an error text if the loss of one tower is not finite; else None."""
+    """Return the text of an error if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         is_loss = part_of(name) is LeafPart.LOSS
         if is_loss and x is not None and not np.isfinite(x).all():
@@ -345,10 +346,10 @@ def nonfinite_loss(leaves: Leaves) -> str | None:
 
 
 def _sizes(want: Leaves) -> dict[str, float]:
-    """Return the size with which a difference of each leaf is compared, by its name.
+    """Return, for each leaf's name, the size by which its differences are divided.
 
     It is at least a share of the size of the loss or of all gradients, because a leaf
-    may be 0 up to their rounding.
+    may be nothing but their rounding errors.
     """
     known = {n: _largest(x) for n, x in want.items() if x is not None}
     parts = {n: part_of(n) for n in known}
@@ -362,7 +363,7 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the absolute differences of two arrays.
+    """Return the absolute differences of two arrays, element by element.
 
     A difference is infinite if only one of the two values is finite.
     """
@@ -376,9 +377,9 @@ def _largest(x: np.ndarray) -> float:
 
 
 def rounding_of(jaxprs: Iterable[Any]) -> float:
-    """Return the tolerance for rounding in programs, from their narrowest dtype.
+    """Return the tolerance for the rounding in programs, by their narrowest dtype.
 
-    It is eight times the epsilon of that dtype.
+    For bfloat16 and float16 it is eight epsilons, otherwise a constant.
     """
     eqns = (eqn for jaxpr in jaxprs for eqn in all_eqns(jaxpr))
     avals = [v.aval for eqn in eqns for v in eqn.outvars]
@@ -386,7 +387,7 @@ def rounding_of(jaxprs: Iterable[Any]) -> float:
 
 
 def rounding_of_dtypes(dtypes: Collection[str]) -> float:
-    """Return the tolerance for rounding in the narrowest of these dtypes."""
+    """Return the tolerance for the rounding in the narrowest of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
 
@@ -394,10 +395,11 @@ def rounding_of_dtypes(dtypes: Collection[str]) -> float:
 def rounded(
     tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
 ) -> PyTree:
-    """Return the tree with its floats moved by a relative amount, up and down in turn.
+    """Return the tree with its floats changed as if they were rounded once more.
 
-    With ``only_broken`` whole numbers stay, because functions compare with them. Floats
-    of fewer than ``least_bytes`` stay, too.
+    Each is multiplied by ``1 + by`` or ``1 - by``, in turn. With ``only_broken`` floats
+    that are whole numbers stay, because functions compare with them. Floats of fewer
+    than ``least_bytes`` bytes stay, too.
     """
 
     def near(x: Any) -> Any:
@@ -415,7 +417,7 @@ def rounded(
 
 
 def as_reals(x: Any) -> np.ndarray | None:
-    """Return an array in 32 or 64 bits, with real and imaginary parts stacked.
+    """Return an array as float32 or float64; real and imaginary parts are stacked.
 
     The result is None for a random key and for None.
     """

@@ -1,4 +1,4 @@
-"""Before a step's first call: prove it equal to one tower, or audit it and say so."""
+"""Before a step's first call, prove it equal to one tower, or audit it and say so."""
 
 import dataclasses
 import functools
@@ -36,20 +36,22 @@ from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
-_PATIENCE_S = 5.0  # the seconds after which a proof prints that it is running
-_MOST_EXAMPLES = 8  # the most numbers of examples for which padded batches are proved
+_PATIENCE_S = 5.0  # seconds; a proof that takes longer prints that it is running
+_MOST_EXAMPLES = (
+    8  # padded batches are proved for up to 8 different numbers of examples
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The checks that a caller asks of a first call."""
+    """The checks that a caller wants in a first call."""
 
     audit: bool | None = None  # replaces the step's own option
     folder: str | None = None  # another folder for records of audits
 
 
 class Prepared(NamedTuple):
-    """A compiled program, a note on its proof and audit, and how long these took."""
+    """A compiled program, with a note on its proof and audit, and their duration."""
 
     program: Program
     note: str  # "" if everything has already been said
@@ -61,16 +63,16 @@ def prepare(
 ) -> Prepared:
     """Compile a step for batches like this one, and check it as ``fields`` say.
 
-    They are fields of `Asked`.
+    These are fields of `Asked`.
     """
     asked = Asked(**fields)
-    _found(step, asked=asked)  # It holds for batches of other numbers of examples, too.
+    _found(step, asked=asked)  # kept, to be used for batches of other sizes, too
     before_s = step.checked.seconds
     state = step.start(state)
     hook = functools.partial(before_first, step, state=state, batch=batch)
     kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
-    if asked.audit and step.unproved is None:  # The program was compiled before.
+    if asked.audit and step.unproved is None:  # compiled in an earlier call, unproved
         hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
     _found(step, note="", is_told=True)
@@ -85,7 +87,7 @@ def before_first(
 ) -> None:
     """Prove a step equal to one tower before its first call, if its options say so.
 
-    A refuted leaf is refused. An unproved leaf is audited, and one line says so. If
+    A refuted leaf is an error. An unproved leaf is audited, and one line says so. If
     towers merge nothing, there is nothing to prove.
     """
     asked = step.checked.asked or Asked()
@@ -103,9 +105,9 @@ def before_first(
 
 
 def tell_once(step: Step[Any]) -> None:
-    """Print what proof and audit of a training found, if nobody was told so far.
+    """Print what the proof and the audit of a step showed, unless it was printed.
 
-    `run` prints this by itself. A loop that calls the step itself needs this function.
+    `run` prints this by itself. A loop that calls the step needs this function.
     """
     checked = step.checked
     if checked.is_told or not (checked.note and step.plan.gives_step_flag):
@@ -123,9 +125,9 @@ def prove_alone(
     why: str,
     examples: int | None = None,
 ) -> None:
-    """Prove a step equal to one tower, if its options say so, where nothing can run.
+    """Prove a step equal to one tower, if its options say so, where no audit can run.
 
-    ``why`` says why no audit can run, for example because the devices are absent.
+    ``why`` says why none can, for example because the devices are absent.
     """
     wanted = _wanted(step, Asked())
     if wanted is not False and step.num_calls > 1:
@@ -144,13 +146,13 @@ def audit_step(
 ) -> AuditReport:
     """Audit a step with options of `run_audit`, and return the report.
 
-    The step keeps the report.
+    The step stores the report, too.
     """
     start = time.perf_counter()
     plan, state = step.to_audit(step.start(state))
     try:
-        # The audit makes arrays of its own, and judges values that are not finite
-        # itself. So guards that the user has set would stop it.
+        # An audit transfers arrays of its own, and handles values that are not finite
+        # itself. Guards that the user has set against these would stop it.
         with jax.transfer_guard("allow"), jax.debug_nans(False):
             state = jax.tree.map(readable, state)
             how_called = {
@@ -166,9 +168,9 @@ def audit_step(
 
 
 def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
-    """Return the report of an audit that a user asked for.
+    """Return the report of an audit that the user called for.
 
-    The first call then makes no audit of its own.
+    The step's first call then makes no audit.
     """
     report = audit_step(step, state, batch)
     _found(step, is_done=True)
@@ -184,12 +186,12 @@ def equality_of_step(
 ) -> StepEquality:
     """Prove the leaves that a step merges, for a batch of this shape.
 
-    The state and batch may be shapes. If padding counts in a sum, a padded batch is
+    The state and batch may be shapes. If a sum includes padding, a padded batch is
     refused anyway, so only full batches are proved. ``examples`` is the number of
     examples in the batch, if it may be padded; None is a full batch.
     """
     rows, _, replicated = args
-    with jax.transfer_guard("allow"):  # The proof reads the programs' constants.
+    with jax.transfer_guard("allow"):  # the proof reads constants from the devices
         plan, state = step.to_audit(state)
         to_prove = StepToProve(
             plan,
@@ -214,18 +216,24 @@ def equality_of_step(
 
 
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:
-    """Return whether to prove a step; None if an audit of unproved leaves is enough."""
+    """Return whether to prove a step: True, False, or None.
+
+    With True an unproved leaf is an error. With None it is audited.
+    """
     wanted = step.options.audit if asked.audit is None else asked.audit
     return False if step.checked.is_done else wanted
 
 
 def _found(step: Step[Any], **fields: Any) -> None:
-    """Add these fields to the results of checks that the step keeps."""
+    """Store these fields in the results of checks that the step has."""
     step.checked = dataclasses.replace(step.checked, **fields)
 
 
 def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
-    """Return whether batches of too many other sizes were proved; warn once."""
+    """Return whether too many sizes of batches were proved to prove this one.
+
+    A warning is given the first time.
+    """
     examples = step.checked.examples
     if len(examples) < _MOST_EXAMPLES or batch.num_examples in examples:
         return False
@@ -247,12 +255,13 @@ def _prove(
     *,
     is_asked: bool,
 ) -> None:
-    """Prove a step equal to one tower; warn of unproved leaves, with a sample.
+    """Prove a step equal to one tower; audit leaves that are not proved, and warn.
 
-    A leaf that was not proved for an earlier program is not audited again.
+    ``sample`` runs the audit. A leaf that was not proved for an earlier program is not
+    audited again.
 
     Raises:
-      SplitError: A leaf is proved to depend on the split, or differs in the sample.
+      SplitError: A leaf is proved to depend on the split, or differs in the audit.
       NotProved: A leaf is not proved, or none is merged, and a proof is asked for.
     """
     with calls_after(_PATIENCE_S, _say_that_it_is_proved):
@@ -279,7 +288,7 @@ def _prove(
 
 
 def _say_that_it_is_proved() -> None:
-    """Print that a proof is running, because the first call takes long."""
+    """Print that a proof is running, as the reason why the first call takes long."""
     if jax.process_index() == 0:
         print_line(f"proving that the step is equal to one tower. {LEAVE_OUT}")
 
@@ -295,7 +304,7 @@ def _sample(
     """Audit the leaves that are not proved, and return the result as text.
 
     A difference is raised as an error, unless towers have variables of their own. Then
-    the text tells it.
+    the text reports it.
     """
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
     program = program_hash(traced, **calls_and_pads)

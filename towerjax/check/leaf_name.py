@@ -1,4 +1,4 @@
-"""The name of a merged leaf, which knows where in a step's results the leaf stands."""
+"""The name of a merged leaf, which also tells where the leaf is in a step's results."""
 
 import enum
 from typing import Any
@@ -9,7 +9,7 @@ from towerjax.types.trees import key_name
 
 
 class LeafPart(enum.Enum):
-    """The part of a step's results that a leaf belongs to; errors list losses first."""
+    """The part of a step's results to which a leaf belongs, in the order of errors."""
 
     LOSS = enum.auto()
     GRADIENT = enum.auto()
@@ -17,10 +17,11 @@ class LeafPart(enum.Enum):
 
 
 GRADIENT = "gradient"
-"""The first key of a gradient's name; results of a pass have another key for it."""
+"""The first key of a gradient's name; in a pass's results the key is "grads"."""
 
 _GRADIENTS = "grads"
-# These fields of `Sum` and `Weighted` hold gradients, whose names leave them out.
+# Gradients may be in these fields of `Sum` and `Weighted`. The name of a gradient does
+# not show the field.
 _HELD_IN = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum"))
 
 
@@ -28,7 +29,7 @@ class LeafName(str):
     """A leaf's name, such as ``gradient['w']``, with its part and its place.
 
     Attributes:
-      part: The part of the results that it belongs to.
+      part: The part of the results to which it belongs.
       number: The number of the pass that merges it; 0 if a step has only one.
       keys: The keys that lead to it in the results of its pass.
     """
@@ -81,16 +82,16 @@ class LeafName(str):
         return LeafName(name, self.keys, part=self.part, number=number)
 
     def is_at(self, *keys: Any) -> bool:
-        """Return whether these keys lead to the leaf, or to a tree that holds it."""
+        """Return whether these keys lead to the leaf, or to a tree in which it is."""
         return self.keys[: len(keys)] == keys
 
     def holds(self, other: "LeafName") -> bool:
-        """Return whether another leaf is this one or a leaf of it."""
+        """Return whether another leaf is this leaf, or in the tree at this place."""
         return self.number in (0, other.number) and other.is_at(*self.keys)
 
 
 WHOLE_STEP = LeafName("step")
-"""The name in place of leaves if a step cannot be traced for other rows."""
+"""The name that stands for all leaves of a step that cannot be traced again."""
 
 
 def whole_pass(number: int) -> LeafName:
@@ -99,13 +100,16 @@ def whole_pass(number: int) -> LeafName:
 
 
 def leaf_of(name: str) -> LeafName:
-    """Return a leaf's name; for a program that is no step, make one of the text."""
+    """Return a text as a leaf's name, if it is not one already.
+
+    A text comes from a program that is not a step.
+    """
     return name if isinstance(name, LeafName) else LeafName(name, (name,))
 
 
 def part_of(name: str) -> LeafPart:
-    """Return the part of a step's results that a leaf belongs to.
+    """Return the part of a step's results to which a leaf belongs.
 
-    For a leaf of a program that is no step it is OTHER.
+    It is OTHER for a leaf of a program that is not a step.
     """
     return leaf_of(name).part

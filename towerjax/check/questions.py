@@ -59,13 +59,13 @@ def _examples_of(step: Step[Any], batch: PyTree) -> int | None:
 def prove_traced(
     step: Step[Any], traced: Traced, state: TrainState, batch: PlacedBatch
 ) -> None:
-    """Prove a step that is traced into another program, without rows to audit."""
+    """Prove a step that is traced into another program, where no audit can run."""
     examples = batch.num_examples if batch.may_pad else None
     prove_alone(step, traced, state, batch.args, NO_ROWS, examples)
 
 
 def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
-    """Compile the program for such a batch; for absent devices from shapes alone."""
+    """Compile a step's program for such a batch; for absent devices, from shapes."""
     placement = step.strategy.placement
     if placement.absent is not None:
         return _compile_for_absent(step, state, batch)
@@ -101,7 +101,10 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
 def report_step(
     step: Step[Any], state: PyTree, batch: PyTree, timed_calls: int
 ) -> StepReport:
-    """Return a report on a step's compiled program; it times ``timed_calls`` calls."""
+    """Return a report on a step's compiled program, with times of calls.
+
+    ``timed_calls`` is the number of calls that are timed.
+    """
     check_whole("timed_calls", timed_calls, 0)
     placement = step.strategy.placement
     if not timed_calls:
@@ -121,7 +124,10 @@ def report_step(
 def locate_nonfinite(
     step: Step[Any], state: TrainState, batch: PyTree, number: int | None
 ) -> tuple[Location, ...]:
-    """Return the towers and leaves whose values in a step are not finite."""
+    """Return the towers and leaves whose values in a step are not finite.
+
+    ``number`` is that of the step; None is the next step of the state.
+    """
     placement = step.strategy.placement
     state = step.start(state)
     placed = send_replicated(step.place_batch(batch))
@@ -133,4 +139,5 @@ def locate_nonfinite(
     program = locator.program(donated_kept, placed)
     (flags,) = locator(program, donated_kept, placed)
     locations = [y for x in jax.device_get(flags) for y in x.locations(number)]
-    return tuple(dict.fromkeys(locations))  # Each pass finds a NaN in the parameters.
+    # A NaN in the parameters is found by each pass, so repetitions are left out.
+    return tuple(dict.fromkeys(locations))

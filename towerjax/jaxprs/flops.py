@@ -1,4 +1,4 @@
-"""Count a program's products: loops by their trips, recomputation separately."""
+"""Count the FLOPs of a program's products: with loops, and without recomputation."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from towerjax.jaxprs.sites import Site, user_line
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """The products of one run of a program, in FLOPs; other operations count nothing.
+    """The products of one run of a program, in FLOPs; other operations are ignored.
 
     Attributes:
       products: The FLOPs of dot products and convolutions: a multiplication and an
@@ -44,7 +44,7 @@ class Flops:
         )
 
     def times(self, count: int) -> "Flops":
-        """Return the FLOPs of a program that runs ``count`` times."""
+        """Return the FLOPs of ``count`` runs of the program."""
         return dataclasses.replace(
             self,
             products=self.products * count,
@@ -85,16 +85,16 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
     return _count(body, [True] * len(body.outvars), False, None)
 
 
-# JAX gives this scope to operations that a derivative computes once more.
+# JAX puts operations that `jax.checkpoint` computes once more into this name scope.
 _REMATTED = "rematted_computation"
 
 
 def _count(
     jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
 ) -> Flops:
-    """Count the products that the ``used`` results of a jaxpr need.
+    """Count the products that a jaxpr needs for its results that are marked ``used``.
 
-    ``is_again`` tells whether the jaxpr computes them once more for a derivative.
+    ``is_again`` tells whether `jax.checkpoint` computes them once more.
     """
     total = NO_FLOPS
     results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
@@ -185,7 +185,7 @@ def _of_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_ragged_dot(eqn: JaxprEqn) -> int:
-    """Count the FLOPs of a product of each row on the left with its group's matrix."""
+    """Count the FLOPs of a `ragged_dot`: each row times the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     other = {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -195,9 +195,9 @@ def _of_ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _of_conv(eqn: JaxprEqn) -> int:
-    """Count two FLOPs for each number of the image and number of the kernel that meet.
+    """Count the FLOPs of a convolution: two for each pair of numbers it multiplies.
 
-    Numbers of the kernel that meet padding do not count.
+    Pairs of a number of the kernel with padding are left out.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -228,8 +228,8 @@ _PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
     "ragged_dot_general": _of_ragged_dot,
     "conv_general_dilated": _of_conv,
 }
-# These primitives compute no products. Any other primitive that has no rule here is
-# reported as not counted.
+# These primitives compute no products. A primitive that is neither here nor has a rule
+# is reported as not counted.
 _FREE_NAMES = """
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 lgamma log log1p log2 logistic pow rsqrt sin sinh sqrt tan tanh

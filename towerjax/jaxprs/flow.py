@@ -1,4 +1,4 @@
-"""Tell which values an equation, or a program, passes on or needs."""
+"""Tell which values an equation, or a program, needs or passes on unchanged."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,16 +17,17 @@ from towerjax.jaxprs.sites import eqns_inside
 
 
 class InnerProgram(NamedTuple):
-    """A program that runs when an equation runs, and the values it shares with it.
+    """A program that runs when an equation runs, and the values that both share.
 
     Attributes:
-      jaxpr: The program; its constants are not among the values.
-      operands: For each input, the operand of the equation that it is: all of it, a
-        device's shard or a row. In a loop it is so in the first trip. None if it is no
-        operand, as in a kernel or a reducer.
+      jaxpr: The program; its constants are ignored here.
+      operands: For each input, the operand of the equation that it gets: all of it, a
+        device's shard or a row. In a loop, this is so in the first trip. None if it
+        gets no operand, as in a kernel or a reducer.
       carried: For each input, the equation's result that holds it after a loop's last
-        trip; None if no trip changes it.
-      results: For each output, the equation's result that it is; None if it is none.
+        trip; None if trips do not change it.
+      results: For each output, the equation's result that it becomes; None if it
+        becomes none.
     """
 
     jaxpr: Jaxpr
@@ -36,7 +37,7 @@ class InnerProgram(NamedTuple):
 
 
 def inner_programs(eqn: JaxprEqn) -> list[InnerProgram]:
-    """Find the programs that run when an equation runs, and what their inputs are."""
+    """Find the programs that run when an equation runs, and the values both share."""
     programs = sub_jaxprs(eqn)
     name = eqn.primitive.name
     if name == "while":
@@ -59,7 +60,7 @@ def inner_programs(eqn: JaxprEqn) -> list[InnerProgram]:
 
 
 def _of_while(eqn: JaxprEqn) -> list[InnerProgram]:
-    """Return the test and the body of a loop.
+    """Return the inner programs of a `while`: its test and its body.
 
     The test's output is the predicate, which is no result of the equation.
     """
@@ -85,7 +86,8 @@ def _called(
 ) -> InnerProgram:
     """Return an inner program whose inputs are ``operands``.
 
-    After the first ``num_consts`` inputs come ``num_carried`` that a loop carries.
+    Its first ``num_consts`` inputs are the same in each trip of a loop. The next
+    ``num_carried`` are a loop's carry.
     """
     carried: list[Any] = [None] * len(operands)
     carried[num_consts : num_consts + num_carried] = eqn.outvars[:num_carried]
@@ -95,7 +97,7 @@ def _called(
 def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:
     """Return whether an inner program's inputs and outputs are the equation's.
 
-    In a map over devices they may be shards of those of the equation.
+    In a `shard_map` they are the shards of the equation's operands and results.
     """
     same_inputs = len(eqn.invars) == len(program.invars)
     same_outputs = len(eqn.outvars) == len(program.outvars)
@@ -117,7 +119,7 @@ def _shape(var: Any) -> Any:
 
 
 def _unknown(program: Jaxpr) -> InnerProgram:
-    """Return an inner program none of whose values is known to be the equation's."""
+    """Return an inner program that may share no value with its equation."""
     no_inputs = (None,) * len(program.invars)
     return InnerProgram(program, no_inputs, no_inputs, (None,) * len(program.outvars))
 
@@ -129,8 +131,8 @@ def needed_eqns(
 ) -> list[Any]:
     """Return, in order, the equations that are needed to compute ``results``.
 
-    Equations in ``always`` run anyway, so they and the equations that they depend on
-    are needed, too.
+    Equations in ``always`` run in any case, so they and the equations that they depend
+    on are needed, too.
     """
     wanted = {x for x in results if not isinstance(x, Literal)}
     runs = set(map(id, always))
@@ -148,18 +150,19 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
     """Return, for each output that is an unchanged input, the entry of that input.
 
-    ``entries`` has an entry for each input. The answer is None for an output that the
+    ``entries`` has an entry for each input. The result is None for an output that the
     program computes. Calls and scans are looked into.
     """
     forwarded = dict(zip(map(id, jaxpr.invars), entries, strict=True))
     for eqn in jaxpr.eqns:
         inner = inner_programs(eqn) if eqn.primitive.name in _CALLS else []
         hidden = trace_hidden(eqn, {}) if is_hidden(eqn) else None
-        if hidden is not None:  # JAX hides a checkpoint under the flag jax_remat3.
+        # Under the flag jax_remat3, the program of a `jax.checkpoint` is in such code.
+        if hidden is not None:
             inner = [_called(eqn, open_jaxpr(hidden), eqn.invars)]
         for program in inner:
-            # A carry of a loop may hold another value in the next trip, so it
-            # forwards no input.
+            # A carry of a loop may hold another value in the next trip, so this input
+            # of the inner program does not stand for the operand.
             inside = [
                 forwarded.get(id(x)) if after is None else None
                 for x, after in zip(program.operands, program.carried, strict=True)
@@ -170,7 +173,7 @@ def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:
-    """Return the operands that are Refs, which the equation may write."""
+    """Return the operands of an equation that are Refs, which it may write."""
     kinds = [type(var.aval).__name__ for var in eqn.invars]
     return list(filter(is_ref, eqn.invars)) if _REF in kinds else []
 
@@ -191,8 +194,7 @@ def dependents(
 ) -> set[Any]:
     """Return the values that depend on ``inputs`` or on the mesh axis ``axis``.
 
-    A result of a primitive in ``ends`` counts as independent, whatever its operands
-    are.
+    A result of a primitive in ``ends`` is treated as independent of its operands.
     """
     depend: set[Any] = set(inputs)
     for eqn in body.eqns:

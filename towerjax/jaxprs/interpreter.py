@@ -22,7 +22,7 @@ from towerjax.jaxprs.sites import user_line
 
 
 class Interpreter:
-    """The values of a jaxpr, while a caller evaluates its equations."""
+    """The values of a jaxpr's variables, while its equations are evaluated."""
 
     def __init__(self, body: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]):
         self.values: dict[Any, Any] = dict(zip(body.invars, inputs, strict=True))
@@ -35,12 +35,12 @@ class Interpreter:
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
         """Evaluate an equation and store its results.
 
-        ``operands``, if there are any, replace the values of the equation's own
+        ``operands``, if given, are used in place of the values of the equation's own
         operands.
         """
         if operands is None:
             operands = []
-            for x in eqn.invars:  # A call of `read` for each of many would be slower.
+            for x in eqn.invars:  # without `read`, because many calls of it are slow
                 operands.append(x.val if isinstance(x, Literal) else self.values[x])
         try:
             results = evaluate_eqn(eqn, operands)
@@ -51,9 +51,9 @@ class Interpreter:
 
 
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation for ``operands``, traced as at its own line.
+    """Return the results of an equation for ``operands``.
 
-    Its line, name stack and JAX settings are those of `eqn_context`.
+    It is traced in the `eqn_context` of the equation.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     at = eqn.source_info
@@ -65,7 +65,10 @@ def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def eqn_context(eqn: Any) -> Iterator[None]:
-    """Trace what is inside with an equation's line, name stack and JAX settings."""
+    """Trace the body of this `with` with an equation's line, name stack and settings.
+
+    The settings are those of JAX, such as its default precision.
+    """
     at = eqn.source_info
     names = current_name_stack() + at.name_stack
     with user_context(at.traceback, name_stack=names), eqn.ctx.manager:
@@ -77,7 +80,8 @@ def as_call(
 ) -> JaxprEqn:
     """Return an equation that calls ``fn``, to be put in the place of ``eqn``.
 
-    ``axes`` are the names and sizes of mesh axes that ``fn`` may use.
+    It has the same operands and results. ``axes`` are the names and sizes of mesh axes
+    that ``fn`` may use.
     """
     avals: list[Any] = [v.aval for v in eqn.invars]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
@@ -111,14 +115,14 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class Parts:
-    """A program in parts that run one after another; between two, values are supplied.
+    """A program in parts that run one after another.
 
-    A part ends at equations of the primitives ``ends``, whose results a later part is
-    given. Equations of ``marks`` are identities: they mark values, and are passed
-    through.
+    Part i ends at equations of one of the primitives ``ends``. These are not evaluated:
+    the caller computes their results between two parts, and gives them to the next.
+    Equations of the primitive ``marks`` are identities that mark values; see `source`.
 
     Attributes:
-      eqns: The program's equations, except those at which a part ends.
+      eqns: The program's equations, without those at which a part ends.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Parts:
         kind = eqn.primitive
         if kind in ends:
             while self._kinds.setdefault(number, kind) is not kind:
-                number += 1  # This part ends with equations of another primitive.
+                number += 1  # this part ends at equations of another primitive
             self._ends.append((eqn, number))
             number += 1
         else:
@@ -151,18 +155,18 @@ class Parts:
 
     @property
     def last(self) -> int:
-        """The number of the last part that ends at an equation; -1 if none does."""
+        """The index of the last part that ends at an equation; -1 if none does."""
         return max((number for _, number in self._ends), default=-1)
 
     def first_knowing(self, values: Iterable[Any]) -> int:
-        """Return the first part that knows all of these values."""
+        """Return the index of the first part in which all of these values are known."""
         numbers = [
             self._first_known.get(x, 0) for x in values if not isinstance(x, Literal)
         ]
         return max(numbers, default=0)
 
     def ends_of(self, number: int | None) -> list[JaxprEqn]:
-        """Return the equations at which a part ends, in order."""
+        """Return, in order, the equations at which the part with this index ends."""
         return [eqn for eqn, part in self._ends if part == number]
 
     def kind_of(self, number: int) -> Primitive | None:
@@ -170,18 +174,18 @@ class Parts:
         return self._kinds.get(number)
 
     def dependents(self, inputs: Sequence[Var], axis: str) -> set[Any]:
-        """Return the values that depend on some inputs or an axis, within one part.
+        """Return the values that depend on ``inputs`` or on ``axis``, within one part.
 
-        The results of an equation at which a part ends count as independent.
+        The results of an equation at which a part ends are treated as independent.
         """
         return dependents(self.program.jaxpr, inputs, axis, self._kinds.values())
 
     def source(self, marked: Var) -> Any:
-        """Return the value that an equation of the primitive ``marks`` marked."""
+        """Return the value that was marked, from the result of the marking equation."""
         return self._marked[marked]
 
     def interpreter(self, inputs: Sequence[Any]) -> Interpreter:
-        """Return an interpreter that knows the program's inputs, and nothing else."""
+        """Return an interpreter that knows the values of the program's inputs only."""
         return Interpreter(self.program.jaxpr, self.program.consts, inputs)
 
     def evaluate(
@@ -189,8 +193,8 @@ class Parts:
     ) -> None:
         """Evaluate the equations that ``wanted`` need and that are not evaluated yet.
 
-        ``walk`` holds the results so far. The equations in ``shown`` have effects, so
-        they are evaluated even if no wanted value needs them.
+        ``walk`` holds the results so far. The equations in ``shown`` have effects, such
+        as a print, so they are evaluated even if no wanted value needs them.
         """
         unknown = [x for x in self.eqns if walk.values.keys().isdisjoint(x.outvars)]
         for eqn in needed_eqns(unknown, wanted, always=shown):

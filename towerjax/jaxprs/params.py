@@ -1,4 +1,4 @@
-"""Read an equation's params: its axes, inner jaxprs and hidden code."""
+"""Read an equation's params: its axes, inner jaxprs, and code that a function hides."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 
 def param_leaves(params: dict[str, Any]) -> list[Any]:
     """Return the jaxprs, plain values and functions inside an equation's params."""
-    # This runs several times for each equation, so it is one loop without recursion.
+    # This is called several times per equation, so a loop is used: recursion is slower.
     leaves = []
     todo = [*params.values()][::-1]
     seen = set()
@@ -55,7 +55,10 @@ def _parts(value: Any) -> list[Any]:
 
 
 def is_hidden(eqn: JaxprEqn) -> bool:
-    """Return whether a function among its params hides what an equation does."""
+    """Return whether a function in an equation's params hides what the equation does.
+
+    No jaxpr in the params shows it; the function must be traced to find out.
+    """
     if eqn.primitive in PLAIN or eqn.primitive.name in TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
@@ -64,16 +67,16 @@ def is_hidden(eqn: JaxprEqn) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_high(primitive: Primitive) -> bool:
-    """Return whether a hijax class defines what a primitive does."""
+    """Return whether a primitive's code is in a class of JAX's "hijax" types."""
     has_class = type(primitive).to_lojax is not Primitive.to_lojax
     return has_class or primitive.name.startswith("call_hi_primitive")
 
 
 def given_name(eqn: JaxprEqn) -> str | None:
-    """Return the name that ``checkpoint_name`` gives a value, if this equation does."""
+    """Return the name if the equation is one of `checkpoint_name`; otherwise None."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
-    high: Any = eqn.params.get("_prim")  # Only the flag jax_remat3 sets this param.
+    high: Any = eqn.params.get("_prim")  # present under the flag jax_remat3 only
     return high.name if type(high).__name__.startswith("CheckpointName") else None
 
 
@@ -86,7 +89,7 @@ _UNTRACEABLE = (
 
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
-    """Trace the code that a primitive hides; return None if that fails.
+    """Trace the code that a primitive hides in its params; return None if that fails.
 
     ``sizes`` has the size of each mesh axis that the code may use.
     """
@@ -100,11 +103,11 @@ def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
             axis_env=list(sizes.items()),
         )(*shapes)
     except _UNTRACEABLE:
-        return None  # It needs arrays, a device, or an axis, so it stays unknown.
+        return None  # the code needs arrays, a device, or an axis that is not there
     return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
 
 
-# These are effects on Refs. A Ref is a value of the program, so the proof reads it.
+# These are effects on Refs only. The analysis follows a Ref like any other value.
 _HARMLESS_EFFECTS = frozenset(
     "InternalMutableArrayEffect ReadEffect WriteEffect AccumEffect".split()
 )
@@ -118,7 +121,10 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
-    """Return the axes of the mesh that a `shard_map` maps over."""
+    """Return the mesh axes that a `shard_map` maps over.
+
+    Any other axis of the mesh is left to the compiler.
+    """
     name = "newly_manual_axes"
     return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
 
@@ -131,26 +137,26 @@ def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
 
 
 def names_in(spec: PartitionSpec) -> set[str]:
-    """Return the axes along which a value of a `shard_map` may differ."""
+    """Return the mesh axes that a spec names: a value may differ along these."""
     return {*spec.unreduced, *[name for part in axes_of_dims(spec) for name in part]}
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the meshes among the params of an equation that have at least one axis."""
+    """Return the meshes in an equation's params, without meshes that have no axis."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
     kinds = Mesh, jax.sharding.AbstractMesh
     return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
 
 
 def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
-    """Return whether results may differ between towers although operands are the same.
+    """Return whether results may differ between towers although all operands are equal.
 
-    They may after a side effect, in foreign code, and in an unknown primitive that has
-    the towers' axis among its params.
+    They may after a side effect, in code that is no JAX program, and in an unknown
+    primitive that names the towers' axis in its params.
     """
     name = eqn.primitive.name
     if _is_high(eqn.primitive):
-        return False  # Its code can be traced, so the analysis looks at that.
+        return False  # the analysis traces its code, and judges what is in there
     effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
     named = [x for x in param_leaves(eqn.params) if isinstance(x, str)]
     is_known = name in FOREIGN or name.startswith("thunky.")
@@ -158,19 +164,23 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
-    """Return the ``axis_index_groups`` of a collective, or None for one group of all.
+    """Return the ``axis_index_groups`` of a collective; None for one group of all.
 
     ``size`` is the number of towers.
     """
     all_groups = eqn.params.get("axis_index_groups")
     if all_groups is None or len(all_groups) > 1:
         return all_groups
-    # If there is one tower, a group of one tower may mean all or each alone.
+    # For one tower, a group of one may mean "all towers" or "each tower alone", so the
+    # groups are returned.
     return None if len(all_groups[0]) == size > 1 else all_groups
 
 
 def is_full(eqn: JaxprEqn, size: int) -> bool:
-    """Return whether a ``ppermute`` sends a value to every tower; else some get 0."""
+    """Return whether a ``ppermute`` sends a value to every tower.
+
+    A tower to which none is sent gets 0.
+    """
     return len({target for _, target in eqn.params["perm"]}) == size
 
 
@@ -180,7 +190,7 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the inner jaxprs that run when an equation runs."""
+    """Return the inner jaxprs that run when an equation runs, without constants."""
     return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
@@ -191,7 +201,7 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     params = eqn.params
     if "_prim" in params:
         return [x for x in [program_of_class(params["_prim"])] if x is not None]
-    if eqn.primitive.name == "custom_linear_solve":  # Only `solve` computes results.
+    if eqn.primitive.name == "custom_linear_solve":  # others serve derivatives
         params = {"solve": params["jaxprs"].solve}
     return [x for x in param_leaves(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
@@ -199,8 +209,9 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
     """Return the program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
 
-    With ``jax_remat3``, ``jax_custom_jvp3`` and ``jax_custom_vjp3`` these are objects
-    of JAX's own classes. For any other object it is None.
+    ``high`` is the param "_prim". Under the flags ``jax_remat3``, ``jax_custom_jvp3``
+    and ``jax_custom_vjp3`` it is an object of one of JAX's own classes, which holds the
+    program. For any other object the result is None.
     """
     kind = type(high)
     if not kind.__module__.startswith("jax."):
@@ -213,7 +224,7 @@ def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the number of constants and the number of carries of a scan."""
+    """Return the number of constants and the number of carries of a `scan`."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry

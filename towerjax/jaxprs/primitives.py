@@ -2,8 +2,9 @@
 
 from jax.extend.core import Primitive, primitives
 
-# The params of these primitives hold functions that hide nothing. The functions are
-# for derivatives, partitioning or random keys, or the params have them as jaxprs, too.
+# The params of these primitives hold functions, but do not hide in them what the
+# primitive computes. The functions are for derivatives, partitioning or random keys, or
+# they are in the params as jaxprs, too.
 TRUSTED = frozenset(
     "checkpoint composite core_map custom_jvp_call custom_lin custom_partitioning "
     "custom_vjp_call custom_vmap_call debug_callback inspect_sharding jit linear_call "
@@ -29,13 +30,13 @@ _PLAIN_NAMES = """
 """
 
 
-_KNOWN = vars(primitives)  # Some versions of JAX lack some of the names above.
+_KNOWN = vars(primitives)  # some versions of JAX do not have all of the names above
 
 
 PLAIN: frozenset[Primitive] = frozenset(
     _KNOWN[f"{name}_p"] for name in _PLAIN_NAMES.split() if f"{name}_p" in _KNOWN
 )
-"""Primitives into which no rule, and no walk through a program, has to look."""
+"""Primitives whose results depend on their operands only, so that no rule is needed."""
 
 
 REDUCTIONS = frozenset(
@@ -46,7 +47,7 @@ REDUCTIONS = frozenset(
 
 
 SUMS = frozenset("psum psum_invariant unreduced_psum".split())
-"""Those of `REDUCTIONS` that add up; a value that is the same on ``T`` towers counts
+"""Those of `REDUCTIONS` that add up: a value that is the same on ``T`` towers is added
 ``T`` times."""
 
 
@@ -76,8 +77,8 @@ IDENTITIES = (
 ).split()
 
 
-# No jaxpr shows the code of these primitives, because it is in another language or on
-# another device. Their results may differ even if their operands are the same.
+# No jaxpr shows the code of these primitives, because it is not written in JAX. Their
+# results may differ between towers even if their operands are equal.
 FOREIGN = frozenset(
     "ffi_call call_exported buffer_callback cudnn_fusion custom_fusion "
     "tpu_custom_call mosaic_gpu_p triton_kernel_call rng_uniform "

@@ -1,4 +1,4 @@
-"""Walk all equations of a program, and tell where in the code each stands."""
+"""Walk all equations of a program, and find the user's line that made each of them."""
 
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
@@ -42,10 +42,11 @@ def all_sites(
     plain: bool = False,
     outer: "Site | None" = None,
 ) -> list["Site"]:
-    """List the site of each equation of a jaxpr and of the inner jaxprs it enters.
+    """List the sites of all equations of a jaxpr, and of the inner jaxprs it enters.
 
-    ``enter(eqn)`` tells whether to enter the jaxprs inside an equation. If ``plain`` is
-    true, equations of `PLAIN` primitives are listed, too.
+    A site is an equation with the equations around it. ``enter(eqn)`` tells whether to
+    enter the jaxprs inside an equation. If ``plain`` is true, equations of `PLAIN`
+    primitives are listed, too.
     """
     sites: list[Site] = []
     for eqn in open_jaxpr(jaxpr).eqns:
@@ -65,7 +66,10 @@ _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
 def sites_over(
     jaxpr: Jaxpr | ClosedJaxpr, axes: Collection[str] | None = None
 ) -> list[Site]:
-    """List the sites of equations that name one of ``axes``; for None, any axis."""
+    """List the sites of equations that name one of the mesh axes ``axes``.
+
+    For None it is any axis.
+    """
     sites = [site for site in all_sites(jaxpr) if named_axes(site[0])]
     if axes is None:
         return sites
@@ -73,7 +77,7 @@ def sites_over(
 
 
 def outwards(site: Site | None) -> Iterator[JaxprEqn]:
-    """Yield the equation of a site, then those around it."""
+    """Yield the equation of a site, and then the equations around it."""
     while site is not None:
         eqn, site = site
         yield eqn
@@ -102,7 +106,7 @@ def user_line(site: Site | None) -> str:
 
 
 def is_in_mean(eqn: JaxprEqn) -> bool:
-    """Return whether a sum is part of a `jax.lax.pmean`, which divides it."""
+    """Return whether a sum is the one in a `jax.lax.pmean`, which then divides it."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return "pmean" in [frame.function_name for frame in frames]

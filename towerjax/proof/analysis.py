@@ -50,8 +50,8 @@ from towerjax.proof.marks import (
 _Marks: TypeAlias = list[Mark]
 _Specs: TypeAlias = Sequence[PartitionSpec]
 _Rule: TypeAlias = Callable[[JaxprEqn, _Marks, Context], _Marks]
-_NO_AXIS = ""  # No collective names this axis, so none ends a dependence.
-COPIES = "copies"  # This is the source of an input that each device has a copy of.
+_NO_AXIS = ""  # no collective names this axis, so none makes a value replicated
+COPIES = "copies"  # the source of an input of which each device has an equal copy
 
 
 def analyse(
@@ -66,10 +66,10 @@ def analyse(
     The analysis also finds the collectives in the program, and those that only some
     towers reach. It reads the program and runs nothing.
 
-    ``inputs`` has a name for each input that is each tower's own, and None for an input
-    that is the same on all towers. ``axis`` is the mesh axis of the towers; if it is
-    None, no value differs. ``outer`` is the site of the equation that contains
-    ``jaxpr``.
+    ``inputs`` has a name for each input of which each tower has its own value, and None
+    for an input that is the same on all towers. ``axis`` is the mesh axis of the
+    towers; if it is None, no value differs. ``outer`` is the site of the equation that
+    contains ``jaxpr``.
     """
     along = NOTHING if axis is None else ALL
     noted = list[Any]()
@@ -85,10 +85,10 @@ def analyse(
 def depends(
     jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
 ) -> findings.Analysis:
-    """Find on which named inputs each output depends, collectives included.
+    """Find on which named inputs each output depends.
 
-    In `analyse`, a value that is reduced over the towers no longer depends on its
-    inputs. Here it still does.
+    In `analyse`, a value that is reduced over the towers no longer depends on the
+    inputs that it is reduced from. Here it still does.
     """
     return analyse(jaxpr, inputs, _NO_AXIS, 0)
 
@@ -96,9 +96,9 @@ def depends(
 def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
     """Find, for each output of a program, what a `shard_map` makes of equal copies.
 
-    ``copied`` tells for each input whether every device has the same copy of it. The
-    answer for an output is COPIES if all devices still have the same value, and
-    otherwise the source of the difference. It is "" if the output does not come from a
+    ``copied`` tells for each input whether every device has an equal copy of it. The
+    result for an output is COPIES if all devices still have equal copies. Otherwise it
+    is the source of the difference. It is "" if the output does not come from a
     `shard_map`.
     """
     ins = [Mark(source=COPIES * is_copied) for is_copied in copied]
@@ -111,7 +111,7 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     known = env.get
     for eqn in jaxpr.eqns:
         ins = []
-        for v in eqn.invars:  # A loop is faster than a call for each equation.
+        for v in eqn.invars:  # a loop, because a function call per equation is slower
             ins.append(REPLICATED if isinstance(v, Literal) else known(v, REPLICATED))
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
@@ -142,7 +142,11 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of an equation without a rule, from its inner jaxprs if any."""
+    """Return the marks of the results of an equation without a rule.
+
+    Its inner jaxprs are looked into if they are called with the equation's operands.
+    Otherwise each result may depend on each operand.
+    """
     inner = sub_jaxprs(eqn)
     names = named_axes(eqn)
     if not inner and not names and is_foreign(eqn, context.axis):
@@ -151,8 +155,8 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _hidden(eqn, ins, context)
     if names and not inner and not refs(eqn):
         return _communicate(eqn, ins, context)
-    # The inner jaxprs of kernels and reducers see slices of the operands, so only
-    # inner jaxprs whose shapes are those of the equation are read as calls.
+    # An inner jaxpr is read as a call only if its inputs and outputs have the shapes of
+    # the equation's. Those of kernels and reducers get slices of the operands.
     sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
     shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
     is_call = shapes[1:] == shapes[:1] and not refs(eqn)
@@ -160,7 +164,7 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a collective's results, and record a call over towers."""
+    """Return the marks of a collective's results, and record the collective."""
     name = eqn.primitive.name
     scopes = scopes_of((eqn, None))
     is_sum = name in SUMS or name == "reduce_scatter"
@@ -178,15 +182,16 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """Repeat a mark for each result and each Ref that the equation may write."""
+    """Return one mark for each result, and for each Ref that an equation may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
 @_rule("axis_index")
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return marks of results that may differ between towers whatever the operands are.
+    """Return marks of results that may differ although all operands are equal.
 
-    Such a result comes from `axis_index`, or from code that no jaxpr shows.
+    Such a result comes from `axis_index`, or from code that no jaxpr shows, such as a
+    callback.
     """
     source = eqn.primitive.name
     site = (eqn, context.outer)
@@ -204,7 +209,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     "random_bits", "random_fold_in", "random_gamma", "random_split", "rng_bit_generator"
 )
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of random numbers, and record a draw that depends on ``vmap``.
+    """Return the marks of random numbers, and record draws that depend on ``vmap``.
 
     Under ``vmap``, an rbg generator draws for all keys at once, so its numbers depend
     on how many towers share a device.
@@ -213,7 +218,8 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     kind = str(key.dtype)
     derives = eqn.primitive.name in ("random_fold_in", "random_split")
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
-    # If the predicate of a while differs, vmap batches the carry, keys included.
+    # If the predicate of a `while` differs between towers, vmap batches its whole
+    # carry, including keys that are equal on all towers.
     if is_rbg and (context.control or any(m.along for m in ins[: 1 + derives])):
         context.noted.append(findings.Draw(user_line((eqn, context.outer))))
     return _for_each_result(made_at(join(ins), (eqn, context.outer)), eqn)
@@ -232,11 +238,13 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of hidden code, which is traced if it can be.
+    """Return the marks of results of code that a primitive hides in its params.
 
-    If it cannot be traced, the results may differ between towers.
+    The code is traced if that is possible. Otherwise the results may differ between
+    towers.
     """
-    if given_name(eqn) is not None:  # JAX hides a name under the flag jax_remat3.
+    # Under the flag jax_remat3, `checkpoint_name` is such a primitive.
+    if given_name(eqn) is not None:
         return _of_name(eqn, ins, context)
     env = {} if context.axis is None else {context.axis: context.num_towers}
     hidden = None if context.is_inside(eqn) else trace_hidden(eqn, env)
@@ -247,13 +255,13 @@ def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of a call, from those of its inner jaxpr."""
+    """Return the marks of a call's results, from the inner jaxpr that it runs."""
     return _propagate(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
 @_rule("shard_map", "sharding_constraint")
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of the user's `shard_map`, or of a sharding."""
+    """Return the marks of the results of a user's `shard_map`, or of a sharding."""
     name = eqn.primitive.name
     line = user_line((eqn, context.outer))
     is_map = name == "shard_map"
@@ -281,7 +289,7 @@ def along_each_axis(
     """Analyse a `shard_map` along each of its axes, as if its devices were towers.
 
     The result has an `Analysis` for each axis. An output that ``out_specs`` split along
-    the axis may differ. ``ins`` and ``outs`` replace the specs of the equation.
+    the axis may differ. ``ins`` and ``outs`` are used in place of the equation's specs.
     """
     params = site[0].params
     analyses = {}
@@ -300,7 +308,7 @@ def along_each_axis(
 
 
 def _map_copies(site: Site, ins: _Marks) -> _Marks:
-    """Return the marks of a `shard_map` whose operands hold a copy for each device."""
+    """Return the marks of a `shard_map` whose operands have a copy for each device."""
     params = site[0].params
     body = params["jaxpr"]
     outs = [PartitionSpec()] * len(params["out_specs"])
@@ -319,10 +327,10 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
 
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of a `custom_linear_solve`.
+    """Return the marks of the results of a `custom_linear_solve`: those of ``solve``.
 
-    They come from its jaxpr `solve`. The equation has four jaxprs, and each has
-    constants of its own among the operands.
+    The equation has four jaxprs, of which only ``solve`` computes the results. The
+    constants of all four are among the operands.
     """
     [solve] = inner_programs(eqn)
     marks = dict(zip(map(id, eqn.invars), ins, strict=True))
@@ -332,21 +340,27 @@ def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("cond")
 def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `cond`, which joins all branches and the predicate."""
+    """Return the marks of a `cond`: of all its branches and of the predicate."""
     inner = context.enter(eqn, predicate=ins[0])
     outs = [_propagate(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
     return _pick(eqn, [join(m) for m in zip(*outs, strict=True)], ins[0], context)
 
 
 def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
-    """Return marks of results that also depend on the predicate that chose them."""
+    """Return the marks of results, joined with the mark of what chose them.
+
+    ``predicate`` is that mark: of the predicate of a `cond` or a `while`.
+    """
     predicate = made_at(predicate, (eqn, context.outer))
     return [join([mark, predicate]) for mark in outs]
 
 
 @_rule("while")
 def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `while` loop's results, from a fixed point of its carry."""
+    """Return the marks of a `while` loop's results.
+
+    The marks of its carry are propagated through trips until they stay the same.
+    """
     tests = eqn.params["cond_nconsts"]
     bodies = eqn.params["body_nconsts"]
     test = open_jaxpr(eqn.params["cond_jaxpr"])
@@ -356,18 +370,23 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         *carry, predicate = marks
         inner = context.enter(eqn, trips=None, predicate=predicate)
         outs = _propagate(body, ins[tests : tests + bodies] + carry, inner)[0]
-        # The test reads the initial carry even if the body never runs.
+        # The predicate is computed from the carry before the body, too, because the
+        # body may never run.
         return outs + _propagate(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    # If the body never runs, the results are the initial carry, whose marks count, too.
+    # The marks of the initial carry are joined with those after a trip: if the body
+    # never runs, the results are the initial carry.
     *outs, predicate = _fixed_point(trip, [*carry, REPLICATED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
 
 @_rule("scan")
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `scan`'s results, from a fixed point of its carry."""
+    """Return the marks of a `scan`'s results.
+
+    The marks of its carry are propagated through trips until they stay the same.
+    """
     length = eqn.params["length"]
     body = open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
@@ -378,19 +397,20 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.noted)
-    # The last trip decides: a carry that the body reduces over towers no longer differs
-    # after the loop, even if it differed before.
+    # The marks are those after a trip. So a carry that the body reduces over towers
+    # does not differ after the loop, even if it differed before.
     return outs if length else ins[consts:end] + outs[carry:]
 
 
 def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _Marks]:
     """Repeat a loop's trip until the marks of its carry no longer change.
 
-    Returns the marks after the last trip, and those of the carry before it.
+    Return the marks after the last trip, and those of the carry before it. ``noted``
+    are the findings so far.
     """
     start = len(noted)
     while True:
-        del noted[start:]  # Only the findings of the last round are kept.
+        del noted[start:]  # leave out findings of earlier rounds, which repeat these
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if [m.along for m in more] == [m.along for m in marks]:
@@ -401,7 +421,7 @@ def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _M
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Return the marks of an equation whose results may each depend on each operand.
 
-    Such an equation is a kernel, or writes Refs.
+    It is a kernel, or it writes Refs.
     """
 
     def trip(marks: _Marks) -> _Marks:

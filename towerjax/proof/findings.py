@@ -1,4 +1,4 @@
-"""The findings of the analysis of a tower function, and the errors made from them."""
+"""What the analysis of a tower function finds, and the errors made from it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,36 +9,36 @@ from towerjax.types.version import page
 
 
 class Dependence(NamedTuple):
-    """Why a value differs between towers, and the line that made it.
+    """Why a value differs between towers: its source, and the line that made it.
 
-    The source is an input, "tower.id" or a primitive.
+    The source is an input's name, "tower.id" or a primitive.
     """
 
     source: str
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
     def told(self) -> str:
-        """Return the dependence as one text, worded for a `shard_map`."""
+        """Return the dependence as a text, in the words of a `shard_map`."""
         return self.source.replace("tower.id", "axis_index") + (
             f" at {self.line}" if self.line else ""
         )
 
 
 class Collective(NamedTuple):
-    """One collective in the jaxpr; XLA may merge it with others, or remove it."""
+    """One collective in a jaxpr. XLA may join it with others, or remove it."""
 
     primitive: str
     axes: tuple[str, ...]
     bytes: int  # the size of its operands
     trips: int | None  # lengths of the scans around it, multiplied; None in a while
     line: str
-    # This says what a sum does with a value that is the same on all towers: "added
+    # If the operand is equal on all towers, this says what the sum of it is for: "added
     # up", "counted" for an integer, or "averaged". It is "" for any other collective.
     of_equals: str
 
 
 class Hang(NamedTuple):
-    """A collective that only some towers reach, so that devices would hang."""
+    """A collective that only some towers reach, for which the others wait forever."""
 
     primitive: str
     line: str
@@ -47,13 +47,13 @@ class Hang(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A draw of random numbers from an rbg key that differs from tower to tower."""
+    """A draw of random numbers by an rbg key that differs from tower to tower."""
 
     line: str
 
 
 class OwnMesh(NamedTuple):
-    """An equation in the user's code that puts values on a mesh of the user's."""
+    """An equation of the user's code that places values on a mesh the user made."""
 
     primitive: str
     axes: tuple[str, ...]
@@ -62,18 +62,18 @@ class OwnMesh(NamedTuple):
     along: Mapping[str, "Analysis"]  # for a `shard_map`, its analysis along each axis
     replicated: int  # the number of results declared replicated, added up over axes
     split: int  # the number of results declared split
-    typed: bool  # True for check_vma=True, with which jax.grad adds up over devices
+    typed: bool  # whether check_vma=True; `jax.grad` then adds gradients over devices
 
 
 class Unread(NamedTuple):
-    """Code that no jaxpr shows, such as a callback, and its line."""
+    """Code that no jaxpr shows, such as a callback, and the line that calls it."""
 
     primitive: str
     line: str
 
 
 class TowerCall(NamedTuple):
-    """One operand of a collective over towers that a tower function calls."""
+    """One operand of a collective that a tower function calls over all towers."""
 
     name: str  # "tower.reduce", "psum", "ppermute" ...
     line: str
@@ -83,9 +83,9 @@ class TowerCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """All findings of an analysis.
+    """All findings of one analysis.
 
-    ``outputs[i]`` is None if output ``i`` is MIRRORED.
+    ``outputs[i]`` is None if output ``i`` is MIRRORED, and otherwise why it differs.
     """
 
     outputs: tuple[Dependence | None, ...]
@@ -99,7 +99,10 @@ class Analysis:
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
-        """Sort what one analysis noted by its type, in the order of the program."""
+        """Return an analysis of these outputs, with its findings sorted by type.
+
+        ``noted`` are the findings, in the order of the program.
+        """
 
         def each(kind: type) -> tuple[Any, ...]:
             return tuple([x for x in noted if isinstance(x, kind)])
@@ -189,7 +192,10 @@ def refuse_factors(analysis: Analysis) -> None:
 
 
 def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
-    """Raise if an output with a name, or a factor, differs between micro-batches."""
+    """Raise if an output with a name, or a factor, differs between micro-batches.
+
+    ``names`` has None for an output that may differ.
+    """
     pairs = [*zip(names, analysis.outputs, strict=True)]
     pairs += [("a mean's factor or tj.penalty", x) for x in analysis.factors]
     bare = [f"{name}, made at {x.line}" for name, x in pairs if name and x is not None]

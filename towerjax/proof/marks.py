@@ -13,12 +13,13 @@ from towerjax.proof.findings import Collective, Hang
 
 
 class Coordinate(NamedTuple):
-    """One of the two coordinates of tower ``i`` in a grid of blocks.
+    """One of the two coordinates of a tower in a grid of towers.
 
-    ``T`` towers are a grid of ``T / L`` blocks of ``L`` neighbours. Groups that equal
-    the blocks run over the position in the block. The groups ``j, j + L, j + 2 L, ...``
-    run over the number of the block. A value that is reduced over both is the same on
-    every tower. A value that is reduced over one still depends on the other.
+    ``T`` towers are a grid of ``T / L`` blocks of ``L`` neighbours. Tower ``i`` has the
+    position ``i % L`` in the block ``i // L``. A collective with the blocks as groups
+    reduces over the position. One with the groups ``j, j + L, j + 2 L, ...`` reduces
+    over the block. A value that is reduced over both is the same on every tower. A
+    value that is reduced over one still depends on the other.
     """
 
     block: int  # the number of towers in a block, L
@@ -26,7 +27,7 @@ class Coordinate(NamedTuple):
 
 
 Along: TypeAlias = frozenset[Coordinate]
-"""The coordinates of a tower that a value may depend on."""
+"""The coordinates of a tower on which a value may depend."""
 
 NOTHING: Along = frozenset()
 ALL: Along = frozenset([Coordinate(1, within=False)])
@@ -34,7 +35,7 @@ ALL: Along = frozenset([Coordinate(1, within=False)])
 
 
 def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
-    """Find the coordinate of towers that differs within each of these groups.
+    """Find the coordinate by which the towers within each of these groups differ.
 
     ``groups`` are lists of towers, and ``size`` is the number of towers. The result is
     None if the groups are no rows or columns of a grid of blocks; see `Coordinate`.
@@ -51,10 +52,10 @@ def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | No
 
 
 def without_coordinate(along: Along, over: Coordinate | None) -> Along:
-    """Return the coordinates that a reduction within groups leaves of ``along``.
+    """Return the coordinates on which a value still depends after a reduction.
 
-    ``over`` is the coordinate that differs within each group. None stands for a
-    reduction over all towers, which leaves no coordinate.
+    ``along`` are those before it. The reduction is within groups of towers that differ
+    by the coordinate ``over``. For None it is over all towers, so none is left.
     """
     if over is None or along <= {over}:
         return NOTHING
@@ -62,11 +63,11 @@ def without_coordinate(along: Along, over: Coordinate | None) -> Along:
 
 
 class Mark(NamedTuple):
-    """The coordinates that a value may depend on, and the origin of the dependence."""
+    """The coordinates on which a value may depend, and where the dependence began."""
 
     along: Along = NOTHING  # NOTHING for a MIRRORED value
     source: str = ""  # why it may differ: an input, "tower.id" or a primitive
-    site: Site | None = None  # the equation that made it; None for an input
+    site: Site | None = None  # the equation that made the value; None for an input
     before: Any = None  # the mark of the operand that the dependence comes from
 
 
@@ -93,10 +94,9 @@ def made_at(mark: Mark, site: Site) -> Mark:
 
 
 def origin_line(mark: Mark | None) -> str:
-    """Return the last line of user code that made a value.
+    """Return the last line of user code that made a value; "" if none did.
 
-    Equations of library code may follow that line. The result is "" if no user code
-    made the value.
+    Equations of library code may have changed the value after that line.
     """
     while mark is not None:
         if line := user_line(mark.site):
@@ -106,7 +106,7 @@ def origin_line(mark: Mark | None) -> str:
 
 
 def is_flag(mark: Mark) -> bool:
-    """Return whether a value comes from a single bool through scalars alone.
+    """Return whether a value is computed from a single bool, by scalars only.
 
     Such a flag does not change if a row of the batch is counted twice.
     """
@@ -123,19 +123,23 @@ def is_flag(mark: Mark) -> bool:
 
 
 class Context(NamedTuple):
-    """The position of the analysis in nested jaxprs, and what it has found."""
+    """The position of the analysis in nested jaxprs, and its findings so far."""
 
     axis: str | None  # the axis of the towers; with None no value differs
     num_towers: int  # the number of towers, T; 0 if it is not known
     noted: list[Any]  # the findings so far
-    outer: Site | None = None  # the equation that holds the jaxpr
+    outer: Site | None = None  # the equation that has this jaxpr in its params
     trips: int | None = 1  # lengths of the scans around, multiplied; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs
 
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = REPLICATED
     ) -> "Context":
-        """Return the context of the jaxprs inside an equation."""
+        """Return the context of the jaxprs inside an equation.
+
+        ``trips`` is how often they run. ``predicate`` is the mark of what decides
+        whether they run.
+        """
         site = (eqn, self.outer)
         outer = self.trips
         trips = None if trips is None or outer is None else trips * outer
@@ -145,7 +149,7 @@ class Context(NamedTuple):
     def is_inside(self, eqn: JaxprEqn) -> bool:
         """Return whether ``eqn`` is one of the equations around this jaxpr.
 
-        Opening such an equation would never end.
+        Such an equation is recursive; looking into it would never end.
         """
         for outer in outwards(self.outer):
             params = zip(outer.params.values(), eqn.params.values(), strict=False)
@@ -154,12 +158,15 @@ class Context(NamedTuple):
         return False
 
     def is_derived(self, eqn: JaxprEqn) -> bool:
-        """Return whether a derivative or the step, not the user, wrote the equation."""
+        """Return whether JAX's derivative, or the step, wrote an equation.
+
+        Otherwise the user did.
+        """
         scopes = scopes_of((eqn, self.outer))
         return tags.TRANSPOSED in scopes or tags.SUMMED_BY_STEP in scopes
 
     def note_hang(self, eqn: JaxprEqn) -> None:
-        """Record that a collective hangs, if a predicate keeps some towers from it."""
+        """Record that ``eqn`` hangs, if a predicate keeps some towers from it."""
         if control := self.control:
             line = user_line((eqn, self.outer))
             name = control[0].primitive.name
@@ -167,7 +174,7 @@ class Context(NamedTuple):
             self.noted.append(hang)
 
     def note_call(self, eqn: JaxprEqn, ins: Sequence[Mark]) -> None:
-        """Record a collective, and that it would hang if only some towers reach it."""
+        """Record a collective, and that it hangs if only some towers reach it."""
         names = named_axes(eqn)
         avals = list[Any]([v.aval for v in eqn.invars])
         pairs = zip(eqn.invars, ins, strict=True)
@@ -190,7 +197,7 @@ class Context(NamedTuple):
 
 
 def _use_of_sum(eqn: JaxprEqn, avals: Sequence[Any]) -> str:
-    """Return what a sum of equal values is used for, as `Collective.of_equals` says."""
+    """Return what a sum of equal values is for; see `Collective.of_equals`."""
     if is_in_mean(eqn):
         return "averaged"
     is_count = all(x.dtype.kind in "iu" for x in avals)
@@ -214,8 +221,8 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         left = [without_coordinate(x.along, over) for x in ins]
         pairs = zip(outs, left, strict=True)
         return [x._replace(along=a) if is_over_towers else x for x, a in pairs]
-    # After any other collective, a value that depends on one coordinate depends on
-    # both.
+    # Any other collective may mix the coordinates, so a value that depended on one of
+    # them may then depend on both.
     marks = [m._replace(along=ALL if m.along else NOTHING) for m in ins]
     if is_over_towers and not _keeps_equals(eqn, name, of_axis, num_towers):
         marks.append(Mark(ALL, name, site))
@@ -223,12 +230,12 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
 
 
 def _keeps_equals(eqn: JaxprEqn, name: str, members: Any, num_towers: int) -> bool:
-    """Return whether a collective makes equal results from operands that are equal.
+    """Return whether a collective gives all towers equal results of equal operands.
 
     ``all_to_all``, ``reduce_scatter`` and others do not, because each tower gets
     another piece. ``members`` are the groups of towers within which it communicates.
     """
     if name in REDUCTIONS:
-        # Sums over groups of unequal size differ even when their operands are equal.
+        # A sum of equal values is a multiple of the value, by the size of the group.
         return members is not None and len({len(group) for group in members}) == 1
     return name == "ppermute" and is_full(eqn, num_towers)

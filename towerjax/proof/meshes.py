@@ -1,9 +1,9 @@
-"""The user's meshes and Refs in a step: which of them towers and the update may use.
+"""Which of the user's meshes and Refs the towers and the update of a step may use.
 
 A tower runs on one device. The update runs once, on all devices of the step, and all of
 them get the same result. A `shard_map` in the update over these devices is analysed
-axis by axis, as towers are. A result that its ``out_specs`` call the same along an axis
-must not differ along it, or copies of the parameters would drift apart.
+axis by axis, as towers are. If its ``out_specs`` declare a result the same along an
+axis, it must not differ along that axis, or copies of the parameters would drift apart.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def refuse_in_towers(
 ) -> None:
     """Raise if a tower function uses a mesh that is not its own, or a Ref from outside.
 
-    ``on`` is the number of devices. ``axes`` are the axes of the devices within a
-    tower, over which it may map.
+    ``towers`` and ``on`` are the numbers of towers and of devices. ``axes`` are the
+    axes of the devices within a tower, over which the function may map.
     """
     if towers > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -59,10 +59,10 @@ def refuse_in_towers(
 
 
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
-    """Raise if code that is not lowered to the devices names the towers' axis.
+    """Raise if code that cannot be rewritten for the devices names the towers' axis.
 
-    ``shared`` tells whether several towers share a device. A kernel then does not know
-    the axis of the towers on a device.
+    Such code is inside a kernel, for example. ``shared`` tells whether several towers
+    share a device; a kernel then does not know the axis of the towers on its device.
     """
     for site in all_sites(jaxpr):
         eqn, outer = site
@@ -83,7 +83,8 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
     """Raise if the update communicates over ``axis``, or if its results would differ.
 
     The copies of a result on all devices must be equal. ``jaxpr`` is the step's program
-    on ``on`` devices. The equation that runs the towers is skipped.
+    for ``towers`` towers on ``on`` devices. Its equation that runs the towers is
+    skipped.
     """
     if on > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
@@ -106,7 +107,7 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
 
 
 def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
-    """Raise if an update that each device runs on its own shards has a `shard_map`."""
+    """Raise if an update that each device runs for its own shards has a `shard_map`."""
     for site in all_sites(jaxpr):
         if site[0].primitive.name == "shard_map":
             line = user_line(site) or "a line of a library"
@@ -118,7 +119,10 @@ def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
 
 
 def _prove_mapped(site: Site, on: int) -> None:
-    """Raise if a `shard_map` of the update has a mistake along one of its axes."""
+    """Raise if a `shard_map` of the update has a mistake along one of its axes.
+
+    ``on`` is the number of the step's devices.
+    """
     params = site[0].params
     mesh = params["mesh"]
     line = user_line(site) or "a line of a library"
@@ -142,9 +146,9 @@ def _prove_mapped(site: Site, on: int) -> None:
 
 
 def of_equals(analysis: Analysis, *uses: str) -> str:
-    """Return the lines where a value that is the same on all devices is summed.
+    """Return the lines where a value that is equal on all devices is summed.
 
-    ``uses`` are the purposes of the sums to list, as `Collective.of_equals` says them.
+    ``uses`` are the values of `Collective.of_equals` for which lines are returned.
     """
     lines = [x.line for x in analysis.collectives if x.of_equals in uses]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))

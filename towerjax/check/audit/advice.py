@@ -29,8 +29,8 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction
 from towerjax.types.refusals import listed
 
-# These primitives run along a dim, or order it. Along the dim of rows, the result
-# depends on which rows a tower has.
+# These primitives combine the elements along a dim, or sort them. Along the dim of
+# rows, the result depends on which rows a tower has.
 _ALONG = {
     "sort": "sorts",
     "top_k": "takes the largest of",
@@ -47,7 +47,7 @@ _ALONG |= dict.fromkeys(
     ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
 )
 
-_TRANSPOSED = "transpose"  # JAX puts this into the name stack of a derivative.
+_TRANSPOSED = "transpose"  # in the name stack of an equation of a backward pass
 
 
 class Advice(NamedTuple):
@@ -115,7 +115,7 @@ _BY_OWN_ROWS = Advice(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An audit's findings, and the program in which a cause is looked for.
+    """What an audit found, and the program in which its cause is looked for.
 
     Attributes:
       audit: The audit that found the leaves.
@@ -133,12 +133,16 @@ class Case:
         return [x.leaf for x in self.findings]
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """Return the leaves that agree on ``one_tower`` with other random draws."""
+        """Return the leaves that agree after all if one tower is run in another way.
+
+        ``one_tower`` is that tower, and ``draws`` are changes of its rows' random
+        draws.
+        """
         return self.audit.without(self.findings, one_tower, **draws)
 
 
 class Explained(NamedTuple):
-    """Some leaves, and the advice that explains them."""
+    """The leaves that one cause explains, with the advice for them."""
 
     leaves: list[str]
     advice: Advice
@@ -165,7 +169,10 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
 
 
 def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> list[str]:
-    """Return advice on ``loss_reduction=``, if a leaf is a bare loss or a gradient."""
+    """Return the advice with a hint at ``loss_reduction=``, if a bare loss differs.
+
+    A gradient that differs counts as well, because it has the error of its loss.
+    """
     passes = case.audit.step.plan.passes.each
     said = [x.loss_reduction for x in passes if x.loss_reduction is not None]
     is_of_loss = any(part_of(x) is not LeafPart.OTHER for x in leaves)
@@ -174,14 +181,14 @@ def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> lis
 
 
 def _crossed(case: Case) -> Explained | None:
-    """Explain the leaves by an equation in which rows meet all rows by accident."""
+    """Explain the leaves by an equation where each row meets all rows by accident."""
     crossed = [*crossed_rows(case.sites, case.audit.one_tower.rows)]
     advice = _with_lines(_BY_CROSSED_ROWS, crossed)
     return Explained(case.names, advice) if crossed else None
 
 
 def _traced_anew(case: Case) -> Explained | None:
-    """Explain the leaves by a function that gives another program in a second trace."""
+    """Explain the leaves by a function that gives another program when traced again."""
     audit = case.audit
     traced = audit.one_tower.trace(audit.from_batch.first)
     again = audit.new_tower(narrow=audit.is_narrow).trace(audit.from_batch.first)
@@ -194,7 +201,7 @@ def _traced_anew(case: Case) -> Explained | None:
 
 
 def _refuted(case: Case) -> Explained | None:
-    """Explain the leaves that the proof knows to be off by a factor.
+    """Explain the leaves that the proof refutes, because they are off by a factor.
 
     A gradient is off by the factor of its loss.
     """
@@ -213,7 +220,7 @@ def _refuted(case: Case) -> Explained | None:
 
 
 def _refuted_in(audit: Audit) -> list[Equality]:
-    """Return the leaves that the proof refutes, because they are off by a factor."""
+    """Return the proof's results for the leaves that it refutes."""
     step = audit.step
     answers = equalities_of(
         StepToProve(
@@ -229,7 +236,7 @@ def _refuted_in(audit: Audit) -> list[Equality]:
 
 
 def _of_several_devices(case: Case) -> Explained | None:
-    """Explain the leaves that agree if the one tower has several devices, too."""
+    """Explain the leaves that agree if the one tower, too, has several devices."""
     if not case.audit.is_narrow:
         return None
     mended = case.without(case.audit.new_tower())
@@ -237,7 +244,7 @@ def _of_several_devices(case: Case) -> Explained | None:
 
 
 def _of_a_shared_key(case: Case) -> Explained | None:
-    """Explain the leaves that agree if there is no key that all towers share."""
+    """Explain the leaves that agree if towers get no random key that all share."""
     if not _draws_in(case):
         return None
     mended = case.without(case.audit.one_tower, shared=False)
@@ -246,14 +253,14 @@ def _of_a_shared_key(case: Case) -> Explained | None:
 
 
 def _of_an_own_key(case: Case) -> Explained | None:
-    """Explain the leaves by a random key that the function itself makes."""
+    """Explain the leaves by a random key that the tower function makes by itself."""
     draws = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
     advice = _with_lines(_BY_OWN_KEY, draws)
     return Explained(case.names, advice) if any(map(user_line, draws)) else None
 
 
 def _draws_in(case: Case) -> list[Site]:
-    """Return the equations that draw random numbers."""
+    """Return the equations of the tower's program that draw random numbers."""
     return [x for x in case.sites if x[0].primitive.name == "random_bits"]
 
 
@@ -261,7 +268,7 @@ def _of_padding(case: Case) -> Explained | None:
     """Explain the leaves that agree if the one tower has no more padding than two."""
     if not case.audit.pads:
         return None
-    # This one tower has no more padding than two towers have together.
+    # This one tower has as much padding as the two towers have together.
     mended = case.without(case.audit.towers(1))
     if not mended:
         return None
@@ -271,7 +278,7 @@ def _of_padding(case: Case) -> Explained | None:
 
 
 def _reason_of(case: Case, leaf: str) -> str:
-    """Return the reason, with a line, why the proof stopped for a leaf; "" if none."""
+    """Return why the proof stopped for a leaf, with a line; "" if it did not stop."""
     reasons = case.audit.step.reasons
     asked = leaf_of(leaf)
     whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
@@ -281,7 +288,7 @@ def _reason_of(case: Case, leaf: str) -> str:
 
 
 def _of_the_proof(case: Case) -> Explained | None:
-    """Explain the leaves for which the proof stopped at one place, with its reason.
+    """Explain the leaves by the place at which the proof stopped, and its reason.
 
     A gradient follows from the loss, so it has the reason of the loss.
     """
@@ -294,7 +301,7 @@ def _of_the_proof(case: Case) -> Explained | None:
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
-    """Explain the leaves, if gradients or values made from them differ, and no loss."""
+    """Explain the leaves if gradients differ, or values made of them, but no loss."""
     parts = [part_of(x) for x in case.names]
     is_made_of_it = case.audit.is_own or LeafPart.GRADIENT in parts
     has_gradients = any(
@@ -305,27 +312,27 @@ def _of_own_gradients(case: Case) -> Explained | None:
 
 
 def _of_uneven_rows(case: Case) -> Explained | None:
-    """Explain the leaves, if they differ only where towers have unequal rows."""
+    """Explain the leaves that differ only if one tower has fewer rows than another."""
     is_it = all(x.split == "unevenly" for x in case.findings)
     return Explained(case.names, _BY_UNEVEN_ROWS) if is_it else None
 
 
 def _along_rows(case: Case) -> Explained | None:
-    """Explain the leaves by an operation along a tower's own rows, such as a sort."""
+    """Explain the leaves by an operation along a tower's rows, such as a sort."""
     lines = _lines_along(case.sites, case.audit.one_tower.rows)
     advice = _BY_OWN_ROWS._replace(cause=lines)
     return Explained(case.names, advice) if lines else None
 
 
 def _of_the_first_tower(case: Case) -> Explained | None:
-    """Explain the variables that are read as the first tower's value."""
+    """Explain variables whose value for all towers is read from the first tower."""
     local = _of_first_tower(case.audit.one_tower.state.local)
     leaves = [x for x in case.names if x in local]
     return Explained(leaves, _BY_FIRST_TOWER) if leaves else None
 
 
 def _of_own_rows(case: Case) -> Explained:
-    """Explain any leaf: it may be computed from the rows of one tower alone."""
+    """Explain any leaf by a general remark: it may depend on a tower's rows alone."""
     return Explained(case.names, _BY_OWN_ROWS)
 
 
@@ -342,7 +349,7 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _of_uneven_rows,
     _along_rows,
     _of_the_first_tower,
-    _of_own_rows,  # It explains all leaves, so it must be the last.
+    _of_own_rows,  # the last, because it explains any leaf
 )
 
 
@@ -354,14 +361,14 @@ def _numbers_of(site: Site) -> tuple[str, list[Any]]:
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """Add the lines of these sites, if they have any, to the cause of an advice."""
+    """Return the advice with the lines of these sites added to its cause."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
-    """Return the names of the variables that are read as the first tower's value."""
+    """Return the names of the variables that are read from the first tower alone."""
 
     def is_one(x: Any) -> bool:
         return isinstance(x, TowerLocal)
@@ -375,7 +382,10 @@ def _of_first_tower(local: PyTree) -> list[str]:
 
 
 def _lines_along(sites: Sequence[Site], rows: int) -> str:
-    """Return the lines whose results may depend on a tower's rows or on their order."""
+    """Return the lines whose results may depend on a tower's rows, or on their order.
+
+    ``rows`` is the number of the tower's rows, by which their dim is recognized.
+    """
     lines: dict[str, None] = {}
     for site in sites:
         name = site[0].primitive.name
@@ -385,15 +395,18 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Return whether rows of shape ``[b]`` meet rows of ``[b, 1]`` by accident."""
+    """Return whether values of shape ``[b]`` meet some of ``[b, 1]`` by accident.
+
+    The result then has an element for each pair of rows.
+    """
     return any(crossed_rows(_sites_of(traced), rows))
 
 
 def crossed_rows(sites: Sequence[Site], rows: int) -> Iterator[Site]:
     """Yield equations in which each row meets all rows: ``[b]`` meets ``[b, 1]``.
 
-    If both operands come from ``[b]``, as in ``x[:, None] - x[None]``, it is meant, and
-    the equation is left out.
+    If both operands are made from one ``[b]``, as in ``x[:, None] - x[None]``, this is
+    intended, and the equation is left out.
     """
     shaped = [
         x for x, _ in sites if x.primitive.name in ("broadcast_in_dim", "reshape")
@@ -418,7 +431,7 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 
 def _size_along(eqn: JaxprEqn) -> int | None:
-    """Return the size of the dim along which an equation runs."""
+    """Return the size of the dim along which an equation combines or sorts elements."""
     params = eqn.params
     shape = _shape_of(eqn.invars[0])
     if "length" in params:

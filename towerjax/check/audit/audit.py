@@ -25,7 +25,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
 from towerjax.types.trees import map_parts
 
-_ROWS = 6  # the rows of each of two towers, if the function accepts so few
+_ROWS = 6  # the rows of each of two towers; more if the function refuses so few
 
 
 def run_audit(
@@ -43,22 +43,22 @@ def run_audit(
     """Compare two towers with one tower that has the rows of both.
 
     Both run on one device. If a tower has several devices, and one device can hold its
-    parameters, the one tower runs on that device alone. Then a mistake in a `shard_map`
-    over a tower's own axes shows as a difference.
+    parameters, the one tower runs on one device. Then a mistake in a `shard_map` over a
+    tower's own axes shows as a difference.
 
     The rows are the batch's first ones. They are few, or, if the function does not
-    accept so few, as many as a tower function gets in one of ``calls``; at least
-    two. If it gets one row, towers of one row are compared as well, since they may run
+    accept so few, as many as a tower function gets in one of ``calls``; at least two.
+    If it gets one row, towers of one row are compared as well, since they may run
     another program.
 
     If batches may be padded, one more comparison gives the second tower half as many
-    rows and the one tower more padding, so that a value which counts padding differs.
+    rows and the one tower more padding, so that a value that includes padding differs.
     If nothing in the function masks padding, only full batches are compared, and a
     padded batch is refused.
 
     Without ``gradients`` only the loss is run, if its gradient follows from it. Only
-    leaves for whose names ``leaves`` is true are judged. ``reasons`` are those of the
-    proof, which an error names as the cause.
+    leaves for whose names ``leaves`` is true are compared. ``reasons`` say why the
+    proof stopped for a leaf; an error names them as the cause.
     """
     rows = _on_host(batch)
     step = StepToAudit(plan, strategy, state, rows, gradients, leaves, reasons)
@@ -75,13 +75,14 @@ def run_audit(
             report = join_reports([report, alone])
         return report
     except NotAudited:
-        if audit.pads:  # A leaf that differs without padding is wrong in any case.
+        # A leaf that differs without padding is an error that says more than this one.
+        if audit.pads:
             _run_or_advise(audit.unpadded())
         raise
 
 
 def _run_or_advise(audit: Audit) -> AuditReport:
-    """Return the report of an audit; raise with the cause if a leaf differs."""
+    """Return the report of an audit; if a leaf differs, raise with the cause."""
     try:
         return audit.run()
     except SplitError as error:
@@ -89,11 +90,12 @@ def _run_or_advise(audit: Audit) -> AuditReport:
 
 
 def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
-    """Return the audit for the smallest number of rows that the function accepts."""
+    """Return the audit with the fewest rows that the tower function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // calls), total // 2)
-    # The step drops rows that do not fill all shards, unless it pads them.
+    # A tower's rows are split over its devices. Rows that are left over are dropped,
+    # unless the step pads.
     called_with -= 0 if pads else called_with % split
     if not called_with:
         raise NotAudited(
@@ -110,7 +112,7 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
 
 
 def _on_host(batch: PyTree) -> PyTree:
-    """Return the examples of a batch on the host, as they were before placing."""
+    """Return the examples of a placed batch as arrays on the host."""
     if not isinstance(batch, PlacedBatch):
         return batch
     arrays, _, held = jax.tree.map(copy_to_host, batch.args)

@@ -1,4 +1,4 @@
-"""Tell which programs can be audited, and keep audit results, one per program."""
+"""Tell which programs can be audited, and store audit results, one for each program."""
 
 import contextlib
 import dataclasses
@@ -30,16 +30,16 @@ from towerjax.types.trees import key_data
 from towerjax.types.version import __version__
 
 MOST_PARAMETERS = 250_000_000
-"""The most parameters of a step audited unasked, if the free memory is unknown."""
+"""A step with more parameters is audited on request only, if free memory is unknown."""
 
-_MOST_BYTES = 10_000_000  # the most bytes of a record; a longer one is cut and invalid
+_MOST_BYTES = 10_000_000  # the most bytes read of a record; if cut, it is invalid
 
 _SMALL = ". Run step.audit(state, batch) with a small model of its kind"
 
 
 @contextlib.contextmanager
 def noting_its_audit() -> Iterator[None]:
-    """Add to errors of an audit that nobody asked for how to leave it out."""
+    """Add to errors of an audit that nobody asked for how to switch it off."""
     try:
         yield
     except ReplicationError:
@@ -55,15 +55,15 @@ def told_not_audited(error: NotAudited) -> str:
     """Return the reason why a step is not audited, as one line."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
-    # Notes of JAX begin with "-".
+    # Notes that JAX adds to an error begin with "-"; they are left out.
     ours = [x for x in notes if not x.startswith(("-", "The audit"))]
     return " ".join([f"Not audited: {why}", *ours])
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:
-    """Raise `NotAudited` on every process if a step is audited only on request.
+    """Raise `NotAudited`, on every process, if a step is audited only on request.
 
-    Its tower function calls Python, or it has too many parameters.
+    This is so if its tower function calls Python, or has too many parameters.
     """
     if problem := call_on_first_process(lambda: _problem_of(traced, params, devices)):
         raise NotAudited(problem)
@@ -78,14 +78,14 @@ def _problem_of(traced: Traced, params: PyTree, devices: int) -> str | None:
 
 
 def too_large(params: PyTree, devices: int) -> str | None:
-    """Return why devices cannot hold an audit of such parameters, or None."""
+    """Return why devices cannot hold an audit of such parameters; None if they can."""
     size = sum(x.size for x in jax.tree.leaves(params)) // devices
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         held = sum(x.nbytes for x in jax.tree.leaves(params)) // devices
         left = stats["bytes_limit"] - stats["bytes_in_use"]
-        # The audit holds a copy, its gradient, the gradient of another run, and
-        # temporary arrays of the towers.
+        # An audit needs about four times the memory of the parameters: for a copy, its
+        # gradient, the gradient of another run, and temporary arrays of the towers.
         if 4 * held > left:
             return (
                 f"it has {size:,} parameters, of which a device cannot hold four"
@@ -99,10 +99,10 @@ def too_large(params: PyTree, devices: int) -> str | None:
 def program_hash(traced: Traced, **options: Any) -> str | None:
     """Return a hash of the towers' program: its text, constants, options and versions.
 
-    It is None if the program calls Python, because no program shows that a callback has
-    changed.
+    It is None if the program calls Python: the program then stays the same if the
+    Python function is changed.
     """
-    # A step that trains several models has no passes: its towers are in the update.
+    # A step that trains several models has no passes: the update runs its towers.
     jaxprs = [x.towers.jaxpr for x in traced.passes] or [traced.finish]
     return hash_of_programs(jaxprs, options)
 
@@ -117,8 +117,8 @@ def hash_of_programs(
     versions = jax.__version__, __version__, jax.default_backend()
     digest = hashlib.sha256(repr((versions, sorted(options.items()))).encode())
     for jaxpr in jaxprs:
-        # Functions in the text have addresses, which differ between processes, so they
-        # are left out of the hash.
+        # The text shows functions with their addresses in memory. These differ between
+        # processes, so they are left out of the hash.
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
         for array in _constants_in(jaxpr):
             digest.update(np.asarray(key_data(array)).tobytes())
@@ -126,7 +126,7 @@ def hash_of_programs(
 
 
 def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """Yield the arrays whose numbers the text of a jaxpr does not show in full."""
+    """Yield the arrays in a jaxpr whose numbers its text does not show in full."""
     for program in all_jaxprs(jaxpr):
         yield from getattr(program, "consts", ())
         for eqn in open_jaxpr(program).eqns:
@@ -134,16 +134,19 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
 
 
 def folders_of_records(*others: str | None) -> list[str]:
-    """Return the folders of audit results: JAX's compilation cache, and ``others``."""
+    """Return the folders of stored audit results.
+
+    They are JAX's compilation cache, if it is set, and ``others`` that are not None.
+    """
     config: Any = jax.config
     folders = [config.jax_compilation_cache_dir, *others]
     return [os.fspath(folder) for folder in folders if folder]
 
 
 def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport | None:
-    """Return the report of an earlier audit of the program, or None if none is kept.
+    """Return the report of an earlier audit of the program; None if none is stored.
 
-    All processes get the report that the first process reads.
+    The first process reads it, and all processes get what it read.
     """
     if program is None:
         return None
@@ -152,7 +155,7 @@ def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport 
 
 
 def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> None:
-    """Keep an audit result in these folders; warn if one of them cannot hold it."""
+    """Store an audit result in these folders; warn if one of them cannot store it."""
     if program is None or jax.process_index() != 0:
         return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
@@ -160,7 +163,7 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
     for folder in folders:
         try:
             _write(folder, program, text)
-        except Exception as error:  # A remote store may raise any error.
+        except Exception as error:  # the folder may be remote, with errors of its own
             warn(
                 f"the audit passed, but its record cannot be kept in {folder!r}, so the"
                 f" next process will audit the step again: {error}"
@@ -168,7 +171,7 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
 
 
 def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
-    """Return the fields of the program's report; None if there is no valid record."""
+    """Return the stored fields of a program's report; None if no record is valid."""
     for folder in folders:
         with contextlib.suppress(Exception):
             stored = json.loads(_read_text(folder, program))
@@ -179,7 +182,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """Return the report that is made of these fields; raise if one has a wrong type."""
+    """Return a report with these fields; raise if one of them has a wrong type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(
@@ -200,22 +203,22 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """Return a hash that ties an audit result to its program, so a copied one fails.
+    """Return a hash of a program with its audit result, so that a copied result fails.
 
-    It is not a signature: whoever may write the folder may also replace programs there.
+    It is no signature: whoever may write to the folder may also replace programs there.
     """
     text = json.dumps([program, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write(folder: str, program: str, text: str) -> None:
-    """Write a record under a temporary name, and rename it when it is whole.
+    """Write a record under a temporary name, and rename it when it is complete.
 
-    A store that is no folder of this machine writes whole files by itself.
+    A remote store does not need this, because readers never see a file in part there.
     """
     path = _path(folder, program)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(path, pathlib.Path):  # A remote store writes whole files.
+    if not isinstance(path, pathlib.Path):  # it is in a remote store
         path.write_text(text)
         return
     _refuse_links(path)
@@ -229,25 +232,25 @@ def _write(folder: str, program: str, text: str) -> None:
 
 
 def _read_text(folder: str, program: str) -> bytes:
-    """Return the text of a record, cut to a sensible length."""
+    """Return the bytes of a record, at most ``_MOST_BYTES``."""
     path = _path(folder, program)
     if isinstance(path, pathlib.Path):
         _refuse_links(path)
-        if not path.is_file():  # Reading a pipe might never end.
+        if not path.is_file():  # it may be a pipe, and reading that might never end
             raise FileNotFoundError(path)
     with path.open("rb") as file:
         return file.read(_MOST_BYTES)
 
 
 def _path(folder: str, program: str) -> Any:
-    """Return the file of an audit result, on this machine or in a store."""
+    """Return the path of a program's record, on this machine or in a remote store."""
     is_stored = "://" in folder
     root = epath.Path(folder) if is_stored else pathlib.Path(folder)
     return root / "audited" / f"{program}.json"
 
 
 def _refuse_links(path: pathlib.Path) -> None:
-    """Raise for a symbolic link, which may lead anywhere."""
+    """Raise if the path is a symbolic link, which may point to any file."""
     for place in (path.parent, path):
         if place.is_symlink():
             raise OSError(f"{place} is a symbolic link")

@@ -1,6 +1,6 @@
-"""The splits of an audit: a batch's rows, and rows as later batches may have them.
+"""The rows that an audit runs: of the batch, and as later batches may have them.
 
-All splits run in the same two programs, one of one tower and one of two.
+All of them run in the same two programs, one of one tower and one of two.
 """
 
 import functools
@@ -25,8 +25,8 @@ _LARGER = 100
 class Splits:
     """The rows that an audit runs: a batch's first rows, and changed versions of them.
 
-    Either of two towers gets ``tower_rows`` rows. The rows are on the host. If the
-    batch has too few, its rows are repeated.
+    Each of two towers gets ``tower_rows`` rows. The rows are on the host. If the batch
+    has too few, its rows are repeated.
     """
 
     def __init__(self, batch: PyTree, tower_rows: int) -> None:
@@ -36,12 +36,12 @@ class Splits:
         self.first = self.of_rows("evenly", np.arange(2 * tower_rows))
 
     def of_rows(self, name: str, at: np.ndarray, **options: Any) -> RowsToRun:
-        """Return the split named ``name`` with the rows ``at`` of the batch."""
+        """Return a split named ``name`` of the batch's rows with the indices ``at``."""
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **options)
 
     def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
-        """Return the first split and all others.
+        """Return all splits, first the one with the batch's rows in order.
 
         Args:
           pads: Whether batches may be padded.
@@ -69,9 +69,9 @@ class Splits:
 
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
-    """Return the sum of each row's numbers.
+    """Return, for each row, the sum of all its numbers.
 
-    By it the rows are sorted, so that one tower gets the smaller rows.
+    The rows are sorted by it, so that one tower gets the rows with smaller numbers.
     """
     rows, _ = without_replicated(split.rows)
     total = np.zeros(count)
@@ -83,7 +83,7 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
 
 
 def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
-    """Return splits with changed values, for batches that have leaves to change."""
+    """Return splits with changed values of a batch, where its arrays can be changed."""
     changes = {
         "one row on both towers": functools.partial(
             _with_a_row_twice, tower_rows=tower_rows
@@ -104,7 +104,7 @@ def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
 def _with_arrays(
     batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
 ) -> PyTree | None:
-    """Return the batch with changed arrays, or None if no array can be changed.
+    """Return the batch with its arrays changed; None if no array can be changed.
 
     ``change`` returns the changed array, or None for an array that it cannot change.
     """
@@ -125,7 +125,7 @@ def _with_arrays(
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
     """Return floats with their first row times a large factor; None for others.
 
-    A mask, which has only zeros and ones, is left out, too.
+    The result is None for a mask, too: an array of only zeros and ones.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or _is_mask(x):
         return None
@@ -136,9 +136,9 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
 
 
 def _with_a_row_twice(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
-    """Return the array with the first tower's first row on the second tower, too.
+    """Return the array with its first row as the second tower's first row, too.
 
-    The result is None for whole numbers that all differ, which may be ids.
+    The result is None for whole numbers that are all different, which may be ids.
     """
     is_whole = jnp.issubdtype(x.dtype, jnp.integer)
     if is_whole and x.ndim == 1 and len(np.unique(x)) == len(x):
@@ -151,7 +151,7 @@ def _with_a_row_twice(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
 def _masked(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
     """Return a mask with half of its ones on the first tower, and none on the second.
 
-    The result is None for an array that is no mask.
+    The result is None for an array that is not a mask.
     """
     if not _is_mask(x):
         return None
@@ -163,5 +163,5 @@ def _masked(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
 
 
 def _is_mask(x: np.ndarray) -> bool:
-    """Return whether an array has only zeros and ones, as a mask or weights have."""
+    """Return whether an array has only zeros and ones, like a mask or 0-1 weights."""
     return bool(((x == 0) | (x == 1)).all() and (x == 1).any())

@@ -1,4 +1,4 @@
-"""Run the passes of a step on several towers of one device, for what they merge."""
+"""Run a step's passes on several towers of one device, and return what they merge."""
 
 import dataclasses
 import functools
@@ -39,28 +39,29 @@ from towerjax.types import PerTower, PyTree, Reduction, Rows
 from towerjax.types.trees import is_key, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
-"""Two words to make draws from: one that dropout keeps, and one that it drops."""
+"""Numbers to make draws from: dropout keeps all by the first, none by the second."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsToRun:
-    """Rows to run, and the word from which all their random draws are made."""
+    """Rows to run, and the number (``word``) from which all random draws are made."""
 
     name: str
     rows: PyTree
     word: int = DRAWS[0]
-    order: np.ndarray | None = None  # the number of each row in the batch
+    order: np.ndarray | None = None  # the index in the batch of each row
     shared: bool = True  # whether there is a key that all towers share
     step: int | None = None  # the step's number, if it is not the state's
-    moves: bool = False  # whether other parameters than the state's are used
+    moves: bool = False  # whether the state's parameters are moved at random
     is_short: bool = False  # whether there are padding rows
-    # The audit itself made these rows, so the loss of one tower may be not finite.
+    # Whether the audit made the rows. A loss of one tower that is not finite is then
+    # no error: the split is left out.
     is_made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """The merged value of each leaf, and the tolerances for the rounding of sums."""
+    """The merged value of each leaf, with tolerances for the rounding of some sums."""
 
     values: Leaves
     rtols: dict[str, float]
@@ -69,10 +70,10 @@ class Merged:
 class Towers:
     """The passes of a step on ``number`` towers of one device.
 
-    Each tower function is called once per tower; micro-batches count as towers. Rows
-    are padded to a number that all share evenly, at least to ``rows``. ``passes``
-    replaces the plan's passes. If a tower of the step has several devices, a tower here
-    has all of them, or with ``narrow`` only one.
+    The tower function is called once per tower, and a tower's micro-batches are run as
+    towers. Rows are padded to a number that all towers share evenly, at least to
+    ``rows``. ``passes`` are used in place of the plan's passes. If a tower of the step
+    has several devices, a tower here has all of them, or with ``narrow`` only one.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Towers:
         on_group = on_one_group(strategy, number, narrow=narrow)
         self.number = number
         self.rows = rows
-        self._effort = 0 if passes is None else 1  # Without gradients it compiles fast.
+        # With ``passes`` only a loss is run. Its program is small and compiles fast, so
+        # the compiler may take more effort.
+        self._effort = 0 if passes is None else 1
         self._placement = on_group.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
@@ -102,7 +105,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """Return the traced passes; a second call returns the same trace."""
+        """Return the traced passes; they are traced in the first call only."""
         if self.traced is None:
             if why := self._plan.passes.why_not_audited:
                 raise NotAudited(why)
@@ -128,7 +131,11 @@ class Towers:
         return _leaves_of(merged, placed, split.order)
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
-        """Return the results for inputs rounded once more; raise if a rerun differs."""
+        """Return the results for inputs whose rounding errors were changed.
+
+        They show how much rounding matters. Raise if a run with the same inputs
+        differs.
+        """
         if not self._was_repeated:
             refuse_random(self.run(split).values, self(split).values)
             self._was_repeated = True
@@ -142,19 +149,19 @@ class Towers:
         return near
 
     def prove(self, split: RowsToRun) -> None:
-        """Raise for what a step on these towers refuses, or if padding counts."""
+        """Raise for what a step on these towers refuses, or if a sum has padding."""
         placed = self._args(split, self.state)[1]
         traced = self.trace(split)
         if placed.padded:
             refuse_unmasked(placed.num_examples, traced.proof.unmasked())
 
     def _params_for(self, split: RowsToRun) -> PyTree:
-        """Return the parameters, on the host, with which a split is run."""
+        """Return the parameters with which these rows are run, on the host."""
         params = jax.tree.map(copy_to_host, self.state.params)
         return _moved(params) if split.moves else params
 
     def _state_for(self, split: RowsToRun, params: PyTree) -> TrainState:
-        """Return the state with which a split is run, with ``params`` if given."""
+        """Return the state with which these rows are run, with ``params`` if given."""
         state = self.state
         if split.step is not None:
             step = np.asarray(split.step, state.step.dtype)
@@ -203,10 +210,10 @@ def compare(
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
-    """Return the tower-local variables for ``number`` towers.
+    """Return the step's tower-local variables for ``number`` towers.
 
-    Several towers have those of the first towers. One tower has what two towers'
-    variables are read as.
+    Several towers get the variables of the first towers. One tower gets the value that
+    two towers' variables are read as.
     """
 
     def of(variable: TowerLocal) -> TowerLocal:
@@ -228,7 +235,10 @@ def _local_of(local: PyTree, number: int) -> PyTree:
 
 
 def _moved(tree: PyTree) -> PyTree:
-    """Return parameters moved at random by a fifth of their size; zeros move, too."""
+    """Return parameters with random numbers added, of about a fifth of their size.
+
+    Parameters that are 0 move, too.
+    """
     draw = np.random.default_rng(0)
 
     def elsewhere(x: Any) -> Any:
@@ -273,13 +283,13 @@ def _leaves_of(
 
 
 def _rounding_of_sums(leaf: Any) -> float:
-    """Return the tolerance for the rounding of a merged value, from its own dtype."""
+    """Return the tolerance for the rounding of a merged sum, from the leaf's dtype."""
     dtypes = {str(getattr(x, "dtype", None)) for x in jax.tree.leaves(leaf)}
     return rounding_of_dtypes(dtypes)
 
 
 def _value_of(leaf: Any) -> PyTree:
-    """Return the leaf as one value; None if each tower has its own value."""
+    """Return the leaf as one value; None if each tower has a value of its own."""
     is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
     if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
         return None

@@ -46,8 +46,8 @@ class StepToAudit:
       state: A state.
       batch: A batch, on the host.
       gradients: Whether gradients are run even if they follow from the loss.
-      leaves: The names of the leaves that are judged; None judges all.
-      reasons: Why the proof stopped, with a line, by the names of its leaves.
+      leaves: A function of a leaf's name: whether it is compared. None compares all.
+      reasons: Why the proof stopped, with a line, for each leaf by its name.
     """
 
     plan: Plan
@@ -60,20 +60,20 @@ class StepToAudit:
 
 
 class Audit:
-    """An audit of a step, with ``tower_rows`` rows for either of two towers."""
+    """An audit of a step, with ``tower_rows`` rows for each of two towers."""
 
     def __init__(self, step: StepToAudit, tower_rows: int, *, pads: bool) -> None:
         passes = step.plan.passes
         state = step.state
         self.is_own = not passes.is_of_one_loss  # whether more than a loss is merged
-        if not self.is_own:  # A loss reads no state of the optimizer.
+        if not self.is_own:  # only a loss is run, which reads no state of the optimizer
             state = dataclasses.replace(state, opt_state=())
         self.step = step
         self.tower_rows = tower_rows
         self.pads = pads
         self._state = state
         self.from_batch = Splits(step.batch, tower_rows)
-        self._passes: Passes | None = None  # the passes to run, if not the step's own
+        self._passes: Passes | None = None  # passes to run in place of the step's own
         if not (self.is_own or step.gradients):
             self._passes = passes.changed(differentiates=False)
 
@@ -85,12 +85,15 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **fields: Any) -> Towers:
-        """Return the step on ``number`` towers of one device."""
+        """Return the step's passes on ``number`` towers of one device."""
         fields = {"rows": 2 * self.tower_rows, "passes": self._passes} | fields
         return Towers(self.step.plan, self.step.strategy, number, self._state, **fields)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
-        """Return the step on one tower, which has more padding than two, if any."""
+        """Return the passes on one tower with more padding than two towers have.
+
+        If batches are not padded, there is no padding.
+        """
         rows = (3 if self.pads else 2) * self.tower_rows
         return self.towers(1, rows=rows, narrow=narrow)
 
@@ -108,13 +111,13 @@ class Audit:
         self.splits = self.from_batch.all(pads=self.pads, draws=draws)
 
     def _traced_one_tower(self) -> tuple[Towers, Traced]:
-        """Return one tower, on one device if possible, and its trace."""
+        """Return the passes on one tower, if possible on one device, and the trace."""
         if self.is_narrow:
             one_tower = self.new_tower(narrow=True)
             try:
                 return one_tower, self._traced(one_tower)
             except NotAudited:
-                self.is_narrow = False  # The function may need all devices of a tower.
+                self.is_narrow = False  # the function may need all devices of a tower
         one_tower = self.new_tower()
         return one_tower, self._traced(one_tower)
 
@@ -135,7 +138,7 @@ class Audit:
             raise refused from error
 
     def unpadded(self) -> "Audit":
-        """Return the audit of full batches alone, with the same two towers."""
+        """Return an audit with the same two towers that runs full batches only."""
         other = copy.copy(self)
         other.pads = False
         other.splits = [x for x in self.splits if not x.is_short]
@@ -143,7 +146,7 @@ class Audit:
         return other
 
     def unmasked(self) -> list[str]:
-        """Return the names of leaves that count padded rows, as nothing masks them."""
+        """Return the names of leaves that include padding, as nothing masks it."""
         if not self.pads:
             return []
         return self.one_tower.trace(self.from_batch.first).proof.unmasked()
@@ -162,17 +165,21 @@ class Audit:
         return dataclasses.replace(join_reports(reports), notes=tuple(notes))
 
     def compared(self, splits: Sequence[RowsToRun]) -> Iterator[Compared]:
-        """Return the results of the splits on two towers and on one."""
+        """Yield the results for each split, on two towers and on one."""
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """Return the report of runs that were compared; raise if a leaf differs."""
+        """Return the report of compared runs; raise if a leaf differs."""
         return judge(runs, 2 * self.tower_rows, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """Return the leaves that agree on ``one_tower`` with other random draws."""
+        """Return the leaves that agree after all if one tower is run in another way.
+
+        ``findings`` are leaves that differ. ``one_tower`` replaces the one tower, and
+        ``draws`` are changes of the rows' random draws.
+        """
         failed = {x.split for x in findings}
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
         pairs = [(x, x) for x in splits if x.name in failed]
@@ -194,8 +201,9 @@ class Audit:
 def _gradient_follows(traced: Traced) -> bool:
     """Return whether the gradient is exactly the derivative of the loss.
 
-    It is not if a rule of the user says what a derivative is, if a `stop_gradient`
-    leaves one out, or if a user's `shard_map` adds up values of a tower's devices.
+    It is not if the user wrote a derivative as a custom_jvp or custom_vjp, if a
+    `stop_gradient` leaves one out, or if a user's `shard_map` adds up values of a
+    tower's devices.
     """
     bodies = [x.towers.jaxpr for x in traced.passes]
     if any(has_own_derivatives(body) for body in bodies):
@@ -206,7 +214,7 @@ def _gradient_follows(traced: Traced) -> bool:
 
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a user's `stop_gradient`, and not one of JAX's."""
+    """Return whether an equation is a `stop_gradient` that the user, not JAX, wrote."""
     if eqn.primitive.name != "stop_gradient":
         return False
     traceback = eqn.source_info.traceback
@@ -218,9 +226,9 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
-    """Return the note that rounding decides most gradients, which ends an audit.
+    """Return a note that most gradients are no more than rounding errors.
 
-    The result is None if it does not.
+    Such a note ends an audit. The result is None if this is not so.
     """
     gradients = [x for x in report.compared if part_of(x) is LeafPart.GRADIENT]
     decided = [x for x in report.by_rounding if part_of(x) is LeafPart.GRADIENT]

@@ -35,7 +35,7 @@ _MERGES = {
     MERGED: Merge.OTHER,
     PER_TOWER: Merge.PER_TOWER,
 }
-_REPLICATED = ADDED, SHOWN, SAME, ROWS  # Merged, they do not depend on the split.
+_REPLICATED = ADDED, SHOWN, SAME, ROWS  # values merged so do not depend on the split
 _BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 
 
@@ -47,7 +47,8 @@ def leaves_of_tower(
     Args:
       pass_: The pass that merges them.
       tree: What the tower returns, as `Returned` values.
-      variables: For each tower-local variable the input that it becomes, or None.
+      variables: For each tower-local variable the index of the input that it becomes in
+        the next step, or None.
     """
     leaves = _leaves_of(tree, variables, pass_.loss)
     if pass_.merges_sums:
@@ -60,7 +61,10 @@ def leaves_of_tower(
 def _leaves_of(
     tree: PyTree, variables: Sequence[int | None], loss: str
 ) -> list[MergedLeaf]:
-    """Return the leaves of a tower's results, each with the merge of its type."""
+    """Return the leaves of a tower's results, each with the merge of its type.
+
+    ``loss`` is the key of the pass's loss.
+    """
     becomes = iter(variables)
 
     def is_one(x: Any) -> bool:
@@ -86,10 +90,10 @@ def _leaves_of(
 def _gradients_as_means(
     leaves: list[MergedLeaf], loss: str, losses: PyTree
 ) -> list[MergedLeaf]:
-    """Return the leaves with sums of gradients divided by the weight of their loss.
+    """Return the leaves, with gradients as means that the weight of their loss divides.
 
-    The gradient of a sum of several means is already divided. The gradients of a list
-    of losses have the order of the losses.
+    A tower returns the gradient of a sum. For a sum of several means it is divided
+    already. The gradients of a list of losses have the order of the losses.
     """
     places: list[tuple[Any, ...]] = [()]
     if type(losses) is list:
@@ -108,7 +112,7 @@ def _gradients_as_means(
 
 
 def _losses_as_sums(leaves: list[MergedLeaf]) -> list[MergedLeaf]:
-    """Return the leaves with losses and gradients that are added and not divided."""
+    """Return the leaves, with losses and gradients as sums that are not divided."""
     return [
         dataclasses.replace(x, merge=Merge.SUM, weight=None)
         if part_of(x.name) is not LeafPart.OTHER and x.merge is Merge.MEAN
@@ -120,13 +124,16 @@ def _losses_as_sums(leaves: list[MergedLeaf]) -> list[MergedLeaf]:
 def _leaves_of_returned(
     name: LeafName, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
-    """Return the leaves of one value, with weights of means and indices of tables."""
+    """Return the leaves of one value, with weights of means and indices of tables.
+
+    ``start`` is the index of its first leaf among the program's results.
+    """
 
     def is_one(x: Any) -> bool:
         return isinstance(x, Weighted | IndexedRows)
 
     leaves: list[MergedLeaf] = []
-    if getattr(value, "counts_towers", False):  # It depends on T by design.
+    if getattr(value, "counts_towers", False):  # a value that depends on T by intention
         merge = Merge.PER_TOWER
     if isinstance(value, Sum | Rows):
         value = value.value
@@ -139,7 +146,7 @@ def _leaves_of_returned(
     pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
         within = name.within(path)
-        if isinstance(x, IndexedRows):  # It has two leaves: its values and its indices.
+        if isinstance(x, IndexedRows):  # two leaves: values and indices
             at = start + len(leaves) + 1
             leaves.append(MergedLeaf(within, merge, indices=at))
             leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
@@ -149,7 +156,7 @@ def _leaves_of_returned(
             leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
             continue
         flat = jax.tree_util.tree_leaves_with_path(x)
-        weight = start + len(leaves) + len(flat) - 1  # The weight is the last field.
+        weight = start + len(leaves) + len(flat) - 1  # its last leaf is the weight
         leaves += [
             MergedLeaf(within.within(at[1:]), Merge.MEAN, weight) for at, _ in flat[:-1]
         ]
@@ -158,7 +165,7 @@ def _leaves_of_returned(
 
 
 def _merges_of_state(state: PyTree) -> list[Merge]:
-    """Return how a metric state merges each of its leaves; empty if not known."""
+    """Return how a metric state merges each of its leaves; empty if it is not known."""
     number = len(jax.tree.leaves(state))
     jaxpr = jax.make_jaxpr(type(state).merge)(state, state).jaxpr
     makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
@@ -173,7 +180,7 @@ def _merges_of_state(state: PyTree) -> list[Merge]:
 
 
 def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
-    """Return the shapes of a pass's merged results, which the next pass is given."""
+    """Return the shapes of a pass's merged results, which later passes are given."""
 
     def of(x: Returned) -> PyTree:
         if x.rule in (*_REPLICATED, MERGED) and x.rule is not ROWS:
@@ -192,10 +199,11 @@ def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
 
 
 def kinds_given_later(tree: PyTree) -> PyTree:
-    """Return the kinds of a pass's merged results, which the next pass is given."""
+    """Return how later passes get a pass's merged results: replicated or per tower."""
 
     def of(x: Returned) -> PyTree:
-        # Rows of a table are in the order of the towers, which depends on the split.
+        # Merged rows of a table come in the order of the towers, and so depend on how
+        # the batch is split: they are not among _REPLICATED.
         kind = Given.REPLICATED if x.rule in _REPLICATED else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 

@@ -1,8 +1,8 @@
-"""Prove a step's passes equal to those of one tower: trace them, and ask the proof.
+"""Prove a step's passes equal to those of one tower: trace them, and call the proof.
 
 Nothing is compiled or run. The step's own program is compared with the one that one
-tower would run on the same batch. A loss is traced without its gradient, unless a rule
-of the user says what a derivative is.
+tower would run on the same batch. A loss is traced without its gradient, unless the
+user wrote a derivative as a custom_jvp or custom_vjp.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from towerjax.types import Reduction
 
 
 def equality_of(step: StepToProve) -> StepEquality:
-    """Prove all merged leaves of a step, and return the results and the duration."""
+    """Prove all merged leaves of a step; return the results and how long it took."""
     start = time.perf_counter()
     leaves = tuple(equalities_of(step))
     seconds = time.perf_counter() - start
@@ -54,8 +54,8 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       step: The step.
 
     Returns:
-      An answer for each leaf; none if each tower keeps what it returns; or one for the
-      whole step, if it cannot be traced for one tower.
+      A result for each leaf; none if each tower keeps what it returns. Or one result
+      for the whole step, if it cannot be traced for one tower.
     """
     if why := _why_not_traced(step):
         return _of_whole_step(why)
@@ -69,12 +69,12 @@ def equalities_of(step: StepToProve) -> list[Equality]:
 
 
 def _of_whole_step(why: str) -> list[Equality]:
-    """Return one unknown result for all leaves of a step, with a reason."""
+    """Return one result for all leaves of a step: unknown, with this reason."""
     return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
-    """Return the reason why a step is not traced; "" if it is."""
+    """Return why a step is not traced for the proof; "" if it is."""
     if not step.plan.passes.each:
         return "each call of it runs several steps"
     if any(map(is_sparse, jax.tree.leaves(step.batch, is_leaf=is_sparse))):
@@ -100,7 +100,7 @@ def _equalities(step: StepToProve) -> list[Equality]:
 def _of_programs(
     step: StepToProve, passes: Passes
 ) -> tuple[list[PassToProve], list[Equality]]:
-    """Return the traced passes, and the answers for their programs.
+    """Return the traced passes, and the proof's results for their programs.
 
     JAX traces other equations for a dim of 1. If a tower has one row, a leaf is also
     proved if it is proved for two rows a tower, and the function takes the same path
@@ -132,7 +132,8 @@ def _of_programs(
 def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
     """Return whether a pass takes the same path through its code for twice the rows.
 
-    Its own program and one tower's have to take the same path.
+    ``doubled`` is the pass for twice the rows. Both its program for the step's towers
+    and its program for one tower must take the path of those in ``single``.
     """
 
     def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:
@@ -155,7 +156,7 @@ def line_of_own_devices(traced: Traced) -> str:
 
 
 def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
-    """Return the answers for all passes, if each pass before a pass is proved.
+    """Return the results for all passes, as long as earlier passes are proved.
 
     After a pass that is not proved, later passes are unknown, because they read its
     results.
@@ -185,7 +186,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
 
 
 def _in_pass(equality: Equality, number: int) -> Equality:
-    """Put the number of a pass into the name of an answer's leaf."""
+    """Return a result whose leaf's name tells the pass, by this number."""
     leaf = leaf_of(equality.leaf).in_pass(number)
     state = leaf_of(equality.state).in_pass(number) if equality.state else ""
     return dataclasses.replace(equality, leaf=leaf, state=state)
@@ -194,7 +195,7 @@ def _in_pass(equality: Equality, number: int) -> Equality:
 def _asked(
     of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    """Return the proof's answers for the leaves ``outputs`` of a pass."""
+    """Return the proof's results for the leaves ``outputs`` of a pass."""
     return equal_to_one_tower(
         of_pass.programs,
         of_pass.inputs,
@@ -219,7 +220,10 @@ def advice_on_bare_loss(reduction: Reduction) -> str:
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """Add advice on ``loss_reduction`` to an answer that refutes a bare loss."""
+    """Return the result; if it refutes a bare loss, with advice on a reduction.
+
+    That is the option ``loss_reduction``.
+    """
     reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not LeafPart.OTHER
     if reduction is None or not is_loss or equality.says is not Says.REFUTED:
@@ -234,13 +238,15 @@ _READ_IN_PARTS = (
 
 
 def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
-    """Return the keys of means whose sum may be read alone; None if there are none.
+    """Return the keys of means whose sum the update may read without the weight.
 
-    An update that towers trace is given the values of means, and not their sums.
+    ``()`` is all means. The result is None if there are none: for an update that towers
+    trace, which is given the values of means, and not their sums.
     """
     if not plan.accepts or plan.passes.hold_update:
         return None
-    # In a train step, only `update_extra` is given means, those at "extra".
+    # In a train step, means with their sums are given to `update_extra` only: those at
+    # the key "extra" of the results.
     return ("extra",) if plan.keeps_local else ()
 
 
@@ -250,7 +256,11 @@ def _with_sums(
     step: StepToProve,
     keys: tuple[str, ...] | None,
 ) -> list[Equality]:
-    """Return the answers, where means at ``keys`` also need an equal sum and weight."""
+    """Return the results, in which a proved mean at ``keys`` also has a proved sum.
+
+    The update may read the sum and the weight of such a mean, so these must be equal to
+    one tower's, too.
+    """
     leaves = of_pass.outputs
     weight_of = {
         leaf.name: leaves[leaf.weight].name
@@ -279,7 +289,7 @@ def _with_sums(
 
 
 def _why_not_walked(of_pass: PassToProve) -> str:
-    """Return the reason why nothing can be said about a pass; "" if something can."""
+    """Return why the proof can say nothing about a pass; "" if it can."""
     if not of_pass.has_same_leaves:
         return "towers return different leaves for another number of towers"
     if of_pass.in_micro_batches and any(
@@ -290,6 +300,6 @@ def _why_not_walked(of_pass: PassToProve) -> str:
 
 
 def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
-    """Return whether the towers communicate in a program."""
+    """Return whether towers communicate in a program."""
     names = {eqn.primitive.name for eqn, _ in sites_over(jaxpr, axes)}
     return bool(names - {"axis_index"})

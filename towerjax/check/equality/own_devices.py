@@ -1,9 +1,9 @@
-"""Prove that a tower of several devices gives what it gives on one device.
+"""Prove that a tower of several devices gives the result that it gives on one device.
 
 A `shard_map` within a tower adds, gathers and divides by itself. One tower's program is
-traced for one device, and then for more, one axis after another. Each two programs are
-walked side by side, like a program for several numbers of devices: all that a tower is
-given is the same in both, and so must be all that it returns.
+traced for one device, and then for more, one axis of its mesh after another. Each two
+programs are walked side by side, like a program for several numbers of devices. A tower
+is given the same values in both programs, so it must return the same values.
 """
 
 import dataclasses
@@ -61,13 +61,13 @@ def _why_not_proved(step: StepToProve) -> str:
 
 
 def _has_own_derivatives(step: StepToProve, passes: Passes) -> bool:
-    """Return whether a rule of the user's defines the derivative of a pass."""
+    """Return whether a pass has a custom_jvp or custom_vjp that the user wrote."""
     programs = one_tower_programs(step, passes, on_one_group(step.strategy, 1))
     return any(has_own_derivatives(x.jaxpr) for x in programs)
 
 
 def _of_passes(step: StepToProve, passes: Passes) -> str:
-    """Return the reason why some pass differs between two numbers of devices, or ""."""
+    """Return why some pass differs between two numbers of devices; "" if none does."""
     sizes = [*_growing_sizes(step.strategy.placement.within)]
     columns = [
         one_tower_programs(step, passes, _on_devices(step, within)) for within in sizes
@@ -93,12 +93,12 @@ def _growing_sizes(
 
 
 def _on_devices(step: StepToProve, within: tuple[tuple[str, int], ...]) -> Mirrored:
-    """Return the strategy of one tower whose axes have these sizes."""
+    """Return the strategy of one tower whose axes have the sizes in ``within``."""
     whole = on_one_group(step.strategy, 1)
     number = math.prod(size for _, size in within)
     names = whole.placement.devices[:number]
-    # The axes that split rows for the compiler are left out: they change no number, and
-    # one device does not have them.
+    # ``rows`` names the axis along which the compiler splits a tower's rows. It is left
+    # out, because it changes no number, and a tower of one device has no such axis.
     return dataclasses.replace(whole, devices=names, within=within, rows=None)
 
 
@@ -108,10 +108,10 @@ def _of_pair(
     numbers: tuple[int, int],
     bound: frozenset[str],
 ) -> str:
-    """Return the reason why two programs of a tower differ; "" if they do not.
+    """Return why two programs of a tower differ; "" if they do not.
 
-    The programs are for two ``numbers`` of a tower's devices. ``bound`` are the axes of
-    towers, of which there is only one.
+    The programs are for two ``numbers`` of a tower's devices. ``bound`` are the names
+    of the towers' axes, along which there is one tower.
     """
     few, more = numbers
     walk = Walk(Sizes(numbers, (more, few)), ())
@@ -126,7 +126,7 @@ def _of_pair(
 
 
 def _told(value: Kind) -> str:
-    """Return the reason why a value differs between numbers of a tower's devices."""
+    """Return the reason for a value that differs between numbers of devices."""
     if isinstance(value, Unknown):
         return OF_DEVICES.nouns.told(value.why)
     if not value.power:

@@ -1,6 +1,6 @@
 """Find the per-tower values that the update of a step reads.
 
-No proof has an answer for these. An update runs once, on what the towers merged. One
+The proof cannot decide about these. An update runs once, on what the towers merged. One
 tower has one value where several towers have several, so a state that is computed from
 them depends on the split.
 """
@@ -16,14 +16,14 @@ from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree
 
 UPDATE = "update"
-"""The name in place of leaves of what an update computes."""
+"""The name that stands for all that an update computes, in place of leaves' names."""
 
 
 def per_tower_values_read(traced: Traced) -> list[Equality]:
     """Return an unknown result if the next state depends on a merged `tj.PerTower`.
 
-    Tower-local variables may depend on it: each tower has its own. So may the state of
-    a step whose towers train alone, each with a gradient of its own.
+    Tower-local variables may depend on it, because each tower has its own. So may the
+    state of a step whose towers train alone, each with a gradient of its own.
     """
     if not traced.plan.accepts or traced.plan.by_tower:
         return []
@@ -59,9 +59,9 @@ def _is_per_tower(x: PyTree) -> bool:
 
 
 def _of_state(shapes: PyTree) -> PyTree:
-    """Return which results of an update belong to the next state.
+    """Return a tree of bools: which results of an update belong to the next state.
 
-    Tower-local variables do not count.
+    They are False for tower-local variables, which may differ between towers.
     """
     accepted, donated, (now, metrics, refused) = shapes
     of_donated = {

@@ -1,4 +1,4 @@
-"""The results of the proof that a step equals one tower, and their texts."""
+"""The results of the proof that a step equals one tower, and the texts about them."""
 
 import dataclasses
 import functools
@@ -36,14 +36,14 @@ class StepEquality:
         return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
-        """Return these results with ``more`` results after them."""
+        """Return these results, followed by the results ``more``."""
         return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
     def not_of_own_devices(self, why: str) -> "StepEquality":
-        """Return the results, but with nothing proved if ``why`` is a reason.
+        """Return the results with nothing proved, for the reason ``why``.
 
         The reason says why a tower's own devices are not proved to give what one device
-        gives. The audit then compares the leaves. For "" the results stay.
+        gives. The audit then compares the leaves. If ``why`` is "", the results stay.
         """
         if not why:
             return self
@@ -56,7 +56,7 @@ class StepEquality:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def refuse(self) -> None:
-        """Raise if a leaf is proved to depend on the split."""
+        """Raise `SplitError` if a leaf is proved to depend on the split."""
         refuted = [x for x in self.leaves if x.says is Says.REFUTED]
         if refuted:
             findings = [Refuted(x.leaf, x.why) for x in refuted]
@@ -64,11 +64,11 @@ class StepEquality:
             raise SplitError(findings, advice)
 
     def is_open(self, leaf: str) -> bool:
-        """Return whether a leaf, by the name that the audit has for it, is not proved.
+        """Return whether a leaf, by the name that an audit has for it, is not proved.
 
         A loss of several terms has a leaf for each term. If one of them is not proved,
         the gradient is not proved either. An audit compares the values that a metric
-        state computes, and the proof its fields.
+        state computes, and the proof the fields of that state.
         """
         asked = leaf_of(leaf)
         open_leaves = [x for x in self.leaves if x.says is not Says.PROVED]
@@ -103,7 +103,7 @@ class NotProved(Portable, ValueError):
 
 
 def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
-    """Return a line with the leaves that are not proved, why, and a sample's result."""
+    """Return a line that lists unproved leaves, with reasons and a sample's result."""
     leaves_of: dict[str, list[str]] = {}
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)

@@ -1,8 +1,8 @@
 """The programs that a proof compares: the step's own, and one tower's on its batch.
 
 The step's own program is the one that runs: a tower's, with that tower's rows. The
-other is traced once more, for one tower that has all examples of the batch. A
-micro-batch counts as a tower, because a step runs the same program for each.
+other is traced in addition, for one tower that has all examples of the batch. A
+micro-batch is treated as a tower, because a step runs the same program for each.
 """
 
 import dataclasses
@@ -57,14 +57,14 @@ class StepToProve:
 
     Attributes:
       plan: The plan, whose passes are proved.
-      strategy: Where its towers are.
+      strategy: The strategy, which says where its towers are.
       state: A state, or shapes.
       batch: A batch, or shapes.
       rows: The number of rows of a tower in one call.
       examples: The number of examples in the batch; None if it has no padding.
       padded: Whether batches may be padded.
-      programs: For each pass the programs of the step's towers that were traced
-        already, which are not traced again.
+      programs: For each pass, the traced programs of the step's towers. They are used
+        and not traced again.
     """
 
     plan: Plan
@@ -79,7 +79,7 @@ class StepToProve:
 
 @dataclasses.dataclass(frozen=True)
 class PassToProve:
-    """A pass, traced for several numbers of towers."""
+    """The programs of a pass, traced for several numbers of towers."""
 
     programs: list[TowerProgram]
     inputs: list[Given]
@@ -87,7 +87,7 @@ class PassToProve:
     axes: list[str]
     in_micro_batches: bool  # whether a tower has several micro-batches
     has_same_leaves: bool  # whether the leaves are the same for all numbers of towers
-    loss_reduction: Reduction | None = None  # what a bare loss means
+    loss_reduction: Reduction | None = None  # how a bare loss is merged over towers
 
 
 class RowSplit(NamedTuple):
@@ -99,7 +99,7 @@ class RowSplit(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of micro-batches of all towers."""
+        """The number of micro-batches of all towers together."""
         return self.towers * self.micro_batches
 
 
@@ -107,10 +107,10 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     """Return the splits whose programs are compared, each with the one before.
 
     One is the step's own, and one is a single tower with all examples of the batch. If
-    batches may be padded, the step's own is also compared with one tower of a number of
-    rows that is no power of the number of towers, so that a count of rows is never
-    taken for one. A step of one tower without micro-batches is compared with two
-    towers of as many rows.
+    batches may be padded, the step's own is also compared with one tower of another
+    number of rows. That number is no power of the number of towers, so that the proof
+    does not take a count of rows for such a power. A step of one tower without
+    micro-batches is compared with two towers of as many rows.
     """
     of_step = RowSplit(step.strategy.num_towers, step.rows, micro_batches)
     if of_step.number == 1:
@@ -121,8 +121,8 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     one_tower = RowSplit(1, examples + -examples % row_shards)
     if not step.padded:
         return [one_tower, of_step]
-    # The counts are multiples of a tower's rows, because some functions view the rows
-    # in groups of equal size.
+    # The numbers of rows are multiples of a tower's rows, because some functions
+    # reshape the rows into groups of equal size.
     counts = [
         count * of_step.rows
         for count in range(2, of_step.number + 6)
@@ -131,8 +131,9 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
     padded, *more = [RowSplit(1, x) for x in counts if x != one_tower.rows]
     if one_tower.rows != of_step.rows:
         return [padded, of_step, one_tower]
-    # The step's tower has as many rows as one tower has examples, so a dim of rows
-    # could not be told from others. Towers of more rows are compared with both.
+    # The step's tower has as many rows as one tower has examples. A dim of rows then
+    # has the same size in both programs, and could not be recognized. So towers of more
+    # rows are put between the two.
     larger = of_step._replace(rows=2 * of_step.rows)
     if larger.rows == padded.rows:
         padded = more[0]
@@ -140,9 +141,9 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
 
 
 def _is_power(count: int, towers: int) -> bool:
-    """Return whether ``count`` is a power of ``towers`` that a proof tries.
+    """Return whether ``count`` is a power of ``towers``, also with exponents like 1/2.
 
-    A proof tries halves of whole exponents, too.
+    These are the powers that a proof tries.
     """
     power = 2 * math.log(count, towers)
     return abs(power - round(power)) < 1e-9
@@ -171,9 +172,9 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
         of_split = plan.towers_on(on_one_group(step.strategy, split.towers)).passes
         of_split = of_split.changed(micro_batches=split.micro_batches)
         is_own = split.rows == step.rows and split.number > 1
-        # The programs of an exact step are not used, because it computes weights by
-        # another equation than the step of one tower, which is not exact. Those of a
-        # tower of several devices are not used, because they name its mesh.
+        # The programs of an exact step cannot be used: they compute weights by another
+        # equation than the program of one tower, which is not exact. Nor can those of a
+        # tower of several devices, because they name its mesh.
         is_own &= not step.strategy.exact and step.strategy.placement.devices_each == 1
         known = step.programs if is_own else ()
         traced = _trace_passes(of_split, step, split, in_micro_batches, known)
@@ -182,7 +183,7 @@ def traced_passes(step: StepToProve, passes: Passes) -> list[PassToProve]:
     for of_splits in zip(*columns, strict=True):
         first = of_splits[0]
         if not any(x.outputs for x in of_splits):
-            continue  # A pass that merges nothing needs no proof.
+            continue  # the pass merges nothing, so there is nothing to prove
         to_prove.append(
             PassToProve(
                 [x.program for x in of_splits],
@@ -205,7 +206,7 @@ def one_tower_programs(
     Args:
       step: The step.
       passes: The passes to trace.
-      strategy: One tower, with some number of devices.
+      strategy: The strategy of one tower, with some number of devices.
 
     Returns:
       The program of each pass.
@@ -222,7 +223,7 @@ def one_tower_programs(
 
 
 class _PassOfSplit(NamedTuple):
-    """A pass, traced for one split."""
+    """A pass that is traced for one split."""
 
     program: TowerProgram
     inputs: list[Given]
@@ -238,7 +239,10 @@ def _trace_passes(
     in_micro_batches: bool,
     known: Sequence[TowerPrograms],
 ) -> Iterator[_PassOfSplit]:
-    """Trace the passes for one split, one after another."""
+    """Trace the passes for one split, one after another.
+
+    ``known`` are programs of the passes that were traced before.
+    """
     number = split.towers
     rows = split.rows
 
@@ -279,8 +283,8 @@ def _trace_passes(
         program = TowerProgram(closed, split.number, rows, split.micro_batches)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
         inputs = [*_inputs_of(step, pass_, row_leaves, replicated), *later]
-        # A micro-batch reads the variables that the one before it has written, so these
-        # are not the step's inputs.
+        # In a micro-batch, tower-local variables are not the step's inputs: an earlier
+        # micro-batch may have written them.
         variables = [] if in_micro_batches else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_micro_batches else []
         outputs = leaves_of_tower(pass_, tree, variables)
@@ -298,7 +302,7 @@ def _trace_tower(
     """Trace one tower's program, and return it with its results' shapes.
 
     The results are a tree of `Returned` values. With ``in_micro_batches`` the program
-    is that of one micro-batch, and takes its number as an input.
+    is that of one micro-batch, and takes the micro-batch's index as an input.
     """
     axes = pass_.strategy.placement.abstract_axes
     layouts = *pass_.ins.values(), Layout.MIRRORED
@@ -336,8 +340,8 @@ def _inputs_of(
 ) -> list[Given]:
     """Return how towers get the inputs of a tower's program.
 
-    Results of earlier passes are left out. An evaluation reads the mean of the towers'
-    variables, which is what one tower has.
+    Inputs that are results of earlier passes are left out. An evaluation reads the mean
+    of the towers' variables, which is what one tower has.
     """
 
     def is_local(x: Any) -> bool:
@@ -356,11 +360,11 @@ def _inputs_of(
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
-    """Return the input that each tower-local variable, which a tower returns, becomes.
+    """Return, for each tower-local variable that a tower returns, the input it becomes.
 
     It is None if one tower starts with another value than the others. The list is empty
-    unless the step is a train step that is not extended, whose next variables these
-    are.
+    if what a tower returns does not become the next variables: only in a train step
+    that is not extended it does.
     """
     if not step.plan.keeps_local:
         return []

@@ -1,4 +1,4 @@
-"""Run a program as it is, in this process, on all devices of its JAX."""
+"""Run a program as its author wrote it, in this process, on all devices of its JAX."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +30,13 @@ _ANOTHER = (
 
 
 class Ran(NamedTuple):
-    """The results of a program in a process of its own.
+    """The results of a program that ran in a process of its own.
 
     Attributes:
       seen: The results of its calls.
       reading: The findings in its trace.
-      is_program: Whether ``make`` returned a program, and not results.
-      digest: A text that tells its trace from another one; "" if there is none.
+      is_program: Whether ``make`` returned a program. If not, it returned results.
+      digest: A text that identifies its trace; "" if it has none.
     """
 
     seen: Seen
@@ -53,7 +53,8 @@ def run_program(named: NamedFunction, devices: int) -> Ran:
     used = seen.devices | read.devices | _devices_in_use()
     with _told():
         refuse_others(jax.devices(), used, FORM, "Use all of jax.devices()")
-    # Devices cannot be sent to another process, so they are left out of the results.
+    # The results are sent to another process. Devices cannot be sent, so they are left
+    # out.
     return Ran(
         seen._replace(devices=frozenset()),
         read._replace(devices=frozenset()),
@@ -63,7 +64,10 @@ def run_program(named: NamedFunction, devices: int) -> Ran:
 
 
 def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen]:
-    """Run a program with its arguments, and with arguments that are rounded again."""
+    """Run a program with its arguments, and with arguments whose rounding is changed.
+
+    ``rounding`` is the relative amount by which they are changed.
+    """
     make = find_function(named, devices)
     program, _ = _made(make, devices)
     first = program.run()
@@ -79,12 +83,12 @@ def run_nearby(named: NamedFunction, devices: int, rounding: float) -> list[Seen
 def prove_program(
     named: NamedFunction, digests: Mapping[int, str]
 ) -> tuple[ProgramReport | None, str]:
-    """Make and trace a program in this process, and return what `proved_on` says of it.
+    """Make and trace a program in this process, and return the result of `proved_on`.
 
     The program is made for each number of devices in turn, each time with a JAX that
-    has so many devices and with modules that are imported anew. ``digests`` has the
-    digest of each number's trace in its own process. Nothing is proved if a trace here
-    has another digest.
+    has this number of devices, and with modules that are imported anew. ``digests`` has
+    the digest of each number's trace in its own process. Nothing is proved if a trace
+    here has another digest.
     """
     programs = dict[int, UserProgram]()
     for number, digest in digests.items():
@@ -99,9 +103,10 @@ def prove_program(
 
 
 def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
-    """Return the program, and whether ``make`` returned it.
+    """Return the program that ``make`` returns, and True.
 
-    If ``make`` returns anything else, the program is a function that returns that.
+    If ``make`` returns anything else, return a function that returns that as the
+    program, and False.
     """
     gave = make()
     with _told():
@@ -128,7 +133,7 @@ def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
 
 
 def _devices_in_use() -> frozenset[Device]:
-    """Return the devices that hold arrays, and those that programs are compiled for."""
+    """Return the devices that hold arrays, or for which programs are compiled."""
     devices = {x for array in jax.live_arrays() for x in array.sharding.device_set}
     for program in jax.devices()[0].client.live_executables():
         devices.update(program.local_devices())
@@ -137,7 +142,7 @@ def _devices_in_use() -> frozenset[Device]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Turn a ``ValueError`` into one that is raised where the process was started."""
+    """Turn a ``ValueError`` in the `with` into one that the starting process raises."""
     try:
         yield
     except ValueError as error:

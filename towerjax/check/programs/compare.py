@@ -58,7 +58,7 @@ _NO_ARGUMENTS = (
     "The program has no arguments that are arrays, so the effect of rounding was not"
     " measured. If it trains for many steps, give rtol= (--rtol)."
 )
-DEVICES = "devices"  # the name of the number, if it is the number of devices
+DEVICES = "devices"  # the value of ``of`` if runs differ in their number of devices
 
 
 def check_rtol(rtol: float | None) -> None:
@@ -77,10 +77,11 @@ def compare_runs(
     """Return the report of runs that agree with the first run; raise if one does not.
 
     Args:
-      runs: The program's results for each number; all are compared with the first.
-      reads: The readings of its traces, for the numbers that were traced.
-      again: A function ``rounding -> runs`` that repeats the first run with rounded
-        arguments.
+      runs: The program's results, by the number that the runs differ in, such as the
+        number of devices. All are compared with the first.
+      reads: The findings in its traces, by this number; only of runs that were traced.
+      again: A function ``rounding -> runs`` that repeats the first run with arguments
+        that are changed by this relative amount.
       rtol: The tolerance; None takes it from the dtypes that are computed.
       of: The name of the number.
     """
@@ -131,7 +132,10 @@ def compare_runs(
 
 
 def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
-    """Yield notes on what the comparison could not see."""
+    """Yield notes on what the comparison could not see.
+
+    ``untraced`` are the reasons why some runs were not traced.
+    """
     values = [run.calls[0][name].numbers for name in report.compared]
     if all(x is not None and x.size == 1 for x in values):
         yield _SCALARS
@@ -147,17 +151,17 @@ def runs_nearby(
     anew: Callable[[], UserProgram],
     rounding: float,
 ) -> list[Seen]:
-    """Run a program with arguments that are rounded once more, up and down.
+    """Run a program with arguments whose rounding is changed, up and down.
 
-    If the program changes what it holds, it is made again for each run. Raise if a run
-    with the same arguments gives different results.
+    If the program changes values that it holds, it is made again for each run, by
+    ``anew``. Raise if a run with the same arguments gives different results.
     """
     is_anew = first.is_changed or not program.is_plain
     if not is_anew:
         try:
             refuse_other_run(program.run(), first)
         except NotAudited:
-            is_anew = True  # The program may hold hidden state, such as a generator.
+            is_anew = True  # the program may have a state, such as a generator
     if is_anew:
         refuse_other_run(anew().run(), first)
     by = rounding / 8 if rounding > 1e-4 else 2.0**-23
@@ -166,12 +170,15 @@ def runs_nearby(
 
 
 def refuse_other_run(again: Seen, first: Seen) -> None:
-    """Raise unless two runs on the same arguments gave the same in their first call."""
+    """Raise unless two runs on the same arguments have equal results.
+
+    Only their first calls are compared.
+    """
     refuse_random(_given_by(again, 0, first), _given_by(first, 0, first))
 
 
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
-    """Return the results of a call for the names that the first run has."""
+    """Return the results of one call of a run, for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
     none = Value(None, is_state=False, is_key=False, is_returned=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
@@ -184,9 +191,9 @@ def _pairs(
     rtol: float,
     differing: dict[str, dict[str, None]],
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the results of a run and of the first run, in equal shapes, by name.
+    """Return, by name, the results of a run and of the first run, in equal shapes.
 
-    Results that differ from device to device are added to ``differing``.
+    The names of results that differ from device to device are added to ``differing``.
     """
     others = sorted(got.keys() ^ want.keys())
     both = {**got, **want}
@@ -205,10 +212,11 @@ def _pairs(
 
 
 def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
-    """Return both values in one shape, and how devices' values were reduced, or "".
+    """Return both values in one shape, and how the devices' values were reduced.
 
-    Rows that `jax.pmap` has split are joined. A state is compared as copies. For other
-    values that each device returns, the host may take the mean or the sum.
+    The last is "" if they were not. Rows that `jax.pmap` has split are joined. A state
+    is compared as copies. For other values that each device returns, the host may take
+    the mean or the sum.
     """
     x = got.numbers
     y = want.numbers
@@ -240,7 +248,7 @@ def _reasons(
     of: str,
     has_arguments: bool,
 ) -> Iterator[str]:
-    """Yield reasons for the differences: factors, and lines that may be the cause."""
+    """Yield reasons for the differences: factors, and lines that may be their cause."""
     texts = {1: _TIMES, -1: _OVER}
     if of != DEVICES:
         texts = {power: text.format(of=of) for power, text in _FACTORS.items()}
@@ -260,7 +268,7 @@ def _reasons(
 
 
 def _uses_of_number(reads: Sequence[Reading], of: str) -> Iterator[str]:
-    """Yield the lines that multiply or divide by the number."""
+    """Yield the lines that multiply or divide by the number in which runs differ."""
     factors = [dict.fromkeys(x.factors) for x in reads]
     several = {x: None for some in factors for x in some}
     changing = [x for x in several if not all(x in some for some in factors)]

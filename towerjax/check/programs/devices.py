@@ -17,7 +17,8 @@ _OF_A_LIST = (
     "Make its mesh from the given devices in each call of make,"
     " jax.sharding.Mesh(devices, 'i')"
 )
-# Python, NumPy and JAX say this if a list, or a device of it, stands for a number.
+# The errors of Python, NumPy and JAX have these texts if a list, or a device in it, is
+# used as a number.
 _USED_AS_A_NUMBER = (
     r"slice indices must be integers|multiply sequence by non-int"
     r"|'(list|[\w.]*Device)' (object cannot be interpreted|and '\w+')"
@@ -26,7 +27,10 @@ _USED_AS_A_NUMBER = (
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """Return the numbers of devices without repetition; raise if the first is not 1."""
+    """Return the numbers of devices without repetition; raise if the first is not 1.
+
+    ``at_most`` is the largest number that is allowed.
+    """
     different = list(dict.fromkeys(check_wholes("devices", numbers)))
     wrong = f"devices={numbers!r} must begin with 1 and have other numbers"
     is_plain = different[0] == 1 and len(different) > 1
@@ -72,10 +76,10 @@ def refuse_others(
     named: str = "make({} devices)",
     remedy: str = _OF_A_LIST,
 ) -> None:
-    """Raise unless a program uses exactly the ``expected`` devices.
+    """Raise unless a program used exactly the ``expected`` devices.
 
-    Devices of another platform hold values that are kept on the host, so they do not
-    count. ``named`` and ``remedy`` are parts of the error.
+    Devices of another platform are ignored, because they hold values that are kept on
+    the host. ``named`` and ``remedy`` are parts of the error's text.
     """
     used = frozenset(x for x in used if x.platform == expected[0].platform)
     if used == {*expected} or (len(expected) == 1 and not used):
@@ -94,9 +98,9 @@ def refuse_others(
 def use_what_is_given(
     programs: Mapping[int, UserProgram], lists: Mapping[int, Sequence[Device]]
 ) -> bool:
-    """Return whether programs name exactly the devices of their lists.
+    """Return whether each program names exactly the devices of the list it was given.
 
-    The programs are not run.
+    The programs are traced and not run.
     """
     try:
         for number, program in programs.items():

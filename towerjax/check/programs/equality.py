@@ -1,10 +1,10 @@
 """Prove that the results of any JAX program do not depend on some number.
 
-It is the number of its devices, or of its micro-batches. The program is traced for
+The number is that of its devices, or of its micro-batches. The program is traced for
 several such numbers, and each two traces are walked side by side; see
 `towerjax.proof.equal`. Nothing is compiled or run.
 
-Reasons use the noun of what is counted; see `towerjax.proof.equal.nouns`.
+Reasons use the noun for what is counted; see `towerjax.proof.equal.nouns`.
 """
 
 import itertools
@@ -43,13 +43,13 @@ from towerjax.types.trees import key_data, named_leaves
 
 
 class MadeProgram(NamedTuple):
-    """A program that was made for some number of devices.
+    """A program that was made for some number of devices or micro-batches.
 
     Attributes:
       traced: Its trace.
       args: The arguments that it was traced with.
-      unseen: The names of values that it changes in place and that the trace does not
-        follow.
+      unseen: The names of values that it changes in place, where the trace does not
+        show the change.
       splits_draws: Its random draws that depend on the number of shards.
     """
 
@@ -67,7 +67,7 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
       words: The words for what is counted.
 
     Returns:
-      The proof's answer for each numeric result, the worst of all pairs.
+      The proof's answer for each numeric result: the worst of all pairs of numbers.
     """
     answers = list[Equality]()
     first, *others = sorted(programs.items())
@@ -82,8 +82,8 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
 def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
     """Return whether to compare each program with that of one micro-batch.
 
-    That program has no loop over micro-batches, so the others may have theirs written
-    out.
+    That program has no loop over micro-batches, so the other programs may have their
+    loops written out.
     """
     return words is OF_MICRO_BATCHES and 1 in programs
 
@@ -151,7 +151,7 @@ def _is_python_number(x: Any) -> bool:
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
 ) -> list[tuple[Says, str]]:
-    """Return the proof's answer for each returned value, and why."""
+    """Return, for each value that the program returns, the proof's answer and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
@@ -177,7 +177,10 @@ def _said_of_results(
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
-    """Return the kind of an argument: replicated, or stacked for the devices."""
+    """Return the kind of an argument: replicated, or an array of all devices' values.
+
+    ``first`` and ``second`` are the argument in the two programs.
+    """
     why = f"{name} is a different array for another number of {{many}}"
     unknown = Unknown(why=why)
     try:
@@ -193,8 +196,8 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     a, b = [np.asarray(key_data(x)) for x in (first, second)]
     if a.shape == b.shape:
         value = walk.constant(a, b)
-        # An argument that grows with the number of devices is an input of its own for
-        # each number, and no mistake, so it is unknown.
+        # An argument that is larger for more devices is another input for each number
+        # of devices. That is no mistake, so what depends on it is not refuted.
         is_same = not isinstance(value, Unknown) and not value.power
         return _any_value(value) if is_same else unknown
     if (len(a), len(b)) != walk.sizes.towers:
@@ -212,14 +215,17 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
 
 
 def _any_value(value: Kind) -> Kind:
-    """Return the kind without its number, because another call may have another."""
+    """Return the kind without its number, because another call may have another one."""
     return copy() if isinstance(value, Zero) else copy(value.power)
 
 
 def _said_of_result(
     sizes: Sizes, value: Kind, first: Any, second: Any
 ) -> tuple[Says, str]:
-    """Return the proof's answer for one returned value, and why."""
+    """Return the proof's answer for a value that the program returns, and why.
+
+    ``first`` and ``second`` are the value's types in the two programs.
+    """
     if isinstance(value, Unknown):
         return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)

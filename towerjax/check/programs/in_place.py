@@ -1,4 +1,4 @@
-"""Find the values that a program changes in place, in arguments and in its function."""
+"""Find the values that a program changes in place, in its arguments or its function."""
 
 import functools
 import hashlib
@@ -16,16 +16,16 @@ from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.jaxprs.sites import is_library
 from towerjax.types.trees import is_deleted
 
-_WHOLE = type | types.ModuleType | str | bytes  # Their contents are not searched.
-_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # Their objects wrap at most a function.
+_WHOLE = type | types.ModuleType | str | bytes  # objects that are not searched
+_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # of their objects only ``__wrapped__`` is read
 _FN = "fn"
 
 
 class Held:
-    """The arrays, numbers and Refs that a program holds before it runs, by name.
+    """The arrays, numbers and Refs that a program can reach before it runs, by name.
 
-    While tracing, ``no_refs`` leaves Refs out, because reading one would be part of the
-    program.
+    While tracing, ``no_refs`` leaves Refs out, because reading one would add an
+    equation to the program.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Held:
                 yield name, x
 
     def changed(self) -> dict[str, Any]:
-        """Return the values that differ from before, by name."""
+        """Return the values that are different from before, by name."""
         now = dict(self._held())
         unread = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
-        """Return the names of values that the program no longer holds."""
+        """Return the names of values that the program can no longer reach."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
     def was_given(self, name: str) -> bool:
-        """Return whether a value is one that the trace got as an argument."""
+        """Return whether the trace got the value with this name as an argument."""
         return isinstance(self._before.get(name, (None,))[0], Tracer)
 
     def _is_kept(self, name: str, x: Any) -> bool:
@@ -65,12 +65,12 @@ class Held:
 
 
 class Watched:
-    """A function that is traced, and the values that it changes in place.
+    """A function to trace, which notes the values that it changes in place.
 
     Attributes:
-      new: The new values of arrays that the trace was given, by name.
-      unseen: The names of other values that it changes, whose old value is a constant
-        of the trace.
+      new: The new values of arrays that the trace was given as arguments, by name.
+      unseen: The names of other values that it changes. Their old value is a constant
+        of the trace, so the trace does not show the change.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """Return a fingerprint of a value, to see whether the program changes it.
+    """Return a fingerprint of a value, by which a change in place is noticed.
 
     It is None for a JAX array, which cannot be changed in place.
     """
@@ -124,12 +124,15 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 names.add(name)
                 yield name, x
         elif id(x) not in seen and not isinstance(x, _WHOLE):
-            seen[id(x)] = x  # A reference keeps the object's id unique.
+            seen[id(x)] = x  # the reference keeps its id from being used again
             todo += [(name + key, part) for key, part in _held_in(name, x)][::-1]
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return the values that an object holds, each with an addition to its name."""
+    """Return the values that an object holds, each with what it adds to the name.
+
+    An attribute adds its name, an item its key.
+    """
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__), ("", x.__func__)]
     if isinstance(x, functools.partial):
@@ -139,7 +142,7 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         parts = [(f".{key}", _content_of(cell)) for key, cell in cells]
         return [*parts, ("", vars(x).get("__wrapped__"))]
-    if isinstance(x, dict):  # JAX cannot flatten a dict whose keys it cannot sort.
+    if isinstance(x, dict):  # not by JAX, which cannot flatten one with unsortable keys
         return [(f"[{key!r:.60}]", part) for key, part in x.items()]
     is_leaf = functools.partial(operator.is_not, x)
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
@@ -148,14 +151,14 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
     attributes = getattr(x, "__dict__", {})
     if type(x).__module__.partition(".")[0] in _ARRAYS_OWN:
         return [("", attributes.get("__wrapped__"))]
-    # Values that libraries keep in a function, such as caches, may depend on the number
-    # of devices without changing a result, so they are left out.
+    # A library's objects inside a function, such as caches, may depend on the number of
+    # devices without any effect on results. So they are left out.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
     return [] if is_kept else [(f".{key}", part) for key, part in attributes.items()]
 
 
 def _content_of(cell: types.CellType) -> Any:
-    """Return the value of a closure's cell; None if it is not yet defined."""
+    """Return the value in a cell of a closure; None if the cell is still empty."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -1,6 +1,6 @@
 """Call a function in a process of its own, whose JAX has a given number of CPU devices.
 
-A file carries the result. Printed lines are passed on one by one.
+The result is sent back in a file. Printed lines are passed on one by one.
 """
 
 import collections
@@ -27,10 +27,10 @@ from towerjax.mesh.devices import want_cpu_devices
 from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary
 
-_FORCED = r"--xla_force_host_platform_device_count=\S*"  # Old programs set this flag.
-_LAST = 12  # the number of printed lines of a dead process to show
+_FORCED = r"--xla_force_host_platform_device_count=\S*"  # a flag of old programs
+_LAST = 12  # how many of the last lines of a dead process its error shows
 _MAIN = "__main__"
-_NOTE_OF_JAX = "For simplicity, JAX has removed"  # JAX prints this after an error.
+_NOTE_OF_JAX = "For simplicity, JAX has removed"  # begins JAX's note after an error
 _BEGIN = (
     "import sys; sys.path[:] = {path!r};"
     " from towerjax.check.programs.processes import answer;"
@@ -39,7 +39,7 @@ _BEGIN = (
 
 
 class NamedFunction(NamedTuple):
-    """The place where another process finds a function."""
+    """The module, file and name by which another process finds a function."""
 
     module: str
     name: str
@@ -50,7 +50,7 @@ class ProgramDied(RuntimeError):
     """A process that ran a program ended without a result.
 
     Attributes:
-      lines: The last lines that it printed. They were shown on stderr as they came.
+      lines: The last lines that it printed. They were also shown on stderr at once.
     """
 
     def __init__(self, text: str, lines: Sequence[str] = ()) -> None:
@@ -59,7 +59,7 @@ class ProgramDied(RuntimeError):
 
 
 class ToldError(Exception):
-    """An error in a process that is raised again where the process was started."""
+    """An error of another process, to be raised again where it was started."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -69,9 +69,10 @@ class ToldError(Exception):
 def name_function(
     form: str, fn: Callable[..., Any], *, or_devices: bool = True
 ) -> NamedFunction:
-    """Return the place where another process finds a function; raise if it cannot.
+    """Return where another process finds a function; raise if it cannot find it.
 
-    ``or_devices`` says whether the caller takes a function of devices, too.
+    ``form`` is how the caller writes such a function. ``or_devices`` says whether the
+    caller also takes a function of a list of devices.
     """
     plain = inspect.unwrap(fn)
     module = getattr(fn, "__module__", None) or ""
@@ -91,7 +92,7 @@ def name_function(
 def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
     """Import a function, and let JAX make this number of CPU devices.
 
-    The number holds whatever the function's file asks for.
+    If the function's file sets another number, it is overruled.
     """
     if _is_found(named):
         module = importlib.import_module(named.module)
@@ -103,7 +104,7 @@ def find_function(named: NamedFunction, devices: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def forgets_modules() -> Iterator[None]:
-    """Forget the modules of a user's files that were imported inside, on leaving.
+    """Forget, at the end of the `with`, the user's modules that were imported in it.
 
     They are then imported anew the next time. Modules of libraries stay.
     """
@@ -118,7 +119,7 @@ def forgets_modules() -> Iterator[None]:
 
 
 def _place_of(module: types.ModuleType) -> str:
-    """Return the file of a module, or the folder of a package without one; else ""."""
+    """Return a module's file; for a package without one, its folder; otherwise ""."""
     folders = [*getattr(module, "__path__", ())]
     return getattr(module, "__file__", None) or [*folders, ""][0]
 
@@ -157,7 +158,7 @@ def call_in_process(
     is_shown: bool = True,
     timeout_s: float | None = None,
 ) -> Any:
-    """Return the result of a function that is called in a process of its own.
+    """Call a function in a process of its own, and return its result.
 
     Args:
       label: The name of the call in errors, and before each line that it prints.
@@ -193,7 +194,8 @@ def call_in_process(
 def _environment(devices: int) -> dict[str, str]:
     """Return the environment of a process whose JAX has this number of devices.
 
-    Sets have one order in all processes, so that a program has the same text in each.
+    With it, sets have one order in all processes, so that a program has the same text
+    in each.
     """
     variables = dict(os.environ)
     flags = re.sub(_FORCED, "", variables.get("XLA_FLAGS", ""))
@@ -216,8 +218,8 @@ def _printed(
 ) -> tuple[int | None, list[str]]:
     """Run a process, and return its exit code and the last lines that it printed.
 
-    If there is a label, each line is shown after it. The code is None if the process
-    was killed after the timeout. The process ends when this one does, because it waits
+    If there is a label, each line is shown after it. The exit code is None if the
+    process was killed after the timeout. The process ends when this one does: it waits
     at a pipe that this one holds open.
     """
     last = collections.deque[str](maxlen=_LAST)
@@ -252,7 +254,7 @@ def _printed(
                 last.append(line.rstrip())
                 if label:
                     print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
-        except BaseException:  # Ctrl-C must kill the process, too.
+        except BaseException:  # also Ctrl-C must end the process
             process.kill()
             raise
     return None if timed_out.is_set() else process.returncode, list(last)
@@ -274,15 +276,16 @@ def _told_of_death(label: str, ending: str, last: list[str]) -> str:
 
 
 def _is_told(line: str) -> bool:
-    """Return whether a line has words, and is not JAX's note at the end of an error."""
+    """Return whether a line is worth showing: it has words, and is no note of JAX."""
     return bool(line.strip(" -")) and not line.startswith(_NOTE_OF_JAX)
 
 
 @api_boundary
 def answer(parent: int, folder: str) -> None:
-    """Call the function that the folder names, and write its result there.
+    """Call the function that is stored in ``folder``, and write its result there.
 
-    ``parent`` is a pipe that ends when the process that waits for the result ends.
+    ``parent`` is a pipe that is closed when the process which waits for the result
+    ends.
     """
 
     def end_with_parent() -> None:

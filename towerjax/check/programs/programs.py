@@ -1,4 +1,4 @@
-"""Prove that results that a program's maps declare equal are equal on all devices."""
+"""Prove that results which a program's maps declare equal are equal on all devices."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ _OF_EQUALS = {
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """The findings of `prove` in a program.
+    """What `prove` found in a program.
 
     Attributes:
       maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many
@@ -94,7 +94,7 @@ class ProgramReport:
         return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """Yield how many results are proved as on one device, and which are not."""
+        """Yield lines on the results: which are proved as on one device, which not."""
         if self.equal:
             number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone
@@ -186,7 +186,7 @@ def prove(
 def made_for_parts(
     make: Callable[..., Any], numbers: Sequence[int], form: str = FORM_OF_PARTS
 ) -> dict[int, UserProgram]:
-    """Return the program for each number of micro-batches."""
+    """Return the program that ``make`` gives for each number of micro-batches."""
     check_function("make", make, form)
     counts = check_different("micro_batches", numbers)
     check_takes(form, make, counts[0])
@@ -197,6 +197,8 @@ def proved_on(
     programs: Mapping[int, UserProgram], words: Words = OF_DEVICES
 ) -> tuple[ProgramReport | None, str]:
     """Prove a program that was made for several numbers, and return the report.
+
+    ``programs`` are by these numbers, of devices or of micro-batches.
 
     Returns:
       A report, from which refuted results are not yet raised; or None, and why nothing
@@ -217,7 +219,7 @@ def proved_on(
 
 
 def refuted_in(report: ProgramReport) -> str:
-    """Return the error text for refuted results; "" if there are none."""
+    """Return the text of an error that lists refuted results; "" if there are none."""
     lines = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says is Says.REFUTED]
     return "\n".join([report.words.depends, *lines]) if lines else ""
 
@@ -292,7 +294,7 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
 
 
 def _split_draws(jaxpr: ClosedJaxpr) -> Iterator[str]:
-    """Yield the lines at which rbg's draws depend on the number of shards or keys."""
+    """Yield the lines where rbg's draws depend on the number of shards or of keys."""
     for site in all_sites(jaxpr):
         if _draws_by_rbg(site[0], is_manual=_is_manual(_maps_around(site[1]))):
             at = user_line(site) or "a line of a library"
@@ -304,8 +306,12 @@ def _maps_around(outer: Site | None) -> list[JaxprEqn]:
 
 
 def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
-    """Return whether rbg draws from several keys, or numbers that XLA may split."""
-    if eqn.primitive.name == "rng_bit_generator":  # It draws from a single raw key.
+    """Return whether rbg draws from several keys at once, or XLA may split its draw.
+
+    ``is_manual`` tells whether the draw is inside a map over all devices, where XLA
+    cannot split it.
+    """
+    if eqn.primitive.name == "rng_bit_generator":  # has one raw key
         return not is_manual
     keys: Any = eqn.invars[0].aval if eqn.invars else None
     if eqn.primitive.name in ("random_fold_in", "random_split"):
@@ -317,7 +323,7 @@ def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
 
 
 def _is_manual(maps: Sequence[JaxprEqn]) -> bool:
-    """Return whether the maps leave the compiler no axis over which to split a draw."""
+    """Return whether the maps cover all mesh axes, so that XLA can split no draw."""
     axes = {axis for x in maps for axis in manual_axes(x)}
     return bool(maps) and all(
         axis in axes or size == 1 for axis, size in maps[0].params["mesh"].shape.items()
@@ -330,10 +336,11 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """Return what a program makes of a state that each device has a copy of.
+    """Return what a program makes of a state of which each device has a copy.
 
-    The result is by leaf name. A leaf that differs from device to device, such as keys,
-    is not a copy. A setting, such as a learning rate, may be one.
+    The result is by the names of leaves; see `becomes_of`. A leaf that differs from
+    device to device, such as keys, is not a copy. A setting, such as a learning rate,
+    may be one.
     """
     jaxpr = traced.jaxpr
     at_result = state_places(args, traced.out)
@@ -357,10 +364,10 @@ def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str,
 
 
 class _GivenArray(NamedTuple):
-    """An array among a program's arguments."""
+    """An array among a program's arguments, with its place there."""
 
     argument: int
-    leaf: int  # its number among the leaves of the argument
+    leaf: int  # its index among the leaves of the argument
     array: Any
 
 
@@ -375,7 +382,7 @@ def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
 
 
 def _first_leaves(out: Any) -> list[int]:
-    """Return the number of the first leaf of each result, among all leaves."""
+    """Return, for each result, the index of its first leaf among all leaves."""
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     return [*itertools.accumulate(sizes, initial=0)]
 
@@ -385,7 +392,7 @@ def _is_list(out: Any) -> bool:
 
 
 def _is_setting(x: Any) -> bool:
-    """Return whether an array may be a setting: a scalar or a key per device."""
+    """Return whether an array may be a setting: it has a scalar or a key per device."""
     is_given = not isinstance(x, jax.ShapeDtypeStruct)
     return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 

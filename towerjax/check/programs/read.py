@@ -1,4 +1,4 @@
-"""The findings in a program's trace, as plain values that another process can send."""
+"""What is read from a program's trace, in plain values that another process can get."""
 
 import hashlib
 import re
@@ -20,11 +20,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Reading(NamedTuple):
-    """The findings in a trace.
+    """What is read from a trace; it can be sent to another process.
 
     Attributes:
       why: The reason why there is no trace; "" if there is one.
-      rounding: The tolerance for the dtypes that it computes.
+      rounding: The tolerance for the dtypes in which it computes.
       devices: The devices of its meshes.
       communicates: The lines at which devices communicate, and how.
       factors: ``(line, primitive, number)`` of each product and quotient by a number.
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 
 def read_program(program: UserProgram) -> Reading:
-    """Return the findings in the trace of a program."""
+    """Trace a program, and return what is read from the trace."""
     traced, why = program.trace()
     if traced is None:
         return Reading(why)
@@ -80,7 +80,7 @@ def _factor(eqn: JaxprEqn) -> complex | None:
 def digest_of(program: UserProgram) -> str:
     """Return a hash of a traced program's text and arrays; "" if it is not traced.
 
-    It tells one program from another.
+    Equal programs have equal hashes.
     """
     traced, _ = program.trace()
     if traced is None:
@@ -89,6 +89,6 @@ def digest_of(program: UserProgram) -> str:
     text = f"{traced.jaxpr} {jax.tree.structure(traced.out)} {[*arrays]}"
     digest = hashlib.sha256(_ADDRESS.sub("", text).encode())
     for x in (*arrays.values(), *arrays_in(traced.jaxpr)):
-        if isinstance(x, ARRAY_TYPES):  # Nothing is proved of a Ref, so it is left out.
+        if isinstance(x, ARRAY_TYPES):  # not a Ref, of whose content nothing is proved
             digest.update(np.asarray(key_data(x)).tobytes())
     return digest.hexdigest()

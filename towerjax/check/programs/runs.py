@@ -1,4 +1,4 @@
-"""Run a program that somebody has made: its results, call by call, and its devices."""
+"""Run a user's program: its results, call by call, and the devices that it uses."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ from towerjax.types import PyTree
 from towerjax.types.refusals import types_of
 from towerjax.types.trees import is_deleted, is_key, key_data, named_leaves
 
-CALLS = 3  # the calls of a program that returns its state, or changes it in place
+CALLS = 3  # how often a program that returns or changes a state is called
 _KEY_WORDS = 2, 4  # the numbers of words that a raw key may have
 
 
 class Value(NamedTuple):
-    """One leaf of a call's results."""
+    """One leaf of what a call returns or changes in place."""
 
-    numbers: np.ndarray | None  # its numbers; None if it is no array of numbers
-    is_state: bool  # whether it replaces an argument, or is changed in place
+    numbers: np.ndarray | None  # its elements; None if these are not numbers
+    is_state: bool  # whether it is an argument's new value, or is changed in place
     is_key: bool
     is_returned: bool  # whether it is returned; otherwise it is changed in place
 
@@ -83,15 +83,16 @@ class UserProgram:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its arguments are arrays, numbers and functions alone."""
+        """Whether its arguments are only arrays, numbers and functions."""
         return all(
             isinstance(x, NUMBER_TYPES | str) or callable(x) for x in self._leaves
         )
 
     def run(self, by: float = 0.0) -> Seen:
-        """Call the program, and return its results; ``by`` rounds its arguments.
+        """Call the program, and return its results.
 
-        The first run uses the arguments themselves, which may share arrays.
+        ``by`` is a relative amount by which its arguments are rounded; with 0 they are
+        not. The first run uses the arguments themselves, which may share arrays.
         """
         args = self.args if self._is_new and not by else self._copies(by)
         self._is_new = False
@@ -99,8 +100,8 @@ class UserProgram:
         taken, _ = flatten(self._given)
         results, _ = flatten([(x.out, x.changed) for x in calls])
         dtypes = {str(x.dtype) for x in taken + results if isinstance(x, ARRAY_TYPES)}
-        # JAX moves an argument that is not committed to the devices of the program, so
-        # only committed ones say where the program runs.
+        # JAX moves an uncommitted argument to the devices of the program. So only
+        # committed arguments say where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         return Seen(
             tuple([x.values for x in calls]),
@@ -111,13 +112,13 @@ class UserProgram:
         )
 
     def _calls(self, args: Sequence[Any]) -> list[_Call]:
-        """Call the program, and call it again with its new state if it returns one."""
+        """Call the program, and again with its new state if it returns one."""
         held = Held(self.fn, args)
         calls = list[_Call]()
         for _ in range(CALLS):
             try:
                 out = self.fn(*args)
-            except StopIteration:  # An iterator may hold the rows of only one call.
+            except StopIteration:  # an iterator may have the rows of one call only
                 if not calls:
                     raise
                 break
@@ -137,12 +138,12 @@ class UserProgram:
         self._given = self._treedef.unflatten(self._leaves)
 
     def trace(self) -> tuple[TracedProgram | None, str]:
-        """Return the traced program, or None and why it cannot be traced."""
+        """Return the traced program; or None, and why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
         if self._trace is None:
             self._trace = self._traced_with(self._copies())
-            self.traced_args = self._copies()  # A run may have changed the originals.
+            self.traced_args = self._copies()  # a run may have changed the originals
             for kinds in (float | complex, ()):
                 args = self._with_numbers_as_arrays(self._trace[0], kinds)
                 if args is None:
@@ -158,8 +159,8 @@ class UserProgram:
         """Trace the program with these arguments, and note what it changes in place."""
         watched = Watched(self.fn)
         traced, why = trace_or_say_why(watched, args)
-        # If arguments share arrays, a trace has separate copies of them, so it does not
-        # show that a change of one changes the other.
+        # A trace has separate copies of arrays that two arguments share, so it does not
+        # show that a change in one of them changes the other.
         new = watched.new if self._is_shared else ()
         if traced is None:
             return None, why
@@ -173,8 +174,8 @@ class UserProgram:
     ) -> tuple[Any, ...] | None:
         """Return the arguments with Python numbers as arrays; None if there are none.
 
-        Numbers of a state change in the next call, so they are never constants. Of
-        other arguments only numbers of these kinds become arrays.
+        Numbers in a state always become arrays, because they change in the next call.
+        Of other arguments, only numbers of the types ``kinds`` do.
         """
         places = {} if traced is None else state_places(self.args, traced.out)
         copies = self._copies()
@@ -195,9 +196,10 @@ class UserProgram:
         return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
     def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
-        """Return copies of the arguments as they were, with new arrays and containers.
+        """Return copies of the arguments as they were before the first run.
 
-        With ``by`` the arrays are rounded by that relative amount.
+        Each float array is changed by the relative amount ``by``, as if it were
+        rounded; 0 leaves it as it was.
         """
         leaves = [
             _near(x, by) if isinstance(x, ARRAY_TYPES) else x for x in self._leaves
@@ -209,7 +211,8 @@ class UserProgram:
     ) -> list[Any]:
         """Return the arguments of the next call: the returned state, and the others.
 
-        Arguments that were donated are replaced by copies.
+        ``places`` are those of `state_places`. Other arguments that were donated are
+        replaced by copies.
         """
         copies = self._copies()
         again = list[Any]()
@@ -225,13 +228,16 @@ class UserProgram:
 
 
 def _as_array(x: Any, kinds: Any) -> Any:
-    """Return a Python number as an array of the type that JAX gives it."""
+    """Return a Python number of the types ``kinds`` as an array; others unchanged.
+
+    The array has the dtype that JAX gives to such a number.
+    """
     is_python = isinstance(x, kinds) and not isinstance(x, ARRAY_TYPES)
     return jnp.asarray(x) if is_python else x
 
 
 def _let_go(x: Any) -> Any:
-    """Return an array's shape, which holds no memory; return other values as is."""
+    """Return an array's shape, which holds no memory; return other values unchanged."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed
@@ -240,14 +246,18 @@ def _let_go(x: Any) -> Any:
 
 
 def _near(x: Any, by: float) -> Any:
-    """Return a copy of an array, rounded by a relative amount and placed as it was."""
+    """Return a copy of an array that lies on the same devices.
+
+    Its floats are changed by the relative amount ``by``, as if they were rounded; 0
+    leaves them as they are.
+    """
     changed = rounded(x, by, only_broken=True) if by else x
     is_placed = isinstance(x, jax.Array) and changed is not x
     return jax.device_put(changed, x.sharding) if is_placed else x.copy()
 
 
 def _given_as(old: Any, new: Any) -> Any:
-    """Return a new value of a state, placed as the old value was."""
+    """Return a leaf of a new state, with the type and devices of the old leaf."""
     if not isinstance(old, NUMBER_TYPES):
         return old
     if isinstance(old, jax.Array) and old.committed:
@@ -264,7 +274,10 @@ def _given_as(old: Any, new: Any) -> Any:
 def _values(
     out: PyTree, places: dict[int, int | None], changed: dict[str, Any]
 ) -> dict[str, Value]:
-    """Return the leaves that a call returned or changed in place, by name."""
+    """Return, by name, the leaves that a call returned or changed in place.
+
+    ``places`` tell which results are new states; see `state_places`.
+    """
     indices = {*places.values()}
     states = {(jax.tree_util.SequenceKey(i),) for i in indices if i is not None}
     returned = named_leaves("result", out, is_iterator)
@@ -279,7 +292,7 @@ def _values(
 
 
 def _value(x: Any, *, is_state: bool, is_returned: bool) -> Value:
-    """Return a leaf as `Value`; it has no numbers if it is no array of numbers."""
+    """Return a leaf as `Value`, without elements if these are not numbers."""
     none = Value(None, is_state=is_state, is_key=False, is_returned=is_returned)
     if not isinstance(x, NUMBER_TYPES):
         return none
@@ -299,5 +312,5 @@ def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:
 
 
 def meshes_of_trace(traced: TracedProgram | None) -> frozenset[Device]:
-    """Return the devices of the meshes in a program; none if it cannot be traced."""
+    """Return the devices of a program's meshes; none if it cannot be traced."""
     return frozenset(devices_in(traced.jaxpr)) if traced else frozenset()

@@ -76,8 +76,8 @@ def same_on_devices(
         for ever.
 
     Returns:
-      An `AuditReport`. Its notes name what could not be seen, and results that differ
-      from device to device but have the mean or the sum of one device.
+      An `AuditReport`. Its notes name what could not be compared, and results that
+      differ from device to device but have the mean or the sum of one device.
 
     Raises:
       SplitError: A leaf depends on the number of devices. The error has both values,
@@ -180,7 +180,8 @@ def _compare_made(
 ) -> AuditReport:
     """Make, run and trace a program for each number, and compare the results.
 
-    ``refuse(number, devices)`` raises if a program used devices that it may not use.
+    ``of`` is the name of the number. ``refuse(number, devices)`` raises if a program
+    used devices that it may not use.
     """
     check_rtol(rtol)
     first, *others = numbers
@@ -205,12 +206,12 @@ def _compare_made(
 
 
 def takes_nothing(make: Any) -> bool:
-    """Return whether a function can be called without an argument, and not with one."""
+    """Return whether a function must be called without an argument."""
     if not callable(make) or isinstance(make, type):
         return False
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # A compiled function may have no signature.
+    except (TypeError, ValueError):  # a compiled function may have no signature
         return False
     return not any(x.kind is not x.KEYWORD_ONLY for x in parameters)
 
@@ -218,7 +219,10 @@ def takes_nothing(make: Any) -> bool:
 def run_in_processes(
     named: NamedFunction, numbers: Sequence[int], timeout_s: float | None = None
 ) -> dict[int, Ran]:
-    """Return the results of a program in a new process for each number of devices."""
+    """Run a program in a new process for each number of devices.
+
+    Return the results by these numbers.
+    """
     ran = {}
     for number in numbers:
         ran[number] = call_in_process(
@@ -231,6 +235,8 @@ def prove_in_process(
     named: NamedFunction, ran: Mapping[int, Ran], timeout_s: float | None = None
 ) -> tuple[ProgramReport | None, str]:
     """Return the report of `prove` for a program that ran; or None, and why not.
+
+    The proof is made in a new process, as the program ran in one for each number.
 
     Raises:
       ReplicationError: As `prove`.

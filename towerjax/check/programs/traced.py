@@ -47,7 +47,10 @@ def flatten(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
-    """Return the arrays, or shapes, among the arguments, which a trace is given."""
+    """Return the leaves of the arguments that a trace replaces by tracers, by name.
+
+    These are arrays and shapes. All other leaves are constants in the trace.
+    """
     leaves = named_leaves("args", tuple(args), is_iterator)
     return {name: x for name, x in leaves if isinstance(x, _SHAPED)}
 
@@ -104,10 +107,11 @@ def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
 
 
 def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
-    """Return the arguments that are a returned state, and the places of their results.
+    """Return the arguments that a program returns as new state, and their results.
 
-    An argument is a state if a result has its tree, shapes and dtypes. The place is
-    None if the state is the whole result. A lone array must come back at its own place.
+    The keys are indices of arguments. A value is the index of the result, or None if
+    the state is the only result. An argument is a state if a result has its tree,
+    shapes and dtypes. A single array must have the same index among the results.
     """
     is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
     kinds = [_kind([x]) for x in ([out] if is_one else out)]

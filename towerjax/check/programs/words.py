@@ -1,4 +1,4 @@
-"""The words for the number that results must not depend on: devices, micro-batches."""
+"""The words for a number that results must not depend on: of devices, micro-batches."""
 
 import dataclasses
 
@@ -14,19 +14,19 @@ _BY_JAX = (
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The words for a number that must not change results.
+    """The words for a number that must not change results; "they" are what it counts.
 
     Attributes:
-      option: The option that has their numbers, and the argument of ``make``.
+      option: The name of the option for these numbers, and of the argument of ``make``.
       nouns: The nouns in which the proof tells its reasons.
       alone: A program for one of them.
-      letter: The letter that stands for its number.
+      letter: The letter that stands for the number.
       sums: The primitives that add up over all of them.
-      equals: The reason for a factor: a copy that each of them adds.
+      equals: The reason for a factor: each of them adds an equal copy.
       by_own_number: The reason for a factor: each divides by a number of its own.
       all: The reason for a factor: a sum is divided by their number.
-      number: The reason for a factor: any other number.
-      quotients: The reason why a quotient of its own sums is not proved.
+      number: The reason for a factor, if none of these fits.
+      quotients: The reason why a quotient of one's own sums is not proved.
     """
 
     option: str
@@ -42,13 +42,13 @@ class Words:
 
     @property
     def depends(self) -> str:
-        """The first line of an error that lists what depends on their number."""
+        """The first line of an error that lists results which depend on the number."""
         return f"Results of the program depend on the number of {self.nouns.many}:"
 
     def of_power(self, power: int, cause: Cause | None) -> str:
-        """Return the text for a result that is off by a power of their number.
+        """Return the text for a result that is off by a power of the number.
 
-        It has the factor, and if the cause is known, its line and a remedy.
+        It has the factor and, if the cause is known, its line and a remedy.
         """
         size = self.letter if abs(power) == 1 else f"{self.letter}^{abs(power)}"
         size = size if power > 0 else f"1/{size}"
@@ -70,7 +70,7 @@ class Words:
     def of_unknown(self, why: str, cause: Cause | None) -> str:
         """Return why a result is unknown, with the wrong number that causes it.
 
-        Without a ``cause``, the reason ``why`` stays as it is.
+        Without a ``cause`` it is the reason ``why``, unchanged.
         """
         if cause is None:
             return why
@@ -81,7 +81,7 @@ class Words:
 
 
 def line_of(cause: Cause) -> str:
-    """Return the line of the user's code at which a cause stands."""
+    """Return the line of the user's code at which a cause is."""
     return user_line(cause.site) or "a line of a library"
 
 
@@ -148,4 +148,4 @@ OF_MICRO_BATCHES = Words(
     ),
 )
 BY_OPTION = {words.option: words for words in (OF_DEVICES, OF_MICRO_BATCHES)}
-"""The words by the option that has the numbers."""
+"""The words for each option, such as "devices"."""

@@ -26,7 +26,7 @@ _WHERE_STEPS_ARE_MADE = compile_step.__code__.co_filename
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type, by XLA's name, and its dims."""
+    """The element type of an array, by XLA's name, and its dims."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -41,22 +41,23 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One line of a computation in a compiled program's text."""
+    """One operation: a line of a computation in a compiled program's text."""
 
     name: str
     opcode: str
     shapes: tuple[Shape, ...]  # the shapes of the results; several for a tuple
-    operands: tuple[str, ...]  # their names; a parameter's number, a constant's value
+    operands: tuple[str, ...]  # names; a parameter's index, or a constant's value
     inputs: tuple[Shape, ...]  # the shapes of the operands, with tuples spread out
     attributes: str  # the rest of the operation's line
 
     def called(self) -> dict[str, str]:
         """Return the names of the computations that the operation runs.
 
-        Each name has the attribute that says what it is, such as "body" or "condition".
+        Each name is mapped to the attribute that tells its purpose, such as "body" or
+        "condition".
         """
         if self.opcode.endswith(("-done", "-update")):
-            return {}  # The operation that ends in "-start" names them.
+            return {}  # the operation with the end "-start" already names them
         return {
             name: kind
             for kind, text in _CALLED.findall(self.attributes)
@@ -72,15 +73,18 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program's text, parsed."""
+    """The parsed text of a compiled program."""
 
     header: str  # the first line of the text
     computations: dict[str, dict[str, Operation]]  # the operations of each, by name
-    entry: str
-    frames: dict[int, tuple[str, int, str, int]]  # its file, line, function and parent
+    entry: str  # the name of the computation that runs first
+    frames: dict[int, tuple[str, int, str, int]]  # file, line, function and parent
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
-        """Yield ``(file, line, function)`` of each frame, innermost first."""
+        """Yield ``(file, line, function)`` of each stack frame of an operation.
+
+        The innermost is the first.
+        """
         frame_id = re.search(r"\bstack_frame_id=(\d+)", operation.attributes)
         number = int(frame_id[1]) if frame_id else 0
         while number in self.frames:
@@ -89,7 +93,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return the parsed text of a compiled program."""
+    """Parse the text of a compiled program."""
     header, *lines = text.splitlines()
     computations: dict[str, dict[str, Operation]] = {}
     within = ""
@@ -132,7 +136,7 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
         i: (files[file], int(line), functions[function])
         for i, file, function, line in table("FileLocations", place)
     }
-    # The text has the number of a frame's parent plus 1, or 1 if there is no parent.
+    # In the text, ``parent_frame_id`` is the parent's number plus 1; 1 is no parent.
     frame = r"\{file_location_id=(\d+) parent_frame_id=(\d+)"
     rows = table("StackFrames", frame)
     return {int(i): (*places[at], int(parent) - 1) for i, at, parent in rows}
@@ -156,7 +160,7 @@ class CompiledCollective:
     line: str  # the line of user code, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of this collective's row in the shown table."""
+        """Return the cells of this collective's row in the report's table."""
         when = f"at {self.start} of {self.length}, exposed"
         if self.start < self.end:
             beside = f"beside {in_bytes(self.beside)} read and written"
@@ -187,7 +191,12 @@ def collectives_of(
     known: bool = True,
     when: tuple[Any, ...] | None = None,
 ) -> Iterator[CompiledCollective]:
-    """Yield the collectives of the program, in the order of its text from the entry."""
+    """Yield the collectives of the program, in the order of its text from the entry.
+
+    ``computation`` is the one to read; None is the entry. ``trips`` is how often it
+    runs per call, and ``known`` whether that is known. ``when`` is the schedule of the
+    operation that runs it asynchronously, as from `_schedule_of`; None if none does.
+    """
     there = list(module.computations[computation or module.entry].values())
     for op in there:
         opcode = op.opcode.removesuffix("-start")
@@ -215,7 +224,11 @@ def collectives_of(
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
-    """Return ``start``, ``end``, ``length`` and ``beside`` of a collective."""
+    """Return ``start``, ``end``, ``length`` and ``beside`` of a collective.
+
+    They are the fields of `CompiledCollective`. ``there`` are the operations of its
+    computation.
+    """
     working = [other for other in there if other.opcode not in _NO_WORK]
     start = working.index(op)
     done = op.opcode.replace("-start", "-done")
@@ -228,7 +241,7 @@ def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
 
 
 def _group_size(module: Module, op: Operation) -> int:
-    """Return the number of devices of a collective's group.
+    """Return the number of devices in a group of a collective.
 
     The text has the groups as lists, a grid, or mesh axes.
     """
@@ -246,14 +259,14 @@ def _group_size(module: Module, op: Operation) -> int:
 
 
 def _source_line(module: Module, op: Operation) -> str:
-    """Return the innermost line of user code below the step.
+    """Return the innermost line of user code inside the step.
 
     If there is none, it is the innermost line of any code.
     """
     stack = list(module.stack(op))
     for file, line, function in stack:
         if file == _WHERE_STEPS_ARE_MADE:
-            break  # All frames further out are of code that called the step.
+            break  # frames further out are those of the code that calls the step
         if not is_library(file):
             return format_line(file, line, function)
     return format_line(*stack[0]) if stack else ""

@@ -40,17 +40,17 @@ _IN_STATE = re.compile(r"(?:state|kept)(?:\['|\.)(\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over calls, each of which is awaited before the next."""
+    """Medians over several calls; each call is awaited before the next one."""
 
     calls: int
     dispatch_s: float  # the time until the call returns, which is the host's time
-    step_s: float  # the time until the results are there
+    step_s: float  # the time until the results are ready
 
 
 def time_calls(
     call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
 ) -> Timing:
-    """Return the times of ``calls`` calls, after one call that does not count."""
+    """Return the times of ``calls`` calls, after a first call that is not timed."""
     dispatched = []
     done = []
     for _ in range(calls + 1):
@@ -64,11 +64,11 @@ def time_calls(
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes that one device holds while the program runs, as the compiler plans."""
+    """The bytes that the compiler plans for one device while the program runs."""
 
     by_kind: dict[str, int]  # the bytes of "parameters", "batch", ..., "temporaries"
     arguments: int  # the bytes of the arguments that the program reads
-    aliased: int  # the bytes of results in arguments' buffers, which count only there
+    aliased: int  # the bytes of results that are written over arguments
     peak: int  # the most bytes at once
     capacity: int | None = None  # the bytes of the device, where known
 
@@ -189,7 +189,7 @@ def report_of(
     start = time.perf_counter()
     placement = strategy.placement
     names = [*inspect.signature(fn).parameters]
-    names += names[-1:] * len(args)  # The last name may be that of *args.
+    names += names[-1:] * len(args)  # the last name may be that of *args
     traced = fn.trace(*args)
     lowered = lower_on_devices(traced, placement)
     compiled = compile_on_devices(lowered, placement)
@@ -210,7 +210,7 @@ def report_on(
 def time_program(
     program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
 ) -> Timing:
-    """Return the times of a program's calls, with its own copy of a state."""
+    """Return the times of calls of a program, made with a copy of the state."""
     first, others_kept = split_state(state)
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
@@ -253,7 +253,7 @@ def _make_report(
 
 
 def _memory_of(placement: Placement) -> int | None:
-    """Return the memory of this process's first device; None where it does not say."""
+    """Return the bytes of memory of this process's first device; None if unknown."""
     local_devices = (
         x for x in placement.jax_devices if x.process_index == jax.process_index()
     )
@@ -261,7 +261,10 @@ def _memory_of(placement: Placement) -> int | None:
 
 
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
-    """Return the bytes per device of the arguments that are read, by kind."""
+    """Return the bytes per device of the arguments that the program reads, by kind.
+
+    ``roots`` are the names of the arguments.
+    """
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     shardings = jax.tree.leaves(compiled.input_shardings)
     held = {}

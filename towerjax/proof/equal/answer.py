@@ -41,13 +41,13 @@ class ProvedResult(NamedTuple):
     """What is known of a result of two programs, for two numbers of towers."""
 
     value: Kind
-    # This is the multiple of a tower's rows that dim 0 has; None for any other dim.
+    # m if dim 0 has m times a tower's rows; None if its size is no such multiple.
     times_rows: Fraction | None
     is_of_one_shape: bool  # whether no dim depends on the number of towers
 
     @property
     def is_the_same(self) -> bool:
-        """Whether all towers have the same value, and one tower has that value, too."""
+        """Whether the value is replicated, and the same for both numbers of towers."""
         is_copy = isinstance(self.value, Copy | Zero) and not self.value.power
         return is_copy and self.is_of_one_shape
 
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     says: Says
     why: str = ""  # the reason, if it is not proved
     advice: str = ""  # what to write, if it is refuted
-    has_line: bool = False  # whether the reason names a line
+    has_line: bool = False  # whether the reason names a line of the program
 
 
 _KIND_OF = {Merge.MAXIMUM: Maximum, Merge.MINIMUM: Minimum}
@@ -80,10 +80,10 @@ _NO_COPY = (
 def answer_for(
     merge: Merge, value: Kind, weight: Kind | None, has_rows: bool
 ) -> Answer:
-    """Answer whether a leaf is merged to the value that one tower has.
+    """Return the proof's answer for a leaf: proved if its merged value is one tower's.
 
     ``weight`` is the kind of the result that a mean is divided by. ``has_rows`` tells
-    whether dim 0 is that of the tower's rows.
+    whether dim 0 of the leaf is that of the tower's rows.
     """
     unknown = [x for x in (value, weight) if x and isinstance(x, Unknown)]
     if unknown:
@@ -97,7 +97,7 @@ def answer_for(
     if merge is Merge.REPLICATED:
         return _off_by(value, Copy, value.power, _FREE_OF_NUMBER)
     if merge in _KIND_OF:
-        # The largest of equal values is that value, so a copy is right, too.
+        # The largest of equal values is that value, so a replicated value will do, too.
         is_copy = isinstance(value, Copy)
         wanted = Copy if is_copy else _KIND_OF[merge]
         return _off_by(value, wanted, value.power, _FREE_OF_NUMBER)
@@ -110,7 +110,7 @@ def answer_for(
 
 
 def _of_rows(value: Kind, has_rows: bool) -> Answer:
-    """Answer for a leaf of rows, which are joined to the rows of the batch."""
+    """Return the answer for a leaf of rows, which are joined to the batch's rows."""
     if isinstance(value, Zero) and has_rows:
         return _PROVED
     if not has_rows or blocks_of(value) > 1:
@@ -120,9 +120,9 @@ def _of_rows(value: Kind, has_rows: bool) -> Answer:
 
 
 def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer:
-    """Answer for a leaf of rows of a table, which are added up by their indices.
+    """Return the answer for rows of a table, which are added up by their indices.
 
-    If the indices are the same on all towers, the values are a sum like any other.
+    If all towers have the same indices, the values are a sum like any other.
     """
     indices = at.value
     for x in (value, indices):
@@ -146,9 +146,9 @@ def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer
 
 
 def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
-    """Answer for a value that must be of a wanted kind and have the power 0 of T.
+    """Return the answer for a value that must be of the kind ``wanted``, with power 0.
 
-    Another kind is unknown. The right kind with another power is refuted.
+    For another kind it is unknown. For the right kind with another power it is refuted.
     """
     if type(value) is not wanted:
         return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
@@ -158,12 +158,12 @@ def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
 
 
 def _of_mean(value: Kind, weight: Kind) -> Answer:
-    """Answer for a mean, whose sum and weight must have the same power of T."""
+    """Return the answer for a mean, whose sum and weight must have one power of T."""
     if isinstance(value, Mean) and isinstance(weight, Copy):
         why = "it is an average of the towers' averages, each over its rows"
         return Answer(Says.REFUTED, why, _MEAN_OF_ROWS)
-    # The number of a tower's rows is replicated, with power -1, but it is also a sum
-    # over the rows, so it is not reported as a weight that is no sum.
+    # The number of a tower's rows is replicated, with power -1. It is also the sum of a
+    # 1 for each row, so the advice for a weight that is no sum does not fit it.
     is_copy = [isinstance(x, Copy) and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total = as_part(value)
@@ -181,12 +181,12 @@ def _of_mean(value: Kind, weight: Kind) -> Answer:
 
 
 def _has_line(power: Any) -> bool:
-    """Return whether it is known where a value got a power of T."""
+    """Return whether it is known at which line a value got its power of T."""
     return isinstance(power, Power) and bool(power.line)
 
 
 def _told(power: Any) -> str:
-    """Return the text for a power of T: the factor, and the line that brought it in."""
+    """Return the words for a power of T: the factor, and the line where it came in."""
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"

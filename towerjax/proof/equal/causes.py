@@ -1,4 +1,4 @@
-"""Find the equation that brought a power of T, or a tower's own mean, into a program.
+"""Find the equation that brings a power of T, or a tower's own mean, into a program.
 
 A result often shows the power only at a later line. For example, a device divides by
 its own number of rows in its loss, and the sum over devices comes later.
@@ -22,7 +22,7 @@ from towerjax.proof.equal.kinds import (
 
 
 class Cause(NamedTuple):
-    """An equation, its site, and the kinds of its operands."""
+    """An equation that brings a wrong number in, its site, and its operands' kinds."""
 
     site: Site
     ins: tuple[Kind, ...]
@@ -32,8 +32,8 @@ class Cause(NamedTuple):
 class _Place(NamedTuple):
     """A variable of a program, and the equation that runs this program.
 
-    ``around`` is a place in the program that has this equation. ``eqn`` and ``around``
-    are None in the outermost program.
+    ``around`` is a place in the program that has this equation, ``eqn``. Both are None
+    in the outermost program.
     """
 
     program: Jaxpr
@@ -48,9 +48,9 @@ class _Place(NamedTuple):
 
 
 class Causes:
-    """The causes of findings in a program whose values have known kinds.
+    """The causes of what a proof refutes, or cannot decide, in a program.
 
-    ``kinds`` are the kinds that a `Walk` found.
+    ``kinds`` are the kinds of the program's values that a `Walk` found.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Causes:
         self._makers: dict[int, dict[Any, JaxprEqn]] = {}
 
     def of_power(self, result: int) -> Cause | None:
-        """Find the equation that brought the power of T into a result, or None."""
+        """Find the equation that brings a power of T into a result, or None."""
         return self._of_power(_Place(self._program, self._program.outvars[result]))
 
     def of_unknown(self, result: int) -> Cause | None:
-        """Find the equation with a wrong number that makes a result unknown, or None.
+        """Find the wrong equation that makes a result unknown; None if there is none.
 
         Such an equation divides by a tower's own sum, or brings a power of T into a
         replicated value.
@@ -97,13 +97,13 @@ class Causes:
         return self._cause(self._first(place, has_power), value)
 
     def _known(self, place: _Place) -> Kind | None:
-        """Return the known kind of a variable, or None."""
+        """Return the kind of a variable, or None if it was not found."""
         if isinstance(place.var, Literal):
             return None
         return self._kinds.get(id(place.program), {}).get(place.var)
 
     def _maker(self, place: _Place) -> JaxprEqn | None:
-        """Return the equation that computes a variable, or None for an argument."""
+        """Return the equation that computes a variable; None for an argument."""
         key = id(place.program)
         if key not in self._makers:
             makers = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
@@ -120,9 +120,9 @@ class Causes:
     def _first(self, place: _Place, has: Callable[[Kind], bool]) -> _Place | None:
         """Find the variable at which a property first appears, on the way to ``place``.
 
-        ``has`` tells whether a value has the property. The variable has it, and no
-        value that it is computed from has it. It is a result of an equation, not an
-        argument.
+        ``has`` tells from a value's kind whether it has the property. The variable
+        found has it, and no value that it is computed from has it. It is a result of an
+        equation, not an argument.
         """
         todo = [place]
         seen = set[tuple[int, Any]]()
@@ -142,7 +142,7 @@ class Causes:
         return None
 
     def _before(self, place: _Place) -> Iterator[_Place]:
-        """Yield the variables that a variable is computed from, also across calls."""
+        """Yield the variables from which a variable is computed, also across calls."""
         eqn = self._maker(place)
         if eqn is not None:
             inner = [x for x in inner_programs(eqn) if place.var in x.results]

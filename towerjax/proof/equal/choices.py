@@ -46,9 +46,10 @@ _NOT_NEGATIVE: TypeAlias = RowNumbers | Counter | TowerId | FirstRow | RowOrder
 
 @rule("max min", ELEMENTS, ELEMENTS, knows_identity=True)
 def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer the larger or smaller of two values of one power: the kind stays.
+    """Return the kind of the larger or smaller of two values: the kind stays.
 
-    Powers of T are positive, so T^p x is larger than T^p y if x is larger than y.
+    Both must have one power p. T^p is positive, so T^p x is larger than T^p y if x is
+    larger than y.
     """
     return joined([x, y], "compared with")
 
@@ -58,9 +59,10 @@ def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 @rule("min", Minimum, Minimum, knows_identity=True)
 @rule("min", Minimum, Copy, knows_identity=True, commutes=True)
 def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Kind:
-    """Answer the larger of two maxima, or of a maximum and a replicated value.
+    """Return the kind of the larger of two maxima: a maximum.
 
-    The result is a maximum. Minima are answered the same way.
+    One of them may be a replicated value. In the same way, the smaller of two minima is
+    a minimum.
     """
     if x.power != y.power:
         raise refused(pair)
@@ -71,7 +73,7 @@ def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Ki
     "max min", SoFar, ELEMENTS | Maximum | Minimum, knows_identity=True, commutes=True
 )
 def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """Answer the larger of a loop's carry and a trip's value: an extreme so far.
+    """Return the kind of the larger of a loop's carry and a value: an extreme so far.
 
     In a loop over rows there must be no padding, because a padding row may hold a
     larger value.
@@ -80,7 +82,8 @@ def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
     is_of_rows = pair.scope.loop is not None
     fits = isinstance(y, Copy | (Row if is_of_rows else extreme))
     fits &= x.power in (None, y.power)
-    is_new = x.extreme is None and x.power is None  # The carry is no sum yet.
+    # A carry without a power is still its start: no trip has added to it.
+    is_new = x.extreme is None and x.power is None
     fits &= is_new or x.extreme is extreme
     if not fits or (is_of_rows and pair.sizes.padded):
         raise refused(pair)
@@ -88,7 +91,10 @@ def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
 
 
 def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
-    """Return the kind of a carry that only grew, or only fell, in a loop; else None.
+    """Return the kind of a carry after a loop whose trips only raised, or lowered, it.
+
+    ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it. The result is None for a carry that is no extreme.
 
     Raises:
       NotOfOneKindError: The loop starts with a value that does not fit.
@@ -102,16 +108,16 @@ def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
 
 
 def is_same_carry(start: Kind, end: Kind) -> bool:
-    """Return whether a trip changed a carry only by adding to it."""
+    """Return whether a trip changed a carry only by adding to it, or not at all."""
     are_sums = isinstance(start, SoFar) and isinstance(end, SoFar)
     return are_sums and start.carry == end.carry and end.extreme is None  # type: ignore
 
 
 @rule("eq ne lt le gt ge", ELEMENTS, ELEMENTS, knows_identity=True)
 def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a comparison of two values of one power p: T^p does not change its result.
+    """Return the kind of a comparison of two values of one power p: a flag of each row.
 
-    The result is a flag of each row.
+    The factor T^p of both does not change the result.
     """
     if pair.name == "lt" and isinstance(y, Zero):
         if isinstance(x, Zero) or isinstance(x.fact, NumberInBatch):
@@ -130,15 +136,15 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
 def _is_negative(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """Answer whether the number of a tower or row is below 0: it never is."""
+    """Return the kind of "a tower's or row's index is below 0": 0, as it never is."""
     return copy(number=False)
 
 
 @rule("lt", RowNumbers, Valid, knows_identity=True)
 def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
-    """Answer whether a row's number is below the number of examples: the padding flag.
+    """Return the kind of "a row's index is below the number of examples".
 
-    A tower's examples come before its padding.
+    It is the flag of `PADDING`, because a tower's examples come before its padding.
     """
     if pair.times_rows(0, pair.rows_in[0]) != 1:
         raise refused(pair)
@@ -149,7 +155,7 @@ def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
 
 @rule("lt", RowNumbers, Copy | Size, knows_identity=True)
 def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
-    """Answer whether a row's number is below the number of rows: it always is."""
+    """Return the kind of "a row's index is below the number of rows": always True."""
     is_each = pair.times_rows(0, pair.rows_in[0]) == 1
     if not (is_each and is_rows_of_tower(y)):
         raise refused(pair)
@@ -158,7 +164,7 @@ def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
 
 @rule("ge", Valid, Copy | Size, knows_identity=True)
 def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
-    """Answer whether a tower has as many examples as rows, and so no padding."""
+    """Return the kind of "a tower has as many examples as rows": it has no padding."""
     if not _is_size_of_tower(pair, y):
         raise refused(pair)
     return IsFull()
@@ -167,7 +173,7 @@ def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
 @rule("ge", Size, Copy | Size, knows_identity=True)
 @rule("ge", Copy, Size, knows_identity=True)
 def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
-    """Answer whether a tower's number of rows is at least itself: it always is."""
+    """Return the kind of "a tower's number of rows is at least itself": always True."""
     if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
         raise refused(pair)
     return copy(number=True)
@@ -184,9 +190,9 @@ def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
 
 @rule("or", ELEMENTS, ELEMENTS, knows_identity=True)
 def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer `or` of two values, a function of both.
+    """Return the kind of `or` of two values, a function of both.
 
-    If one of them is True on all towers, so is the result.
+    If one of them is True on all towers, the result is, too.
     """
     is_true = constant_of(x) is True or constant_of(y) is True
     if is_true and pair.are(SAME_FOR_ALL):
@@ -196,9 +202,10 @@ def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("or", TowerRows, IsFull, knows_identity=True, commutes=True)
 def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
-    """Answer `or` of the padding flag and "the tower is full": the padding flag.
+    """Return the kind of "a row is an example, or its tower is full".
 
-    All rows of a full tower are examples, so the flag is 1 in each of them anyway.
+    It is the flag of `PADDING`: all rows of a full tower are examples, so the flag is 1
+    in each of them anyway.
     """
     if x.fact != Flag(PADDING):
         raise refused(pair)
@@ -207,22 +214,25 @@ def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
 
 @rule("and", ELEMENTS, ELEMENTS, knows_identity=True)
 def _both(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer `and` of two values, a function of both; of two flags it is a flag."""
+    """Return the kind of `and` of two values, a function of both.
+
+    The `and` of two flags is a flag.
+    """
     return guards.flag_of(pair, function_of([x, y], "and"))
 
 
 @rule("not", ELEMENTS, knows_identity=True)
 def _opposite(pair: EquationPair, x: Kind) -> Kind:
-    """Answer `not` of rows or of a replicated value, as a function of each element."""
+    """Return the kind of `not` of rows or of a replicated value, by element."""
     return function_of([x], "not")
 
 
 @rule("select_n", every=Kind, knows_identity=True)
 def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
-    """Answer a choice: by a replicated predicate the kind of the cases stays.
+    """Return the kind of a `select_n`, which chooses between cases by a predicate.
 
-    If rows choose, each row chooses for itself, so the cases must be rows or
-    replicated.
+    If the predicate is replicated, the kind of the cases stays. If it is rows, each row
+    chooses for itself, and the cases must be rows or replicated.
     """
     if constant_of(predicate) == 0:
         return cases[0]
@@ -252,7 +262,7 @@ def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
 
 
 def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
-    """Return the infinity that a choice puts into padding rows, or None.
+    """Return a fact: the infinity that a choice puts into padding rows; None if none.
 
     The predicate must be 0 in padding rows, so that they get case 0.
     """
@@ -263,7 +273,7 @@ def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
 
 
 def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
-    """Return the kind of a choice between a loop's carry and the changed carry."""
+    """Return the kind of a choice, inside a loop, between an old and a new carry."""
     known = [x for x in cases if x.power is not None] or cases
     of_carry = {_carry_of(x) for x in cases}
     is_of_row = isinstance(predicate, Row | SAME_FOR_ALL) and pair.rows_in[0] is None
@@ -277,7 +287,10 @@ def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
 
 
 def _carry_of(x: Kind) -> Any:
-    """Return which carry of a loop a value is, and what a trip did with it."""
+    """Return a key that tells which carry a kind is of, and how a trip changed it.
+
+    The kind of a carry is `SoFar` or `Buffer`. For any other kind, the key is the kind.
+    """
     if isinstance(x, SoFar):
         return SoFar, x.carry, x.extreme
     return (Buffer, x.carry) if isinstance(x, Buffer) else (type(x), x)
@@ -285,5 +298,8 @@ def _carry_of(x: Kind) -> Any:
 
 @rule("clamp", every=ELEMENTS)
 def _clamped(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer a clip, which is a maximum and a minimum: the kind stays."""
+    """Return the kind of a `clamp` of values of one kind: the kind stays.
+
+    It is a maximum of a minimum.
+    """
     return joined(ins, "clipped by")

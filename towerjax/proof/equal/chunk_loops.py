@@ -1,10 +1,11 @@
 """Loops over chunks of a tower's rows: a scan of an array ``[k, b / k, ...]``.
 
-In a trip the rows are those of a chunk, and their sum is a part of the sum over all
-trips and towers. So the rules for rows hold in a trip, with three exceptions. Towers
-must not communicate, because a trip's rows on all towers depend on the number of
-towers. Only sums may change from trip to trip, because other carries would weigh rows
-by their place. And a key would draw the same numbers for the rows of each chunk.
+A trip has the rows of one chunk, and their sum is a part of the sum over all trips and
+towers. So the rules for rows hold in a trip, with three exceptions. Towers must not
+communicate, because which rows the towers have in a trip depends on the number of
+towers. Only sums may change from trip to trip, because other carries would make a row
+depend on those before it. And a key must not be used, because it would draw the same
+numbers for the rows of each chunk.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
     """Return whether a `scan` runs over chunks of the tower's rows.
 
     Raises:
-      NotOfOneKindError: It runs over groups of rows that are no chunks in order.
+      NotOfOneKindError: It runs over groups of rows that are not chunks in order.
     """
     start = sum(loop_sizes(pair.first))
     pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
@@ -47,7 +48,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
 
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
-    """Return the kinds of a loop's results over chunks: sums, and values per row."""
+    """Return the kinds of the results of a loop over chunks: sums, and rows."""
     if pair.scope.loop is not None or pair.scope.in_chunks:
         raise NotOfOneKindError(
             "a loop over chunks of rows is inside another loop over rows"
@@ -79,7 +80,7 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that all trips get, which must be replicated."""
+    """Return the kind of a value that each trip gets; it must be replicated."""
     if isinstance(x, Copy | Zero | Unknown):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows uses {x}")
@@ -117,7 +118,10 @@ def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> K
 
 
 def _of_all_trips(pair: EquationPair, x: Kind, axis: int | None) -> Kind:
-    """Return the kind of an output that trips stack: rows in chunks, or their sums."""
+    """Return the kind of what the trips stack: rows in chunks, or an array of sums.
+
+    ``axis`` is the dim of rows of the stacked array.
+    """
     if isinstance(x, Zero | Unknown):
         return x if isinstance(x, Unknown) else ZERO
     if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:

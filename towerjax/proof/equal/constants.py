@@ -1,4 +1,4 @@
-"""Constants of a program, literals and arrays that it closes over, and their kinds."""
+"""The constants of a program, literals and arrays that it closes over; their kinds."""
 
 import functools
 from fractions import Fraction
@@ -22,11 +22,11 @@ from towerjax.proof.equal.kinds import (
 from towerjax.types.trees import is_key, key_data
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
-"""The powers of T that a constant of a program may have."""
+"""The exponents p that are tried if two constants may differ by a factor T^p."""
 
 
 class ConstValue:
-    """A constant of a program, an array or a key."""
+    """A constant of a program: an array, a number or a random key."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -43,28 +43,31 @@ class ConstValue:
 
     @functools.cached_property
     def is_finite(self) -> bool:
-        """Whether no element is infinite or no number."""
+        """Whether no element is infinite or NaN."""
         is_inexact = jnp.issubdtype(self.array.dtype, jnp.inexact)
         return not is_inexact or bool(np.isfinite(self.array).all())
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is one number or flag, and no key."""
+        """Whether the constant is one number or flag, and not a key."""
         return self.array.shape == () and not is_key(self.value)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one whole number or flag."""
+        """Whether the constant is one whole number or flag."""
         return self.is_scalar and self.array.dtype.kind in "biu"
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is the inexact number 0; a whole one may number a micro-batch."""
+        """Whether the constant is the floating-point number 0.
+
+        The whole number 0 is left out, because it may be the index of a micro-batch.
+        """
         return not self.is_whole and self.is_scalar and bool(self.array == 0)
 
 
 def real_number(x: Any) -> float | None:
-    """Return the real number that a constant is, or None."""
+    """Return a constant as a float if it is one real number; otherwise None."""
     if not isinstance(x, ConstValue) or not x.is_scalar:
         return None
     dtype = x.array.dtype
@@ -75,10 +78,10 @@ def real_number(x: Any) -> float | None:
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
     """Return the kind of a literal, or of an array that a program closes over.
 
-    ``first`` and ``second`` are its values in the two programs.
+    ``first`` and ``second`` are the constant in the two programs.
     """
     if isinstance(first, Tracer) or isinstance(second, Tracer):
-        # The constant is a value of a program around the step, so it has no number yet.
+        # The constant is traced by a program around the step, so its number is unknown.
         why = "the program closes over other values for another number of {many}"
         return copy() if first is second else Unknown(why=why)
     if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
@@ -124,7 +127,7 @@ def size_of_rows(sizes: Sizes) -> Kind:
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
-    """Return the power of T by which two constants differ; None if there is none."""
+    """Return p if two constants differ by the factor T^p; None if they do not."""
     ratio = sizes.towers[1] / sizes.towers[0]
     for power in POWERS:
         factor = ratio ** float(power)
@@ -148,5 +151,5 @@ def _as_numbers(x: Any) -> np.ndarray | None:
 
 
 def _is_filled(x: np.ndarray) -> bool:
-    """Return whether all elements of an array are one number."""
+    """Return whether all elements of an array are equal."""
     return bool(x.size) and bool((x == x.flat[0]).all())

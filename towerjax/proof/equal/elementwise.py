@@ -66,39 +66,39 @@ _NO_ELEMENTS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
     knows_identity=True,
 )
 def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer an identity: result i has the kind of operand i."""
+    """Return the kinds of unchanged values: result i has the kind of operand i."""
     return [*ins]
 
 
 @rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a value whose derivative is stopped: the kind stays.
+    """Return the kind of a value whose derivative is stopped: the kind stays.
 
-    It is another value of the program, because its derivative is another.
+    The result has an identity of its own, because its derivative is another.
     """
     return x.replace(fact=None)
 
 
 @rule("reduce_precision", OF_ONE_TOWER, knows_identity=True)
 def _rounded(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a rounded value: the kind stays.
+    """Return the kind of a rounded value: the kind stays.
 
-    Rounding is ignored, and it does not change which value is larger.
+    The proof ignores rounding, which also keeps the order of values.
     """
     return x
 
 
 @rule("neg", LINEAR | Groups, knows_identity=True)
 def _negative(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the negative of a value: the kind stays, because -x is linear."""
+    """Return the kind of a negative: that of the value, because -x is linear."""
     return x.times_tower(x.power)
 
 
 @rule("neg", Stacked, knows_identity=True)
 def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
-    """Answer the negatives of all towers' values, except of maxima and minima.
+    """Return the kind of the negatives of all towers' values: the kind stays.
 
-    The negative of a maximum would be a minimum.
+    Maxima and minima are refused, because the negative of a maximum is a minimum.
     """
     if x.of in (Maximum, Minimum):
         raise refused(pair)
@@ -107,7 +107,7 @@ def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("real imag conj", LINEAR)
 def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a real part, imaginary part or conjugate: the kind stays.
+    """Return the kind of a real part, imaginary part or conjugate: the kind stays.
 
     Each is a linear function over the real numbers.
     """
@@ -116,25 +116,31 @@ def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("complex", LINEAR, LINEAR)
 def _of_two_parts(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a complex number, which is linear in its real and its imaginary part."""
+    """Return the kind of a complex number: that of its real and imaginary parts.
+
+    It is linear in both, so they must fit like two addends.
+    """
     return joined([x, y], "together with")
 
 
 @rule("squeeze expand_dims", OF_ONE_TOWER, knows_identity=True)
 def _laid_otherwise(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a value that gets or loses dims of one element: the kind stays."""
+    """Return the kind of a value that gets or loses dims of size 1: the kind stays."""
     return x
 
 
 @rule("transpose", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _transposed(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a transposed value: the kind stays, as the shapes show the dim of rows."""
+    """Return the kind of a transposed value: the kind stays.
+
+    Which dim has the rows is read from the shapes.
+    """
     return x
 
 
 @rule("transpose", Groups, knows_identity=True)
 def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Answer transposed groups of rows, whose dims get other numbers."""
+    """Return the kind of transposed groups of rows: groups, along renumbered dims."""
     new = pair.params["permutation"].index
     dims = tuple(new(i) for i in x.layout.dims)
     return x.replace(layout=x.layout._replace(dims=dims))
@@ -142,13 +148,14 @@ def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("convert_element_type", OF_ONE_TOWER | SPECIAL, knows_identity=True)
 def _converted(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a conversion to a dtype that holds the operand's numbers: the kind stays.
+    """Return the kind of a value in another dtype.
 
-    Rounding is ignored. Any other conversion is a function of each element.
+    If that dtype holds all numbers of the old one, except for rounding, the kind stays.
+    Any other conversion is a function of each element.
     """
     old = np.dtype(pair.dtype(0))
     new = np.dtype(pair.params["new_dtype"])
-    # Floats of 8 bits may have no infinity.
+    # Some floats of 8 bits have no infinity, so the padding may become any number.
     if isinstance(x.fact, InfinitePadding) and new.itemsize < 2:
         x = x.replace(fact=None)
     if isinstance(x, Zero) or _holds_numbers(old, new):
@@ -159,14 +166,14 @@ def _converted(pair: EquationPair, x: Kind) -> Kind:
         if is_rows_of_tower(x):
             return x
     converted = function_of([x], f"a conversion to {new.name}")
-    # A flag is 0 or 1 in each of these dtypes, so it stays the same flag.
+    # Integers and bools hold 0 and 1 exactly, so the result is the same flag.
     if isinstance(x.fact, Flag) and (new.kind in "biu" or old.kind in "biu"):
         return converted.replace(zeros=x.zeros, fact=x.fact)
     return converted
 
 
 def _holds_numbers(old: Any, new: Any) -> bool:
-    """Return whether a dtype holds another dtype's numbers, except for rounding."""
+    """Return whether the dtype ``new`` holds all numbers of ``old``, up to rounding."""
     if jnp.issubdtype(new, jnp.complexfloating):
         return True
     if jnp.issubdtype(new, jnp.inexact):
@@ -179,17 +186,20 @@ def _holds_numbers(old: Any, new: Any) -> bool:
 
 @rule("add sub add_any", LINEAR, LINEAR, knows_identity=True)
 def _sum_of_two(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a sum or difference of two values of one kind and power: both stay.
+    """Return the kind of a sum or difference of two values of one kind and power.
 
-    A replicated value of power p is also a part of power p + 1, because its sum over T
-    towers is T times the value.
+    Kind and power stay. A part of power p + 1 may be added to a replicated value of
+    power p, because the sum over T towers of that value is T times the value.
     """
     return joined([x, y])
 
 
 @rule("add sub add_any", Groups, Groups, knows_identity=True)
 def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
-    """Answer a sum or difference of two values that have the same groups of rows."""
+    """Return the kind of a sum or difference of rows along the same several dims.
+
+    The result has rows along these dims, too.
+    """
     if (x.power, x.layout) != (y.power, y.layout):
         raise refused(pair)
     return x.times_tower(x.power)
@@ -197,10 +207,10 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 
 @rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
-    """Answer the number of a row in its tower plus that of the tower's first row.
+    """Return the kind of a row's index in its tower plus the tower's first row's index.
 
-    The sum is the row's number in the batch. This needs equally many rows on all
-    towers, and all of them at once.
+    The sum is the row's index in the batch. This holds only if all towers have equally
+    many rows, and none is padding, and if each tower has all its rows at once.
     """
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
@@ -212,7 +222,7 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
 @rule("sub", NUMBER, Zero, knows_identity=True)
 @rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
 def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """Answer a tower's or row's number plus 0, which is that number."""
+    """Return the kind of a tower's or row's index plus 0: the kind of that index."""
     if isinstance(x, NextRow):
         raise refused(pair)
     return x
@@ -220,7 +230,7 @@ def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
 
 @rule("add add_any", Counter, Copy, commutes=True)
 def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
-    """Answer a row's number plus 1, in a loop over rows: the next row's number."""
+    """Return the kind of a row's index plus 1, in a loop over rows: the next index."""
     if y.number != 1:
         raise refused(pair)
     return NextRow()
@@ -229,9 +239,9 @@ def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
 @rule("sub", SoFar, LINEAR, knows_identity=True)
 @rule("add add_any", SoFar, LINEAR, knows_identity=True, commutes=True)
 def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """Answer what a trip adds to a loop's carry: the carry stays a sum over rows.
+    """Return the kind of a loop's carry plus a value: the carry stays a sum over rows.
 
-    In a loop over rows a trip adds one row's value, in a loop over chunks a part.
+    In a loop over rows the value must be one row's, in a loop over chunks a part.
     """
     adds_sums = pair.scope.loop is None and pair.scope.in_chunks
     addend = as_part(y) if adds_sums else y
@@ -247,9 +257,10 @@ def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
 
 @rule("mul", ELEMENTS, ELEMENTS, knows_identity=True)
 def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a product of rows or replicated values: the powers of T add.
+    """Return the kind of a product of rows or replicated values.
 
-    The product of two flags is a flag.
+    It is rows if one of them is, and the exponents of T add up. The product of two
+    flags is a flag.
     """
     if constant_of(x) == 1:
         return y
@@ -260,15 +271,18 @@ def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a part times a replicated value, which is a part."""
+    """Return the kind of a part times a replicated value: a part.
+
+    The product is linear in the part.
+    """
     return product_of(x, y)
 
 
 @rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
 def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
-    """Answer a tower's number times its number of rows.
+    """Return the kind of a tower's index times its number of rows.
 
-    The product is the number of the tower's first row in the batch.
+    The product is the index in the batch of the tower's first row.
     """
     if y.number == 1:
         return x
@@ -279,9 +293,10 @@ def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
 
 @rule("mul", Groups | Stacked, Copy, knows_identity=True, commutes=True)
 def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """Answer groups of rows, or all towers' values, times one number.
+    """Return the kind of groups of rows, or all towers' values, times one number.
 
-    Maxima and minima are refused, because a negative number would exchange them.
+    The kind stays. Maxima and minima are refused, because a negative number would
+    exchange them.
     """
     is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
     if pair.shape(1) != () or is_extreme:
@@ -291,9 +306,10 @@ def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
 @rule("div", ELEMENTS, ELEMENTS, knows_identity=True)
 def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a quotient of rows or replicated values: the powers of T are subtracted.
+    """Return the kind of a quotient of rows or replicated values.
 
-    An integer division is a function of each element, because it is not linear.
+    The exponents of T are subtracted. A division of integers is not linear, so it is
+    treated as any function of each element.
     """
     if _is_whole(pair):
         return function_of([x, y], "an integer division")
@@ -304,7 +320,10 @@ def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("div", Part, Copy, knows_identity=True)
 def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """Answer a part divided by a replicated value: it stays a part."""
+    """Return the kind of a part divided by a replicated value: a part.
+
+    The quotient is linear in the part.
+    """
     if _is_whole(pair):
         raise refused(pair)
     return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
@@ -312,7 +331,10 @@ def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 @rule("div", Groups | Stacked, Copy, knows_identity=True)
 def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """Answer groups of rows, or all towers' values, divided by one number."""
+    """Return the kind of groups of rows, or all towers' values, divided by one number.
+
+    The kind stays.
+    """
     is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
     if _is_whole(pair) or pair.shape(1) != () or is_extreme:
         raise refused(pair)
@@ -320,7 +342,7 @@ def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
 
 def _is_whole(pair: EquationPair) -> bool:
-    """Return whether a division is one of integers, which is not linear."""
+    """Return whether a division is of integers, which rounds and so is not linear."""
     return bool(jnp.issubdtype(pair.dtype(0), jnp.integer))
 
 
@@ -335,7 +357,7 @@ _EXPONENTS = {
 
 @rule("integer_pow square sqrt rsqrt cbrt abs", ELEMENTS)
 def _power(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a power or root of a value: (T^p x)^y is T^(p y) x^y.
+    """Return the kind of a power or root of a value: (T^p x)^y is T^(p y) x^y.
 
     This holds for roots and `abs`, too, because powers of T are positive.
     """
@@ -350,7 +372,7 @@ def _power(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("integer_pow", _NO_ELEMENTS)
 def _first_power(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the first power of a value, which is that value."""
+    """Return the kind of the first power of a value, which is that value."""
     if pair.params["y"] != 1:
         raise refused(pair)
     return x
@@ -366,16 +388,16 @@ def _first_power(pair: EquationPair, x: Kind) -> Kind:
     every=ELEMENTS,
 )
 def _function(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer any function of the elements: it keeps rows and replicated values.
+    """Return the kind of any function of the elements: rows or a replicated value.
 
-    The operands must have power 0 of T.
+    The operands must be rows or replicated, with power 0 of T.
     """
     return function_of(ins, pair.name)
 
 
 @rule("bitcast_convert_type", ELEMENTS)
 def _bits_of(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the bits of each element, which are a function of that element."""
+    """Return the kind of the bits of each element, a function of that element."""
     sizes = {np.dtype(pair.dtype(0)).itemsize}
     sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
     if len(sizes) > 1 and pair.rows_in[0] is not None:

@@ -1,4 +1,4 @@
-"""An equation of two programs, for two numbers of towers, and its operands' kinds."""
+"""An equation in two programs, for two numbers of towers, and its operands' kinds."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class ProgramsDifferError(Exception):
 
 
 def failed(error: Exception) -> str:
-    """Return the reason for a result if the proof itself raised an error there."""
+    """Return the reason for an unknown result if the proof's code raised an error."""
     lines = str(error).splitlines() or [""]
     return (
         f"the proof failed with {type(error).__name__}: {lines[0]}; please report this"
@@ -31,29 +31,31 @@ def failed(error: Exception) -> str:
 
 
 class Sizes(NamedTuple):
-    """The sizes in which two programs differ, as pairs with one for each program."""
+    """The sizes in which two programs may differ, as pairs: one for each program."""
 
     towers: tuple[int, int]
     rows: tuple[Any, Any]  # the rows of one tower, as two numbers or one symbol
     padded: bool = False  # whether towers may have different amounts of padding
-    # A tower's rows may be in several micro-batches, and each counts as a tower.
+    # The number of micro-batches of a tower. Each counts as a tower.
     parts: tuple[int, int] = (1, 1)
 
     def times(self, first: Any, second: Any) -> Fraction | None:
-        """Return the multiple of a tower's rows that both sizes are.
+        """Return m if both sizes are m times the rows of a tower; otherwise None.
 
-        The result is None if they are not the same multiple in both programs.
+        ``first`` is the size in the first program, ``second`` that in the second.
         """
         both = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
         return both[0] if both[0] == both[1] else None
 
     def are_of_tower(self, first: Any, second: Any) -> bool:
-        """Return whether these sizes are the rows of all micro-batches of a tower."""
+        """Return whether both sizes are a tower's rows, of all micro-batches."""
         triples = zip((first, second), self.rows, self.parts, strict=True)
         return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
-        """Find the dim of rows that two arrays have, and the dim of towers.
+        """Find an array's dim of rows and its dim of towers; each may be None.
+
+        ``first`` and ``second`` are the array's types in the two programs.
 
         Raises:
           ProgramsDifferError: Another dim differs, or several dims have rows.
@@ -85,7 +87,7 @@ class Sizes(NamedTuple):
         times = [_times(x, r) for x, r in zip((m, n), self.rows, strict=True)]
         is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
         if is_of_all and not is_number and not self.padded:
-            return ""  # A dim of all towers' rows has one size in both programs.
+            return ""  # All towers' rows: both programs have the same number of them.
         raise ProgramsDifferError(
             "a size that is no number of rows depends on the number of {many}"
         )
@@ -101,14 +103,14 @@ def _times(size: Any, rows: Any) -> Fraction | None:
 
 
 def is_size(x: Any) -> bool:
-    """Return whether a size is a number and not a symbol."""
+    """Return whether a size is a number, and not a symbol."""
     return isinstance(x, int | np.integer)
 
 
 class Scope(NamedTuple):
-    """Where an equation runs: the equations around it, and which rows it has."""
+    """Where an equation is in its program: the equations and loops around it."""
 
-    site: Site | None = None  # the equation that runs its program
+    site: Site | None = None  # the equation whose inner program has this one
     loop: tuple[Any, Any] | None = None  # the lengths of a loop over rows around it
     in_chunks: bool = False  # whether it has only some of a tower's rows, as a chunk
     within: frozenset[str] = frozenset()  # the mesh axes of a tower's own devices
@@ -116,7 +118,7 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EquationPair:
-    """The same equation of both programs, with the kinds of its operands."""
+    """An equation, as both programs have it, with the kinds of its operands."""
 
     walk: Any  # the walk of the two programs
     first: JaxprEqn
@@ -127,26 +129,26 @@ class EquationPair:
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
     towers_out: Sequence[int | None]
-    is_swapped: bool = False  # whether its two operands are exchanged
+    is_swapped: bool = False  # whether the two operands appear in the other order
 
     @property
     def site(self) -> Site:
-        """The equation, and those around it."""
+        """The site of the equation: itself, and the equations around it."""
         return self.first, self.scope.site
 
     def inside(
         self, programs: Sequence[Any], ins: Sequence[Kind], **scope: Any
     ) -> list[Kind]:
-        """Return the kinds of the results of programs that the equation runs.
+        """Return the kinds of the results of inner programs that the equation runs.
 
-        ``scope`` has the fields of the equation's scope that differ inside these
-        programs.
+        ``programs`` are the inner program in the first and in the second program.
+        ``scope`` has the fields of the equation's scope that are different inside.
         """
         new = self.scope._replace(site=self.site, **scope)
         return self.walk.closed(*programs, ins, new)
 
     def _operand_of(self, eqn: JaxprEqn, operand: int) -> Any:
-        """Return the variable of an operand in one of the programs."""
+        """Return the variable of an operand of one of the two equations."""
         return eqn.invars[1 - operand if self.is_swapped else operand]
 
     def swapped(self) -> "EquationPair":
@@ -166,12 +168,12 @@ class EquationPair:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters in the first program."""
+        """The params of the equation in the first program."""
         return self.first.params
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes in which the programs differ."""
+        """The sizes in which the two programs may differ."""
         return self.walk.sizes
 
     def shape(self, operand: int) -> tuple[Any, ...]:
@@ -200,17 +202,19 @@ class EquationPair:
         return first.shape[axis], second.shape[axis]
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
-        """Return how many times a tower's rows a dim of an operand has.
+        """Return m if a dim of an operand has m times a tower's rows; otherwise None.
 
-        The result is None for ``axis=None`` and for a dim that is no multiple of the
-        rows.
+        The result is None for ``axis=None``, too.
         """
         if axis is None:
             return None
         return self.sizes.times(*self.sizes_along(operand, axis))
 
     def constant(self, operand: int) -> Any:
-        """Return the constant that an operand is in both programs; None if unknown."""
+        """Return the number that all elements of an operand are, if it is known.
+
+        The number must be the same in both programs. Otherwise the result is None.
+        """
         return constant_of(self.ins[operand])
 
     def are(self, kinds: Any) -> bool:
@@ -218,7 +222,10 @@ class EquationPair:
         return all(isinstance(x, kinds) for x in self.ins)
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
-        """Return whether padding may count in a value that is 0 only in ``zeros``."""
+        """Return whether padding rows may hold something other than 0.
+
+        ``zeros`` are the places where the value is known to be 0.
+        """
         return self.walk.has_padding(zeros)
 
     def with_kinds(self, ins: Sequence[Kind]) -> "EquationPair":
@@ -232,7 +239,7 @@ class EquationPair:
 
 
 def constant_of(x: Kind) -> Any:
-    """Return the constant that a value is in both programs; None if unknown."""
+    """Return the number that all elements of a value are in both programs, or None."""
     if isinstance(x, Zero):
         return 0
     if isinstance(x, Copy) and isinstance(x.number, bool | int | float):
@@ -241,7 +248,7 @@ def constant_of(x: Kind) -> Any:
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:
-    """Return the number of elements along all dims before ``axis``."""
+    """Return the product of the sizes of all dims before ``axis``."""
     sizes = shape[:axis]
     if not all(is_size(x) for x in sizes):
         raise ProgramsDifferError(

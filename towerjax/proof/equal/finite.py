@@ -1,8 +1,8 @@
 """Which values of a program are finite, if its arguments are.
 
 0 times a value is 0 only if the value is finite. A quotient is finite if its divisor is
-positive, such as ``sqrt(x**2) + eps``. So the lower bound of a value is read, too: it
-is unknown, 0, or positive. Overflow and underflow are not looked at.
+positive, such as ``sqrt(x**2) + eps``. So a lower bound of each value is found, too: it
+is unknown, 0, or positive. Overflow and underflow are ignored.
 """
 
 import enum
@@ -35,7 +35,7 @@ _FINITE_FROM = {
     "log": Sign.POSITIVE,
     "rsqrt": Sign.POSITIVE,
 }
-"""The functions that are finite for values of at least this sign."""
+"""Functions that are finite if their operand's sign is at least this."""
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -47,33 +47,36 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "convert_element_type": float,
     "broadcast_in_dim": float,
 }
-"""What these functions return for numbers, which need not be arrays."""
+"""Functions that are computed if all operands are known numbers."""
 
 _BY_ELEMENT = ELEMENTWISE | {
     *"""broadcast_in_dim concatenate convert_element_type expand_dims iota reshape
     select_n slice split squeeze stack transpose unstack""".split()
 }
-"""Functions each of whose elements is computed from one element of each operand."""
+"""Functions that compute each element from one element of each operand."""
 
 
 class FiniteValues:
     """What is known of the values of a program, whose equations are added in order.
 
-    A value is a `ConstValue`, or the number of an argument or of a result. The sizes
-    ``of_rows`` are those that a dim of a micro-batch's rows may have.
+    A value is a `ConstValue`, or the index of an argument or of a result. ``of_rows``
+    has the sizes that a dim of a micro-batch's rows may have.
     """
 
     def __init__(self, arguments: Sequence[int], of_rows: Collection[int]) -> None:
         self._finite = {*arguments}
         self._of_rows = of_rows
-        # Each element of these is computed from single elements of arguments.
+        # These are values whose elements each depend on one element of an argument.
         self._by_element = {*arguments}
         self._signs: dict[Any, Sign] = {}
         self._numbers: dict[Any, float] = {}
         self._made_by: dict[Any, tuple[Any, Sequence[Any]]] = {}
 
     def add(self, eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        """Read an equation, whose operands were read before."""
+        """Note what is known of an equation's results, from its operands.
+
+        What is known of the operands must have been noted before.
+        """
         self._made_by |= dict.fromkeys(outs, (eqn, ins))
         if self._keeps_finite(eqn, ins, frozenset()):
             self._finite.update(outs)
@@ -90,13 +93,13 @@ class FiniteValues:
         return self._is_finite(value, frozenset())
 
     def _number(self, value: Any) -> float | None:
-        """Return the number that all elements of a value are, or None."""
+        """Return the number that all elements of a value are; None if unknown."""
         if isinstance(value, ConstValue):
             return real_number(value)
         return self._numbers.get(value)
 
     def _is_finite(self, value: Any, positive: frozenset[Any]) -> bool:
-        """Return whether a value is finite where ``positive`` values are above 0."""
+        """Return whether a value is finite if the values ``positive`` are above 0."""
         if isinstance(value, ConstValue):
             return value.is_finite
         if value in self._numbers:
@@ -104,7 +107,8 @@ class FiniteValues:
         if value in self._finite or not positive or value not in self._made_by:
             return value in self._finite
         eqn, ins = self._made_by[value]
-        # A guard protects a quotient, or a product of one.
+        # This is tried only for a quotient, or a product with one: a guard such as
+        # ``where(norm < c, ...)`` makes its divisor positive.
         return eqn.primitive.name in ("mul", "div") and self._keeps_finite(
             eqn, ins, positive
         )
@@ -112,7 +116,10 @@ class FiniteValues:
     def _keeps_finite(
         self, eqn: Any, ins: Sequence[Any], positive: frozenset[Any]
     ) -> bool:
-        """Return whether an equation's results are finite."""
+        """Return whether an equation's results are finite.
+
+        The values ``positive`` are taken to be above 0.
+        """
         name = eqn.primitive.name
         if name == "select_n" and self._is_guarded(ins):
             return True
@@ -137,19 +144,19 @@ class FiniteValues:
         return name in KEEPS_FINITE or name == "select_and_scatter_add"
 
     def _is_lowest(self, value: Any) -> bool:
-        """Return whether a value is minus infinity, which is less than all others."""
+        """Return whether a value is minus infinity, which a maximum ignores."""
         return self._number(value) == -math.inf
 
     def _is_by_element(self, value: Any) -> bool:
-        """Return whether no element of a value depends on several of an argument."""
+        """Return whether each element of a value depends on one of an argument."""
         return isinstance(value, ConstValue) or value in self._by_element
 
     def _reads_inside(self, eqn: Any, index: Any) -> bool:
         """Return whether a gather reads no element outside of its array.
 
-        A gather by whole numbers of the arguments, such as labels, reads the same
-        elements of the same array in the program of one micro-batch, where it is
-        assumed to be finite. The array's dim must not be of rows.
+        It is assumed if the indices are whole numbers in the arguments, such as labels,
+        and the array has no dim of rows: the program of one micro-batch, which is
+        assumed to be finite, reads the same elements of that array.
         """
         dims = eqn.params["dimension_numbers"].start_index_map
         sizes = [eqn.invars[0].aval.shape[i] for i in dims]
@@ -160,9 +167,10 @@ class FiniteValues:
         return self._is_by_element(index) and not {*sizes} & {*self._of_rows}
 
     def _is_guarded(self, ins: Sequence[Any]) -> bool:
-        """Return whether the case of ``x >= c`` is finite, for a positive ``c``.
+        """Return whether a choice by ``x < c`` is finite, for a positive number ``c``.
 
-        Gradients are clipped so: ``where(norm < c, g, g / norm * c)``.
+        The case for ``x >= c`` may divide by ``x``, which is then positive. Gradients
+        are clipped in this way: ``where(norm < c, g, g / norm * c)``.
         """
         predicate, otherwise, chosen = ins if len(ins) == 3 else (None, None, None)
         if predicate not in self._made_by:
@@ -174,7 +182,7 @@ class FiniteValues:
         return self.is_finite(chosen) and self._is_finite(otherwise, positive)
 
     def _sign(self, value: Any) -> Sign:
-        """Return the least sign of a value's elements."""
+        """Return what is known of the sign of all elements of a value."""
         number = self._number(value)
         if number is None:
             return self._signs.get(value, Sign.ANY)
@@ -183,7 +191,7 @@ class FiniteValues:
         return Sign.NOT_NEGATIVE if number == 0 else Sign.ANY
 
     def _sign_of_result(self, eqn: Any, ins: Sequence[Any]) -> Sign:
-        """Return the sign of an equation's results."""
+        """Return what is known of the sign of all elements of a result."""
         name = eqn.primitive.name
         signs = [self._sign(x) for x in ins]
         if name == "exp":
@@ -206,7 +214,10 @@ class FiniteValues:
 
 
 def _has_an_element_in_each_window(eqn: Any) -> bool:
-    """Return whether padding, which is minus infinity, fills no window alone."""
+    """Return whether each window of a `reduce_window_max` has an element.
+
+    A window that has only padding gives minus infinity.
+    """
     windows = eqn.params["window_dimensions"]
     pairs = zip(windows, eqn.params["padding"], strict=True)
     is_plain = {*eqn.params["base_dilation"], *eqn.params["window_dilation"]} == {1}
@@ -214,7 +225,10 @@ def _has_an_element_in_each_window(eqn: Any) -> bool:
 
 
 def _may_become_0(eqn: Any) -> bool:
-    """Return whether a positive value may become 0: it is rounded, or a sum of none."""
+    """Return whether an equation may turn positive values into 0.
+
+    It does if it rounds them, or if it is a sum of no elements.
+    """
     if eqn.primitive.name == "convert_element_type":
         both = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
         before, after = (jnp.issubdtype(x, jnp.inexact) for x in both)

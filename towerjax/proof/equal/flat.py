@@ -1,4 +1,4 @@
-"""A program without calls: equal equations are one, and constants decide.
+"""A program without calls: equal equations become one, and constants are computed.
 
 The calls of a program are written out. An equation that does the same to the same
 values as an earlier one is that equation. Where constants decide what happens, the
@@ -36,7 +36,10 @@ _SUMS = "add add_any".split()
 
 
 class Node(NamedTuple):
-    """An equation of a program whose calls are written out."""
+    """An equation of a program whose calls are written out.
+
+    Values are numbered; an operand is such a number, or a constant.
+    """
 
     eqn: JaxprEqn
     outer: Site | None
@@ -46,22 +49,25 @@ class Node(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """The primitive and its operands, without the values of constants."""
+        """A key that is equal for equations of one primitive and the same operands.
+
+        All constants count as equal.
+        """
         return self.eqn.primitive, tuple(map(place_of, self.ins))
 
     def out_shape(self, result: int = 0) -> tuple[int, ...]:
-        """Return the shape of a result."""
+        """Return the shape of the result with this index."""
         aval: Any = self.eqn.outvars[result].aval
         return aval.shape
 
 
 def place_of(value: Any) -> Any:
-    """Return the number of a value; all constants have one place."""
+    """Return the number of a value; for all constants the same number."""
     return "constant" if isinstance(value, ConstValue) else value
 
 
 def whole_number(x: Any) -> int | None:
-    """Return the whole number that a constant is, or None."""
+    """Return a constant as an int if it is a whole number; otherwise None."""
     is_number = isinstance(x, ConstValue) and x.is_scalar
     return int(x.array) if is_number and x.array.dtype.kind in "iu" else None
 
@@ -69,12 +75,13 @@ def whole_number(x: Any) -> int | None:
 class Flat:
     """A program without calls, in which equal equations of equal values are one.
 
-    ``sizes_of_rows`` are those that a dim of rows may have.
+    Its values are numbered. ``sizes_of_rows`` are the sizes that a dim of rows may
+    have.
 
     Attributes:
       nodes: The equations, in order.
       by_key: The equations of each `Node.key`.
-      users: The equations that read each value.
+      users: For each value, the equations that read it.
       names: A triple of program, variable and value, for each variable.
       zeros: The values that are 0 everywhere.
       not_finite: The equation whose result may be infinite or NaN and is multiplied by
@@ -106,10 +113,10 @@ class Flat:
         return self._finite.is_finite(value)
 
     def linear_in(self, bases: Sequence[int]) -> dict[int, tuple[float, ...]]:
-        """Return the values that are sums of multiples of these, with their factors.
+        """Return the values that are linear in the values ``bases``, with factors.
 
-        The bases are among them. A factor is computed in float64 from the program's
-        constants.
+        Each value is the sum of the bases times its factors. The bases are among the
+        values. A factor is computed in float64 from the program's constants.
         """
         count = len(bases)
         factors = {
@@ -117,7 +124,8 @@ class Flat:
             for place, base in enumerate(bases)
         }
         waiting = [x.outs[0] for base in bases for x in self.users[base]]
-        heapq.heapify(waiting)  # each after its operands, which have lower numbers
+        # A value comes after its operands, because these have lower numbers.
+        heapq.heapify(waiting)
         seen = set[int]()
         while waiting:
             value = heapq.heappop(waiting)
@@ -135,7 +143,10 @@ class Flat:
     def _combined(
         self, node: Node, factors: dict[int, tuple[float, ...]], count: int
     ) -> tuple[float, ...] | None:
-        """Return the factors of a result from those of its operands, or None."""
+        """Return the factors of an equation's result, from those of its operands.
+
+        The result is None if it is not linear in the ``count`` bases; see `linear_in`.
+        """
 
         def of(x: Any) -> tuple[float, ...] | None:
             return (0.0,) * count if self.is_zero(x) else factors.get(place_of(x))
@@ -165,7 +176,7 @@ class Flat:
     def _run(
         self, program: Any, operands: Sequence[Any], outer: Site | None
     ) -> list[Any]:
-        """Add a program's equations, and return the values of its results."""
+        """Add a program's equations, and return the numbers of its results."""
         jaxpr = open_jaxpr(program)
         consts = [ConstValue(x) for x in getattr(program, "consts", ())]
         names = [*jaxpr.constvars, *jaxpr.invars]
@@ -183,7 +194,10 @@ class Flat:
     def _values(
         self, eqn: JaxprEqn, outer: Site | None, ins: tuple[Any, ...], jaxpr: Jaxpr
     ) -> Sequence[Any]:
-        """Return the values of an equation's results, after it is simplified."""
+        """Return an equation's results as numbers or constants.
+
+        The equation is added to the program, unless it can be computed or is a call.
+        """
         name = eqn.primitive.name
         if name in _CALLS:
             called = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
@@ -201,7 +215,7 @@ class Flat:
         return self._node(eqn, outer, ins, jaxpr)
 
     def _operands_that_it_is(self, eqn: JaxprEqn, ins: Sequence[Any]) -> Iterator[int]:
-        """Yield the operand that has the same elements as an equation's result."""
+        """Yield each operand to which the equation's result is equal."""
         name = eqn.primitive.name
         if _is_identity(eqn):
             yield 0
@@ -215,7 +229,11 @@ class Flat:
     def _node(
         self, eqn: JaxprEqn, outer: Site | None, ins: tuple[Any, ...], jaxpr: Jaxpr
     ) -> tuple[int, ...]:
-        """Add an equation unless there is an equal one, and return its results."""
+        """Add an equation, and return its results.
+
+        If there is an equal equation, nothing is added, and the results are those of
+        that equation.
+        """
         outs = tuple(next(self._count) for _ in eqn.outvars)
         node = Node(eqn, outer, ins, outs, jaxpr)
         equal = [x for x in self.by_key[node.key] if _does_the_same(x, node)]
@@ -232,7 +250,10 @@ class Flat:
         return outs
 
     def _is_product_with_zero(self, node: Node) -> bool:
-        """Return whether a factor is 0 and the other is finite, or 0 is repeated."""
+        """Return whether an equation's result is 0, because an operand is.
+
+        It is 0 times a finite value, or a 0 that is repeated or reshaped.
+        """
         if node.eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             return self.is_zero(node.ins[0])
         if node.eqn.primitive.name != "mul":
@@ -257,7 +278,7 @@ class Flat:
 
 
 def _computed(eqn: JaxprEqn, ins: Sequence[ConstValue]) -> ConstValue:
-    """Return the result of an equation whose operands are whole numbers or flags."""
+    """Compute an equation whose operands are constants: whole numbers or flags."""
     with jax.ensure_compile_time_eval():
         operands = [jnp.asarray(x.value) for x in ins]
         results: Any = eqn.primitive.bind(*operands, **eqn.params)
@@ -272,7 +293,10 @@ def _is_like(eqn: JaxprEqn, operand: int) -> bool:
 
 
 def _is_identity(eqn: JaxprEqn) -> bool:
-    """Return whether a slice is of all elements, or a like equation changes none."""
+    """Return whether a result equals operand 0 if both have one shape and dtype.
+
+    Examples are a conversion of the dtype, and a slice of all elements.
+    """
     name = eqn.primitive.name
     if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return False
@@ -284,7 +308,7 @@ def _is_identity(eqn: JaxprEqn) -> bool:
 
 
 def _does_the_same(x: Node, y: Node) -> bool:
-    """Return whether two equations with one `Node.key` have the same results."""
+    """Return whether two equations have the same results; `Node.key` is equal."""
     pairs = zip(x.ins, y.ins, strict=True)
     is_equal = all(a.is_same(b) for a, b in pairs if isinstance(a, ConstValue))
     return is_equal and all(
@@ -293,16 +317,19 @@ def _does_the_same(x: Node, y: Node) -> bool:
 
 
 def params_agree(x: Node, y: Node) -> bool:
-    """Return whether two equations have equal params; programs are not compared."""
+    """Return whether two equations have equal params.
+
+    Params that are programs or functions are not compared.
+    """
     return all(a is b or not _is_plain(a) or is_same(a, b) for a, b in _params(x, y))
 
 
 def _params(x: Node, y: Node) -> list[tuple[Any, Any]]:
-    """Return the params of two equations, in pairs."""
+    """Return pairs of the params of two equations that have the same name."""
     keys = x.eqn.params.keys() | y.eqn.params.keys()
     return [(x.eqn.params.get(k), y.eqn.params.get(k)) for k in keys]
 
 
 def _is_plain(param: Any) -> bool:
-    """Return whether a param is no function and no program."""
+    """Return whether a param is neither a function nor a program."""
     return not (callable(param) or hasattr(param, "eqns") or hasattr(param, "jaxpr"))

@@ -1,12 +1,12 @@
 """Means over a tower's rows: a part divided by another part of the same tower.
 
-Such a mean depends on the split, but multiplied by its divisor it is a part again. That
-uses that two values cancel. For this to hold for derivatives, too, the divisor must be
-the number of rows with a flag, which is an integer without a derivative, and must be
-the same value of the program in both places; a stopped mean is another value. A tower
-may have no such rows, so a guard is needed, such as ``max(count, 1)`` or ``where(count
-> 0, ...)``. The guard changes nothing in a sum over the counted rows: without such rows
-the sum is 0, and so is its derivative.
+Such a mean depends on the split, but multiplied by its divisor it is a part again: the
+product and the quotient cancel. For this to hold for derivatives, too, the divisor must
+be a count of rows with a flag, which is an integer without a derivative, and the same
+value of the program in both places; a mean behind a `stop_gradient` is another value. A
+tower may have no row with the flag, so a guard is needed, such as ``max(count, 1)`` or
+``where(count > 0, ...)``. The guard changes nothing in a sum over the counted rows:
+without such rows the sum is 0, and its derivative, too.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
 def as_flag(pair: EquationPair, value: Kind) -> Kind:
-    """Return rows as a flag, 0 or 1 in each row, with an identity of its own.
+    """Return the kind of rows that hold 0 or 1, with a new flag as its fact.
 
-    Any other kind is returned as it is.
+    Any other kind is returned unchanged.
     """
     if not isinstance(value, TowerRows):
         return value
@@ -48,22 +48,25 @@ def as_flag(pair: EquationPair, value: Kind) -> Kind:
 
 
 def flag_of(pair: EquationPair, value: Kind) -> Kind:
-    """Return ``value`` as a flag if all operands of the equation are flags."""
+    """Return `as_flag` of the kind if all operands of the equation are flags.
+
+    If they are not, return the kind unchanged.
+    """
     are_flags = all(isinstance(x.fact, Flag) for x in pair.ins)
     return as_flag(pair, value) if are_flags else value
 
 
 def counted_flag(value: Kind) -> Any:
-    """Return the flag whose rows a value counts; None if the value is no count."""
+    """Return the flag whose rows a value counts; None if the value is no such count."""
     is_count = isinstance(value, Part) and isinstance(value.fact, Count)
     return value.fact.flag if is_count else None  # type: ignore
 
 
 def has_any(flag: Any, is_any: bool) -> Kind:
-    """Return the kind of a bool that says whether a flag is 1 in some row of a tower.
+    """Return the kind of a bool that tells whether a tower has a row with a flag.
 
-    If ``is_any`` is false, the bool says that the tower has no such row. The first is a
-    maximum over towers, the second a minimum.
+    If ``is_any`` is true, the bool is True for a tower that has one: a maximum over
+    towers. Otherwise it is True for a tower that has none: a minimum.
     """
     kind = Maximum if is_any else Minimum
     return kind(fact=HasRow(flag, is_any))
@@ -71,9 +74,9 @@ def has_any(flag: Any, is_any: bool) -> Kind:
 
 @rule("eq ne lt le gt ge", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a count of rows with a flag, compared with 0 or 1.
+    """Return the kind of a comparison of a count of rows with 0 or 1.
 
-    The result says whether a tower has a row with the flag.
+    The result tells whether a tower has a row with the flag that is counted.
     """
     flag = counted_flag(x)
     name = _SWAPPED.get(pair.name, pair.name) if pair.is_swapped else pair.name
@@ -86,7 +89,10 @@ def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("not", Maximum | Minimum, knows_identity=True)
 def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """Answer `not` of a maximum of bools, which is a minimum, or the reverse."""
+    """Return the kind of `not` of an extreme of bools: the opposite extreme.
+
+    The `not` of a maximum of bools is a minimum, and the reverse.
+    """
     if pair.dtype(0).kind != "b":
         raise refused(pair)
     if isinstance(x.fact, HasRow):
@@ -96,9 +102,9 @@ def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
 
 @rule("max", Part, Copy, knows_identity=True, commutes=True)
 def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """Answer the maximum of a count and a number above 0 that is at most 1.
+    """Return the kind of ``max(count, c)`` with a number c above 0 and at most 1.
 
-    The number replaces the count on a tower that counts no row, and nowhere else.
+    The number c replaces the count on a tower that counts no row, and nowhere else.
     """
     flag = counted_flag(x)
     bound = constant_of(y)
@@ -108,9 +114,9 @@ def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 
 def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
-    """Return the kind of a choice by whether a tower has a row with a flag.
+    """Return the kind of a choice by whether a tower has a row with some flag.
 
-    The result is None if ``predicate`` does not say whether there is such a row.
+    The result is None if ``predicate`` does not tell whether there is such a row.
 
     Raises:
       NotOfOneKindError: The two cases do not fit.
@@ -133,7 +139,10 @@ def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
 
 @rule("div", Part, AtLeast, knows_identity=True)
 def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
-    """Answer a sum over rows with a flag, divided by their guarded count: a mean."""
+    """Return the kind of a sum over rows with a flag, divided by their guarded count.
+
+    It is a mean, whose dividend is 0 if the count is.
+    """
     is_whole = pair.dtype(0).kind in "iu"
     if pair.shape(1) != () or y.flag not in x.zeros or is_whole:
         raise refused(pair)
@@ -142,10 +151,9 @@ def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
 
 @rule("div", Part, Part, knows_identity=True)
 def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
-    """Answer a part divided by any part of the same tower: a mean.
+    """Return the kind of a part divided by any part of the same tower: a mean.
 
-    A tower where the divisor is 0 gets NaN, so no product makes such a mean a part
-    again.
+    A tower where the divisor is 0 gets NaN. So `_part_again` does not accept this mean.
     """
     if pair.shape(1) != () or pair.dtype(0).kind in "iu":
         raise refused(pair)
@@ -154,19 +162,22 @@ def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
 
 @rule("neg", Mean, knows_identity=True)
 def _negative_mean(pair: EquationPair, x: Mean) -> Kind:
-    """Answer the negative of a mean, which is the mean of the negatives."""
+    """Return the kind of the negative of a mean: a mean, of the negatives."""
     return x
 
 
 @rule("mul", Mean, Copy, knows_identity=True, commutes=True)
 def _multiple_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Answer a mean times a replicated value, which is a mean: the powers of T add."""
+    """Return the kind of a mean times a replicated value: a mean.
+
+    The exponents of T add up.
+    """
     return x.replace(power=x.power + y.power)
 
 
 @rule("div", Mean, Copy, knows_identity=True)
 def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Answer a mean divided by a replicated value, which is a mean."""
+    """Return the kind of a mean divided by a replicated value: a mean."""
     if pair.dtype(0).kind in "iu":
         raise refused(pair)
     return x.replace(power=x.power - y.power)
@@ -174,7 +185,7 @@ def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("mul", Mean, Part, knows_identity=True, commutes=True)
 def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
-    """Answer a mean times its divisor, which is the part that was divided."""
+    """Return the kind of a mean times its divisor: the part that was divided."""
     if x.fact is None or y.fact != x.fact:
         raise refused(pair)
     return part(x.power)
@@ -182,13 +193,16 @@ def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
 
 @rule("add sub add_any", Mean, Zero, knows_identity=True, commutes=True)
 def _mean_and_zero(pair: EquationPair, x: Mean, y: Zero) -> Kind:
-    """Answer a mean plus or minus 0, which is that mean."""
+    """Return the kind of a mean plus or minus 0: that mean."""
     return x
 
 
 @rule("add sub add_any", Mean, Copy, knows_identity=True, commutes=True)
 def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Answer a mean x / n plus a replicated value c, which is (x + c n) / n."""
+    """Return the kind of a mean x / n plus a replicated value c.
+
+    It is a mean, (x + c n) / n.
+    """
     if y.power + x.divisor != x.power:
         raise refused(pair)
     return x
@@ -196,7 +210,10 @@ def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("add sub add_any", Mean, Mean, knows_identity=True)
 def _sum_of_means(pair: EquationPair, x: Mean, y: Mean) -> Kind:
-    """Answer the sum of two means by one divisor n: x / n + y / n = (x + y) / n."""
+    """Return the kind of a sum of two means by one divisor n: a mean.
+
+    It is x / n + y / n = (x + y) / n.
+    """
     if (x.power, x.fact) != (y.power, y.fact):
         raise refused(pair)
     return x.replace(vanishes=x.vanishes and y.vanishes)

@@ -50,14 +50,14 @@ _OTHER_ELEMENTS = "which elements are taken depends on the number of rows"
 
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
-    """Return whether the loop around the equation runs over a dim of an operand."""
+    """Return whether the equation is in a loop over rows, along a dim of an operand."""
     if pair.scope.loop is None or axis is None:
         return False
     return pair.sizes_along(operand, axis) == pair.scope.loop
 
 
 def _of_this_row(x: Kind) -> Kind:
-    """Return the kind of the current row of an array of rows, in a loop over rows."""
+    """Return the kind of the current row of an array, in a loop over rows."""
     if isinstance(x, Zero) or x.power is None:
         return ZERO
     return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
@@ -81,7 +81,10 @@ def _are_same(indices: Any) -> bool:
 
 @rule("dynamic_slice", Stacked, every=OF_ONE_TOWER)
 def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
-    """Answer a slice of all towers' values at the tower's number: its own value."""
+    """Return the kind of a slice of all towers' values at the tower's index.
+
+    It is that of the tower's own value.
+    """
     axis = pair.towers_in[0]
     assert axis is not None
     sizes = pair.params["slice_sizes"]
@@ -96,7 +99,7 @@ def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", Buffer, every=OF_ONE_TOWER)
 def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
-    """Answer a slice of the array that a loop over rows fills: the current row."""
+    """Return the kind of the current row of the array that a loop over rows fills."""
     if not _takes_this_row(pair, at):
         raise NotOfOneKindError(_AMONG_ROWS)
     return _of_this_row(x)
@@ -104,10 +107,11 @@ def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", LINEAR | Key, every=OF_ONE_TOWER, copies_as_rows=True)
 def _slice_at(pair: EquationPair, x: Kind, *at: Kind) -> Kind:
-    """Answer a slice that starts at the same place on all towers: the kind stays.
+    """Return the kind of a slice at a start that a program computes.
 
-    In a loop over rows, it may be the current row, or start at a place that this row
-    gives. It may also be a tower's rows of a batch that all towers have.
+    If the start is the same on all towers, the kind stays. In a loop over rows, the
+    slice may be the current row, or start where the current row says. It may also be
+    the tower's rows of a batch that all towers have: rows.
     """
     axis = pair.rows_in[0]
     sizes = pair.params["slice_sizes"]
@@ -145,7 +149,7 @@ def _takes_this_row(pair: EquationPair, at: Any) -> bool:
 
 
 def _takes_rows_of_batch(pair: EquationPair, at: Any) -> bool:
-    """Return whether a slice of a whole batch is the tower's own rows."""
+    """Return whether a slice of a replicated batch is the tower's own rows."""
     place = pair.rows_out[0]
     if place is None or not _are_rows_of_batch(pair, 0, place, at):
         return False
@@ -154,7 +158,10 @@ def _takes_rows_of_batch(pair: EquationPair, at: Any) -> bool:
 
 
 def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> bool:
-    """Return whether a dim has the batch's rows, and a slice starts at the tower's."""
+    """Return whether a slice of the batch's rows starts at the tower's first row.
+
+    ``axis`` is the dim of the array ``operand`` along which the batch's rows must be.
+    """
     pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
     is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
     is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
@@ -163,13 +170,13 @@ def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> 
 
 
 def _is_flag(pair: EquationPair) -> bool:
-    """Return whether the array has bools, which towers do not add up."""
+    """Return whether an array has bools, of which there are no sums."""
     return pair.dtype(0) == jnp.bool_
 
 
 @rule("dynamic_update_slice", Buffer, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Kind:
-    """Answer an array that a loop over rows fills, after it writes the current row."""
+    """Return the kind of a loop's buffer after the current row is written to it."""
     axis = pair.rows_in[0]
     others = [v for i, v in enumerate(at) if i != axis]
     is_here = axis is not None and isinstance(at[axis], Counter)
@@ -181,17 +188,19 @@ def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Ki
 
 @rule("dynamic_update_slice", LINEAR, LINEAR, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
-    """Answer an array after a slice is written at a place that all towers share.
+    """Return the kind of an array after a slice is written to it.
 
-    If each tower writes its rows at their place in zeros of the batch's size, the
-    result is a part.
+    If all towers write at the same place, the kind stays. If each tower writes its rows
+    into zeros of the batch's size, at the place of these rows, the result is a part.
     """
     axis, place, *_ = pair.rows_in
     if isinstance(x, Zero) and axis is None and place is not None:
         is_each = pair.times_rows(1, place) == 1 and blocks_of(new) == 1
         is_each &= isinstance(new, TowerRows | Zero) and not _is_flag(pair)
         if is_each and _are_rows_of_batch(pair, 0, place, at):
-            return part(new.power)  # In each row all towers except one have 0.
+            # For each row of the batch, all towers except one have 0, so the sum over
+            # towers has all rows.
+            return part(new.power)
     if axis != place or not _are_same(at):
         raise NotOfOneKindError(_AMONG_ROWS)
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
@@ -202,7 +211,7 @@ def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
 def _columns_of(pair: EquationPair) -> list[Any]:
     """Return the type of each column's kind in an array of indices.
 
-    For row numbers in another order it is the `RowOrder` itself.
+    For a column that is a permutation of the rows' indices it is the `RowOrder` itself.
     """
     at = pair.ins[1]
     if isinstance(at, Columns):
@@ -211,14 +220,17 @@ def _columns_of(pair: EquationPair) -> list[Any]:
 
 
 def _as_array(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a gather's array, for which 0 counts as any array."""
+    """Return the kind of a gather's array; for 0, rows or a replicated value."""
     if not isinstance(x, Zero):
         return x
     return copy() if pair.rows_in[0] is None else rows()
 
 
 def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
-    """Return whether a gather's fill value has the kind and power of its array."""
+    """Return whether a gather's fill value fits the kind and power of its array.
+
+    It is used for indices out of bounds.
+    """
     is_nan = pair.params["fill_value"] is None
     is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
     is_number = isinstance(x, ELEMENTS) and not x.power
@@ -226,14 +238,17 @@ def _keeps_by_fill(pair: EquationPair, x: Kind) -> bool:
 
 
 def _refuse_fill(pair: EquationPair, x: Kind) -> None:
-    """Raise if a gather fills in a number of another kind beyond its array."""
+    """Raise if a gather's fill value does not fit the kind and power of its array."""
     if not _keeps_by_fill(pair, x):
         raise NotOfOneKindError(f"no rule for a fill value of elements beyond {x}")
 
 
 @rule("gather", Stacked, every=OF_ONE_TOWER | SPECIAL)
 def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
-    """Answer a gather from all towers' values by the tower's number: its own value."""
+    """Return the kind of a gather from all towers' values by the tower's index.
+
+    It is that of the tower's own value.
+    """
     dims = pair.params["dimension_numbers"]
     axis = pair.towers_in[0]
     sizes = pair.params["slice_sizes"]
@@ -247,7 +262,7 @@ def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
 
 @rule("gather", ELEMENTS | Buffer, Counter, copies_as_rows=True)
 def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
-    """Answer a gather by the current row's number, in a loop over rows: that row."""
+    """Return the kind of a gather by the current row's index, in a loop: that row."""
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
     x = _as_array(pair, x)
@@ -260,7 +275,11 @@ def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
 
 @rule("gather", LINEAR, ELEMENTS, copies_as_rows=True)
 def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Answer elements of a replicated table, or of each row at an index of its own."""
+    """Return the kind of elements that a gather takes at computed indices.
+
+    The array may be a replicated table, in which each row looks up its own elements. It
+    may also be rows, if a row's elements are taken from that row.
+    """
     x = _as_array(pair, x)
     if at.power:
         raise NotOfOneKindError(f"no rule for elements at indices that are {at}")
@@ -276,7 +295,10 @@ def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowNumbers | Columns, copies_as_rows=True)
 def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Answer a gather in which each row reads its own elements by its number."""
+    """Return the kind of a gather in which row i reads elements of row i.
+
+    One column of the indices is the rows' indices.
+    """
     columns = at.columns if isinstance(at, Columns) else ()
     if orders := [order for order in columns if isinstance(order, RowOrder)]:
         return _by_order(pair, x, orders[0])
@@ -291,7 +313,7 @@ def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowOrder, copies_as_rows=True)
 def _gathered_by_order(pair: EquationPair, x: Kind, at: RowOrder) -> Kind:
-    """Answer a gather of all rows by numbers in another order: reordered rows."""
+    """Return the kind of all rows gathered by a permutation: rows in another order."""
     return _by_order(pair, x, at)
 
 
@@ -305,7 +327,8 @@ def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
     columns = dict(zip(dims.start_index_map, _columns_of(pair), strict=True))
     is_by_row = axis in dims.collapsed_slice_dims
     is_by_row &= columns.pop(axis, None) in (order, RowOrder)
-    # The other columns must be equal for all rows, and the other dims taken whole.
+    # The other columns of indices must be replicated: each row has the same indices.
+    # Along the other dims the gather must take all elements.
     is_by_row &= all(kind in (Copy, Zero) for kind in columns.values())
     others = [i for i in range(len(sizes)) if i != axis and i not in columns]
     is_by_row &= all(sizes[i] == pair.shape(0)[i] for i in others)
@@ -319,7 +342,10 @@ def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
 
 @rule("towerjax_take", Copy, ELEMENTS)
 def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
-    """Answer rows of a replicated table that `tj.sparse.take` looks up for each row."""
+    """Return the kind of rows of a table that `tj.sparse.take` looks up: rows.
+
+    The table is replicated, and each row of the batch has its own indices.
+    """
     is_table = pair.params["stacked"] == 0 and pair.rows_in[0] is None
     if not is_table or at.power:
         raise NotOfOneKindError(f"no rule for a lookup in {x} by {at}")
@@ -329,7 +355,7 @@ def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
 
 
 def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Return the kind of elements at indices ``at`` of an array without rows."""
+    """Return the kind of elements at the indices ``at`` of an array without rows."""
     if pair.params["slice_sizes"] != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError(_OTHER_ELEMENTS)
     if isinstance(at, Zero):
@@ -342,7 +368,7 @@ def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 
 def _has_plain_rows(pair: EquationPair, x: Kind, at: Kind) -> bool:
-    """Return whether an array has rows in one block, and a gather keeps their dim."""
+    """Return whether an array has its rows once, and a gather keeps their dim."""
     is_plain = isinstance(x, TowerRows) and x.blocks == blocks_of(at) == 1
     return is_plain and pair.rows_out[0] is not None
 
@@ -357,7 +383,7 @@ def _takes_rows_whole(pair: EquationPair, dims: Any, at: Kind) -> bool:
 
 
 def _is_batched(pair: EquationPair, dims: Any) -> bool:
-    """Return whether the rows of the array and of the indices share one batch dim."""
+    """Return whether the rows of the array and of the indices are one batch dim."""
     axis, at_axis = pair.rows_in
     if axis not in dims.operand_batching_dims:
         return False
@@ -366,7 +392,7 @@ def _is_batched(pair: EquationPair, dims: Any) -> bool:
 
 
 def _is_by_own_number(pair: EquationPair) -> bool:
-    """Return whether row i is read by an index that has i in one column."""
+    """Return whether a gather reads row i for row i: one column of indices says so."""
     dims = pair.params["dimension_numbers"]
     axis, at_axis = pair.rows_in
     if axis not in dims.start_index_map or at_axis is None or axis is None:
@@ -385,7 +411,7 @@ _ADDS = ("scatter-add", "scatter-sub")
 
 @rule(_SCATTERS, Buffer, OF_ONE_TOWER | Columns, OF_ONE_TOWER, copies_as_rows=True)
 def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
-    """Answer a scatter to the current row, in a loop over rows: the array is filled."""
+    """Return the kind of a loop's buffer after a scatter to its current row."""
     _refuse_function(pair)
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
@@ -405,9 +431,10 @@ def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """Answer a scatter: rows are written to themselves, or added to a table.
+    """Return the kind of a scatter: rows, or a table to which rows are added.
 
-    A table to which each tower adds its own rows is a part.
+    A row may be written to by itself: rows stay rows. If each tower adds its rows to a
+    table that starts at 0, the table is a part.
     """
     _refuse_function(pair)
     if at.power or max(map(blocks_of, pair.ins)) > 1:
@@ -445,7 +472,10 @@ def _refuse_function(pair: EquationPair) -> None:
 
 
 def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
-    """Return the kind of an array in which all towers write at the same places."""
+    """Return the kind of an array after all towers write at the same places.
+
+    It is the common kind of the array and of what is written.
+    """
     if pair.name in _ADDS:
         return added([x, new])
     are_elements = isinstance(x, ELEMENTS) and isinstance(new, ELEMENTS)
@@ -455,7 +485,10 @@ def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
 
 
 def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """Return the kind of a table to which a tower's rows are added, or compared."""
+    """Return the kind of a table to which each tower adds its rows.
+
+    Instead of a sum, the table may also get the largest or smallest of the rows.
+    """
     if pair.name in _ADDS and isinstance(x, Zero | Part | Copy):
         if isinstance(new, Zero):
             return x
@@ -465,7 +498,8 @@ def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
     is_each = isinstance(at.fact, NumberInBatch) and not _is_flag(pair)
     is_each &= pair.name == "scatter" and "CLIP" not in str(pair.params["mode"])
     if is_each and isinstance(x, Zero):
-        return part(new.power)  # Each row of the batch is written by one tower.
+        # Each row of the batch is written by one tower; the others have 0 there.
+        return part(new.power)
     is_even = (
         isinstance(new, TowerRows) and x.power == new.power and not pair.sizes.padded
     )
@@ -480,7 +514,7 @@ def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
 def _writes_own_rows(
     pair: EquationPair, axis: int, at: Kind, new_axis: int | None
 ) -> bool:
-    """Return whether each row is written to its own place."""
+    """Return whether a scatter writes each row to its own place."""
     dims = pair.params["dimension_numbers"]
     at_axis = pair.rows_in[1]
     if axis in dims.operand_batching_dims:

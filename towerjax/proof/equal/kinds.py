@@ -23,13 +23,11 @@ NO_ZEROS: frozenset[Any] = frozenset()
 
 
 class InPadding(enum.IntEnum):
-    """What is known of a value in padding rows; a smaller member says less."""
+    """What is known of a value in padding rows; a smaller number says less."""
 
-    ANY = 0  # The value may be infinite.
+    ANY = 0  # The value may be infinite or NaN.
     FINITE = 1
-    # The value is computed from its row as in an example. It is finite, because what is
-    # computed from an example is assumed to be finite.
-    AS_EXAMPLE = 2
+    AS_EXAMPLE = 2  # computed from its row as in an example, so assumed to be finite
 
 
 class Identity(int):
@@ -38,30 +36,30 @@ class Identity(int):
 
 @dataclasses.dataclass(frozen=True)
 class OneValue:
-    """A fact: a value, with its derivative, is the one that has this identity."""
+    """A fact: which value of the program it is; equal numbers, equal values."""
 
     number: Identity
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A fact: each row has 0 or 1. The flag of PADDING is 0 in padding rows."""
+    """A fact: each row holds 0 or 1; for the flag of PADDING, 0 means padding."""
 
     flag: Identity | str
 
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """A fact: a value is the number of rows in which a flag is 1."""
+    """A fact: a value is the number of a tower's rows in which a flag is 1."""
 
     flag: Identity | str
 
 
 @dataclasses.dataclass(frozen=True)
 class HasRow:
-    """A fact: a value says whether a flag is 1 in some row of a tower, or in none.
+    """A fact: a value is a bool that tells whether a flag is 1 in some row of a tower.
 
-    It says that some row has the flag if ``is_any`` is true.
+    True means that it has such a row if ``is_any`` is true, otherwise that it has none.
     """
 
     flag: Identity | str
@@ -70,31 +68,31 @@ class HasRow:
 
 @dataclasses.dataclass(frozen=True)
 class InfinitePadding:
-    """A fact: rows hold minus or plus infinity in padding."""
+    """A fact: the padding rows of a value hold infinity, with this sign (-1 or 1)."""
 
     sign: int
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberInBatch:
-    """A fact: each row holds its own number in the whole batch, without padding."""
+    """A fact: each row holds its index in the whole batch, and there is no padding."""
 
 
 LOWEST = InfinitePadding(-1)
 HIGHEST = InfinitePadding(1)
 
 Fact: TypeAlias = OneValue | Flag | Count | HasRow | InfinitePadding | NumberInBatch
-"""Equal values of one of these types are the same value."""
+"""What else is known of a value; most facts also identify the value."""
 
 
 class Power(Fraction):
-    """A power of the number of towers, and the line where a value got it."""
+    """An exponent of the number of towers T, and the user's line where it came in."""
 
     __slots__ = ("line",)
     line: str
 
     def __new__(cls, power: Any, line: str) -> "Power":
-        """Create the number ``power``, with the line where a value got it."""
+        """Create the exponent ``power``, which came into a value at ``line``."""
         self = super().__new__(cls, power)
         self.line = line
         return self
@@ -105,13 +103,13 @@ NO_POWER = Fraction(0)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What is known of a value in two programs.
+    """What is known of a value in two programs, for two numbers of towers T.
 
     Attributes:
-      power: The power of the number of towers; None for a sum in a loop to which
-        nothing was added.
+      power: The exponent p if the value has the factor T^p; None for the sum of a loop
+        to which no trip has added anything yet.
       zeros: Where the value is 0: PADDING stands for padding rows, and a flag for
-        towers that have no row with it.
+        towers in which no row has it.
       fact: What else is known of the value.
       in_padding: What is known of the value in padding rows.
     """
@@ -122,23 +120,24 @@ class Kind:
     in_padding: InPadding = dataclasses.field(default=InPadding.ANY, kw_only=True)
 
     name: ClassVar[str]  # its text in reasons, with fields that `Nouns` fills in
-    # These fields say which value it is. Here is what they hold if that is unknown.
+    # These fields identify the value. A kind whose value is not identified holds the
+    # values given here in them.
     no_identity: ClassVar[dict[str, None]] = {"fact": None}
 
     def replace(self, **fields: Any) -> Any:
-        """Return this kind with other values in the fields that are named."""
+        """Return a copy of this kind with other values in the named fields."""
         return dataclasses.replace(self, **fields)
 
     def bare(self) -> Any:
-        """Forget what holds only in one trip of a loop, and return the kind."""
+        """Return the kind without what holds in one trip of a loop only."""
         return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
 
     def times_tower(self, power: Any) -> Any:
-        """Return this kind with another power of T, for another value."""
+        """Return this kind with the exponent ``power`` of T, for another value."""
         return self.replace(power=power, **self.no_identity)
 
     def without_identity(self) -> Any:
-        """Forget which value of the program this is, and where it is 0."""
+        """Return the kind without the identity of its value, and without its zeros."""
         return self.replace(zeros=NO_ZEROS, **self.no_identity)
 
     def __str__(self) -> str:
@@ -146,7 +145,7 @@ class Kind:
 
 
 def _told_power(power: Any) -> str:
-    """Return the text for a power of the number of towers, to follow a kind."""
+    """Return the words that follow a kind's name and tell its factor, a power of T."""
     match power:
         case None | 0:
             return ""
@@ -171,13 +170,13 @@ class Unknown(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Zero(Kind):
-    """The kind of a value that is 0 on all towers."""
+    """The kind of a value that is 0 in all elements on all towers."""
 
     name = "zero"
 
 
 class RowsOfTower(enum.Enum):
-    """A mark in `Copy.number`: the value is the number of a tower's rows."""
+    """A mark that `Copy.number` may hold: the value is the number of a tower's rows."""
 
     NUMBER = "rows of a tower"
 
@@ -187,10 +186,10 @@ ROWS_OF_TOWER = RowsOfTower.NUMBER
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Kind):
-    """The kind of a replicated value, which all towers have.
+    """The kind of a replicated value: all towers have the same.
 
-    If the value has a dim of rows, it is constant along that dim. ``number`` is the
-    number that the value is, if that is known.
+    A replicated value with a dim of rows is constant along that dim. If all its
+    elements are one known number, ``number`` is that number.
     """
 
     name = "a replicated value"
@@ -200,9 +199,10 @@ class Copy(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class TowerRows(Kind):
-    """The kind of rows: all towers' rows, joined along their dim, are one tower's.
+    """The kind of rows: the towers' rows, joined along a dim, are the batch's rows.
 
-    ``blocks`` is the number of blocks in that dim. Each block has all rows in order.
+    ``blocks`` tells how often that dim repeats them: each of its blocks has all rows of
+    the tower, in order.
     """
 
     name = "{its} rows"
@@ -211,20 +211,20 @@ class TowerRows(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Part(Kind):
-    """The kind of one tower's addend: the towers' parts add up to one tower's value."""
+    """The kind of a tower's addend of a sum over towers; a `psum` gives that sum."""
 
     name = "a sum over {its} rows"
 
 
 class GroupDims(NamedTuple):
-    """The dims along which an array has a tower's rows, if there are several.
+    """The dims along which an array has a tower's rows, unless it is one dim in order.
 
     Attributes:
-      dims: The dims, outermost first, that together have each row in order.
+      dims: The dims, outermost first. Read in this order, they have each row in order.
       by_row: True if each element belongs to one row. Otherwise the elements along the
-        dims add up to a sum over rows.
-      order: None, or the other order that the rows are in. Orders count the rows of all
-        towers, and have each row once. Equal orders are the same value of the program.
+        dims only add up to a sum over rows.
+      order: None, or what identifies another order: a permutation of the rows of all
+        towers. Arrays with equal ``order`` have the same permutation.
     """
 
     dims: tuple[int, ...]
@@ -243,21 +243,21 @@ class Groups(Kind):
 
     @property
     def name(self) -> str:
-        """The text for the kind in reasons."""
+        """The words for the kind in a reason."""
         in_order = self.layout.order is None
         return "{its} rows in groups" if in_order else PERMUTED
 
 
 @dataclasses.dataclass(frozen=True)
 class Maximum(Kind):
-    """The kind of a maximum: the largest of all towers' values is one tower's value."""
+    """The kind of a maximum over a tower's own rows; a `pmax` makes it replicated."""
 
     name = "a maximum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Minimum(Kind):
-    """The kind of a minimum: the least of all towers' values is one tower's value."""
+    """The kind of a minimum over a tower's own rows; a `pmin` makes it replicated."""
 
     name = "a minimum over {its} rows"
 
@@ -266,8 +266,8 @@ class Minimum(Kind):
 class Mean(Kind):
     """The kind of a part divided by another part of the same tower; see `guards`.
 
-    ``divisor`` is the power of the divisor. ``vanishes`` tells whether the dividend is
-    0 wherever the divisor is 0.
+    ``divisor`` is the exponent of T in the divisor. ``vanishes`` tells whether the
+    dividend is 0 wherever the divisor is 0.
     """
 
     name = "a mean over {its} rows"
@@ -284,39 +284,39 @@ class RowsInTurn:
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(Kind):
-    """The kind of an array of all towers' values, each of the kind ``of``."""
+    """The kind of an array that holds all towers' values, each of the kind ``of``."""
 
     name = "the values of all {many}"
     of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
 
 
-# These are the kinds of numbers and keys of which each tower has its own.
+# The next kinds are of numbers and random keys that differ from tower to tower.
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerId(Kind):
-    """The kind of the number of a tower, which counts from 0."""
+    """The kind of a tower's index, which counts from 0."""
 
     name = "{number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstRow(Kind):
-    """The kind of the number of a tower's first row in the whole batch."""
+    """The kind of the index in the whole batch of a tower's first row."""
 
     name = "the number of a {one}'s first row"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers(Kind):
-    """The kind of the numbers of a tower's rows, which start at 0 on each tower."""
+    """The kind of the indices 0, 1, 2, ... of a tower's rows, within the tower."""
 
     name = "the numbers of {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder(Kind):
-    """The kind of the numbers of a tower's rows in another order, each number once."""
+    """The kind of a permutation of the indices 0, 1, 2, ... of a tower's rows."""
 
     name = "the numbers of {its} rows in another order"
     order: Any = dataclasses.field(kw_only=True)
@@ -324,10 +324,10 @@ class RowOrder(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Columns(Kind):
-    """The kind of indices whose columns differ in kind.
+    """The kind of an array of indices, whose columns have kinds of their own.
 
-    ``columns`` has the type of each column's kind. A column of row numbers in another
-    order is a `RowOrder` itself.
+    ``columns`` has the type of each column's kind. For a column that is a permutation
+    of the rows' indices, it has the `RowOrder` itself.
     """
 
     name = "indices with the numbers of {its} rows"
@@ -336,14 +336,14 @@ class Columns(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Key(Kind):
-    """The kind of a tower's own random key, which stands for one key per row."""
+    """The kind of a tower's own random key, from which each row draws for itself."""
 
     name = "a {one}'s own key"
 
 
 @dataclasses.dataclass(frozen=True)
 class Valid(Kind):
-    """The kind of the number of a tower's rows that are no padding."""
+    """The kind of the number of a tower's rows without padding: of its examples."""
 
     name = "the number of {its} rows without padding"
 
@@ -357,14 +357,14 @@ class Size(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class IsFull(Kind):
-    """The kind of a flag that says whether a tower has no padding."""
+    """The kind of a bool that is True for a tower without padding."""
 
     name = "whether none of {its} rows is padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Kind):
-    """The kind of a count of rows with a flag, which is guarded against 0.
+    """The kind of a guarded count of the rows with a flag, such as ``max(count, 1)``.
 
     If a tower has no row with the flag, the value is some number above 0.
     """
@@ -378,7 +378,7 @@ class AtLeast(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Row(Kind):
-    """The kind of the value of one row, in a loop over rows."""
+    """The kind of the value of the current row, inside a loop over rows."""
 
     name = "a value of one row"
 
@@ -387,8 +387,8 @@ class Row(Kind):
 class SoFar(Kind):
     """The kind of a loop's carry that is a sum, or an extreme, of the trips so far.
 
-    ``carry`` is its number among the loop's carries. ``extreme`` is `Maximum` or
-    `Minimum`. It is None for a sum, and for a carry that no trip has changed.
+    ``carry`` is its index among the loop's carries. ``extreme`` is `Maximum` or
+    `Minimum`. It is None for a sum, and for a carry that no trip has changed yet.
     """
 
     name = "the sum of the rows so far"
@@ -400,14 +400,14 @@ class SoFar(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Counter(Kind):
-    """The kind of the number of the current row, in a loop over rows."""
+    """The kind of the current row's index, inside a loop over rows."""
 
     name = "the number of the row in a loop"
 
 
 @dataclasses.dataclass(frozen=True)
 class NextRow(Kind):
-    """The kind of the number of the next row, in a loop over rows."""
+    """The kind of the current row's index plus 1, inside a loop over rows."""
 
     name = "the number of the next row in a loop"
 
@@ -416,7 +416,7 @@ class NextRow(Kind):
 class Buffer(Kind):
     """The kind of an array that a loop over rows fills row by row.
 
-    ``carry`` is its number among the loop's carries.
+    ``carry`` is its index among the loop's carries.
     """
 
     name = "an array that a loop fills row by row"
@@ -432,33 +432,33 @@ ALL_KINDS: tuple[type[Kind], ...] = (
 """All kinds."""
 
 ELEMENTS: TypeAlias = Copy | TowerRows | Row | Zero
-"""Kinds that any function of their elements keeps."""
+"""Kinds that stay under any function of the elements."""
 
 LINEAR: TypeAlias = ELEMENTS | Part
-"""Kinds that a linear function of the elements of one value keeps."""
+"""Kinds that stay under a linear function of the elements of one value."""
 
 SAME_FOR_ALL: TypeAlias = Copy | Zero
-"""Kinds of a value that all towers have."""
+"""Kinds of a value that is the same on all towers."""
 
 EXTREME: TypeAlias = Maximum | Minimum
-"""Kinds of an extreme over the tower's rows."""
+"""Kinds of a maximum or minimum over the tower's rows."""
 
 ZERO = Zero()
 SIZE = Size()
 
 
 def copy(power: Any = 0, number: Any = None) -> Copy:
-    """Return the kind of a replicated value."""
+    """Return the kind of a replicated value, whose elements are ``number`` if known."""
     return Copy(Fraction(power), number, in_padding=InPadding.AS_EXAMPLE)
 
 
 def rows(power: Any = 0, blocks: int = 1) -> TowerRows:
-    """Return the kind of rows of the batch."""
+    """Return the kind of rows: ``blocks`` times all rows of the tower along one dim."""
     return TowerRows(Fraction(power), blocks)
 
 
 def rows_as(x: Kind) -> TowerRows:
-    """Return the kind of rows that are 0 where ``x`` is, and have its padding."""
+    """Return the kind of rows with the power, the zeros and the padding of ``x``."""
     return TowerRows(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
@@ -468,12 +468,12 @@ def part(power: Any = 0) -> Part:
 
 
 def permuted(x: Kind, axis: int, order: Any) -> Groups:
-    """Return the kind of rows in another order along their dim."""
+    """Return the kind of rows in another order along the dim ``axis``."""
     return Groups(x.power, layout=GroupDims((axis,), True, order))
 
 
 def blocks_of(x: Kind) -> int:
-    """Return the number of blocks in a value's dim of rows."""
+    """Return how often a dim of rows repeats all rows; 1 if there is no such dim."""
     return x.blocks if isinstance(x, TowerRows) else 1
 
 
@@ -485,7 +485,7 @@ def is_rows_of_tower(x: Kind) -> bool:
 def of_one_tower(x: Stacked, axis: int | None) -> Kind:
     """Return the kind of one tower's value, taken from an array of all towers' values.
 
-    ``axis`` is the dim of rows of the tower's value; None if it has none.
+    ``axis`` is the dim of rows of that value; None if it has none.
     """
     if isinstance(x.of, RowsInTurn):
         own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
@@ -496,28 +496,28 @@ def of_one_tower(x: Stacked, axis: int | None) -> Kind:
 
 
 def as_part(value: Kind) -> Kind:
-    """Return a part in place of a replicated value; return any other kind as it is.
+    """Return the kind of a replicated value as a part; return any other kind unchanged.
 
-    The sum over T towers of a replicated value is T times the value, so the power grows
-    by 1.
+    The sum over T towers of a replicated value is T times the value, so the exponent of
+    T grows by 1.
     """
     return part(value.power + 1) if isinstance(value, Copy) else value
 
 
 def added_over_towers(x: Copy | Part | Zero) -> Kind:
-    """Return the kind of the sum of all towers' values.
+    """Return the kind of the sum over all towers: a replicated value.
 
-    Parts add up to a replicated value. T copies add up to T times a copy.
+    Parts add up to the one tower's value. A replicated value is added up to T times it.
     """
     return ZERO if isinstance(x, Zero) else copy(as_part(x).power)
 
 
 class NotOfOneKindError(Exception):
-    """No rule gives the values a kind; the text says why."""
+    """No rule gives a kind to values of these kinds; the text says why."""
 
 
 def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
-    """Return the kind of values of one shape that are joined, added or chosen from.
+    """Return the kind of an array of joined values, or of their sum, or of a choice.
 
     Raises:
       NotOfOneKindError: Their kinds, powers or orders do not fit.
@@ -549,7 +549,7 @@ def added(values: Sequence[Kind]) -> Any:
     """Return the kind of the sum of values of one shape.
 
     Raises:
-      NotOfOneKindError: The error of `joined`; or one value is a maximum or minimum.
+      NotOfOneKindError: `joined` raises it, or one value is a maximum or minimum.
     """
     if extreme := next((x for x in values if isinstance(x, EXTREME)), None):
         raise NotOfOneKindError(f"no rule for a sum of {extreme} and other values")
@@ -557,7 +557,7 @@ def added(values: Sequence[Kind]) -> Any:
 
 
 def function_of(values: Sequence[Kind], name: str) -> Any:
-    """Return the kind of an elementwise function of its operands.
+    """Return the kind of an elementwise function ``name`` of operands.
 
     Raises:
       NotOfOneKindError: An operand is neither replicated nor rows, or has a power.
@@ -569,14 +569,14 @@ def function_of(values: Sequence[Kind], name: str) -> Any:
 
 
 def as_copy(value: Kind) -> Kind:
-    """Return the kind of a replicated value for 0, and any other kind as it is."""
+    """Return the kind of a replicated value for 0, and any other kind unchanged."""
     return copy() if isinstance(value, Zero) else value
 
 
 def product_of(x: Kind, y: Kind, verb: str = "times") -> Any:
     """Return the kind of the elementwise product of two values.
 
-    Here 0 counts as a replicated value, because 0 times infinity is not 0.
+    An operand 0 is treated as any replicated value: 0 times infinity is not 0.
 
     Raises:
       NotOfOneKindError: Neither value is replicated, and they are not both rows.

@@ -55,7 +55,7 @@ from towerjax.proof.equal.micro_batches import (
 )
 from towerjax.proof.equal.rules import OF_ONE_TOWER, SPECIAL, rule
 
-_ROUNDS = 12  # the most walks through a loop before its kinds must stay unchanged
+_ROUNDS = 12  # the most walks of a loop's body; then its kinds count as unknown
 
 
 @rule(
@@ -65,7 +65,7 @@ _ROUNDS = 12  # the most walks through a loop before its kinds must stay unchang
     knows_identity=True,
 )
 def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a call: the kinds of the results of the program that it runs."""
+    """Return the kinds of a call's results: those of the program that it runs."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return pair.inside(programs, ins)
 
@@ -76,10 +76,10 @@ def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a call of a function that may have a derivative of its own.
+    """Return the kinds of a call of a `custom_jvp` or `custom_vjp` function.
 
-    The kinds are those of the program that it runs. Each value counts as a new one,
-    because the user may have written its derivative.
+    They are those of the program that it runs. The results get no identity of another
+    value, because the user may have written another derivative for them.
     """
     others = [_without_number(pair, x) for x in ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
@@ -92,7 +92,7 @@ def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a call whose program is in an object, as with ``jax_remat3``.
+    """Return the kinds of a call whose program is in an object, as with ``jax_remat3``.
 
     Such calls are `jax.checkpoint`, `jax.custom_jvp` and `jax.custom_vjp`.
     """
@@ -140,9 +140,10 @@ def _program_of(eqn: Any) -> Any:
 
 @rule("cond", every=OF_ONE_TOWER | Unknown, knows_identity=True)
 def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
-    """Answer a `cond`, whose branch all towers must take together.
+    """Return the kinds of a `cond`, whose branch all towers must take together.
 
-    The predicate must be replicated, or say whether a tower has a row with a flag.
+    So the predicate must be replicated. It may also tell whether a tower has a row with
+    some flag, if a tower without such rows gets the same from both branches.
     """
     if isinstance(predicate, Unknown):
         return [predicate] * len(pair.rows_out)
@@ -160,7 +161,10 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
 
 
 def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
-    """Return the kind of a branch's result, chosen by whether a row has a flag."""
+    """Return the kind of a `cond`'s result.
+
+    The predicate tells whether a tower has a row with some flag.
+    """
     unknown = [x for x in cases if isinstance(x, Unknown)]
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
@@ -199,9 +203,10 @@ def _settled(
     trip: Callable[[list[Kind]], list[Kind]],
     carry: Sequence[Kind],
 ) -> list[Kind]:
-    """Find kinds of a loop's carry that a trip no longer changes, by repeated trips.
+    """Return kinds of a loop's carry that a trip does not change.
 
-    If there are none after some rounds, all are unknown.
+    ``trip`` gives the kinds after a trip, from those before. It is called until they
+    stay the same. If they do not after some rounds, all are unknown.
     """
     kinds = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
@@ -231,9 +236,10 @@ def _refuse_special(ins: Sequence[Kind]) -> None:
     knows_identity=True,
 )
 def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a `while` loop: all towers make the same trips, or each row its own.
+    """Return the kinds of a `while` loop's carry.
 
-    Rows have their own trips if ``vmap`` made the loop.
+    All towers must make the same trips. In a loop that ``vmap`` made, each row makes
+    its own trips.
     """
     first = pair.first.params
     second = pair.second.params
@@ -279,7 +285,10 @@ def _avals_of_test(pair: EquationPair) -> list[Any]:
 def _refuse_unless_by_row(
     pair: EquationPair, test: Kind, carry: Sequence[Kind]
 ) -> None:
-    """Raise unless ``vmap`` made the loop, in which finished rows stay unchanged."""
+    """Raise unless ``vmap`` made a `while` loop, so that each row makes its own trips.
+
+    In such a loop the carry of a row that has ended stays unchanged.
+    """
     is_of_rows = isinstance(test, TowerRows) and not test.power and test.blocks == 1
     is_of_rows &= all(
         isinstance(x, Zero) or (isinstance(x, TowerRows) and x.blocks == 1)
@@ -299,9 +308,10 @@ def _refuse_unless_by_row(
     knows_identity=True,
 )
 def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a `scan`; loops over rows, chunks and micro-batches have their own laws.
+    """Return the kinds of a `scan`'s results.
 
-    In any other loop, the carry has kinds that a trip no longer changes.
+    Loops over rows, over chunks of rows and over micro-batches have functions of their
+    own. In any other loop, a trip must not change the kinds of the carry.
     """
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
@@ -340,7 +350,10 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Kind]:
-    """Return the kinds of a loop over rows, in which no row may depend on another."""
+    """Return the kinds of the results of a loop over rows.
+
+    No row may depend on another, except by a sum or an extreme of all rows.
+    """
     if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
         raise NotOfOneKindError("a loop over {its} rows is inside another one")
     consts, carry_size = loop_sizes(pair.first)
@@ -362,7 +375,8 @@ def _over_own_rows(
     counts = [isinstance(x, Counter) for x in carry]
     is_next = [isinstance(x, NextRow) for x in outs[:carry_size]]
     if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
-        # A carry that starts at 0 and that no trip counts up is a sum, not a counter.
+        # A carry that starts at 0 is first taken for a counter of rows. If no trip adds
+        # 1 to it, it is taken for a sum, and the body is walked again.
         carry = [
             _sum_of_carry(i) if isinstance(x, Counter) and not is_next[i] else x
             for i, x in enumerate(carry)
@@ -394,9 +408,10 @@ def _sum_of_carry(number: int) -> Kind:
 
 
 def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """Return the kind of a carry in any trip, which says what a row may do with it.
+    """Return the kind of a carry before any trip of a loop over rows.
 
-    It is an array to fill, a counter, or a sum so far.
+    It is a buffer to fill, a counter of rows, or a sum so far; this says what a trip
+    may do with it.
     """
     number = operand - loop_sizes(pair.first)[0]
     if isinstance(x, Unknown):
@@ -437,9 +452,9 @@ def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
 
 
 def _count_of_trips(pair: EquationPair) -> Kind:
-    """Return the kind of a counter after a loop over rows: the number of its trips.
+    """Return the kind of a counter after a loop over rows: the number of rows.
 
-    The counter starts at 0, and grows by 1 in each trip.
+    It starts at 0, and grows by 1 in each trip.
     """
     lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
     if pair.sizes.times(*lengths) == 1:
@@ -455,7 +470,7 @@ def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
 
 
 def _rows_of(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of an output that a loop over rows stacks, an entry per row."""
+    """Return the kind of what a loop over rows stacks: rows, with an entry per row."""
     if isinstance(x, Row):
         all_rows = rows(x.power).replace(zeros=x.bare().zeros)
         return all_rows.replace(in_padding=x.in_padding)
@@ -470,7 +485,7 @@ def _rows_of(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
 def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a `custom_linear_solve` with the kinds of its program `solve`."""
+    """Return the kinds of a `custom_linear_solve`: those of its program ``solve``."""
     [first] = inner_programs(pair.first)
     [second] = inner_programs(pair.second)
     kinds = dict(zip(map(id, pair.first.invars), ins, strict=True))

@@ -1,11 +1,11 @@
 """The rule of a `shard_map`, and so of a `pmap`, whose devices are the towers.
 
-The program around the map is a program of all devices. Its results must be the same for
-any number of devices. In that program a `Copy` is an array that is the same for any
-number, and a `Stacked` is an array of the devices' own values, one after another.
+The program around the map is of all devices. Its results must be the same for any
+number of devices. In that program a `Copy` is an array that is the same for any number,
+and a `Stacked` is an array of the devices' own values, one after another.
 
-A mesh of several axes is read in the ways of `mesh_axes`. Each way is sound, so a
-result has the kind that any of them finds.
+A mesh of several axes can be read in the ways that `mesh_axes` gives. Each way is
+sound, so a result has the kind that any of them finds.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,10 @@ _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
 
 @rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
-    """Answer a `shard_map`: a device gets its own rows of operands that are split."""
+    """Return the kinds of a `shard_map`'s results, whose devices are the towers.
+
+    A device gets its own rows of an operand that is split over the devices.
+    """
     if pair.walk.axes or only_others_grow(pair):
         return mapped_within(pair)
     kinds = list[Kind]()
@@ -55,7 +58,7 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
 
 
 def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
-    """Return each result's kind from the first list, or if unknown from the second."""
+    """Return each result's kind from ``kinds``, or from ``others`` if it is unknown."""
     if not kinds:
         return [*others]
     return [
@@ -67,7 +70,7 @@ def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
 def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[Kind]:
     """Return the kinds of a map's results by one reading of its mesh axes.
 
-    ``is_first`` tells whether to keep the kinds of all values in the map's program.
+    With ``is_first``, the kinds of all values in the map's program are recorded.
     """
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     splits = [axes.dim_split(spec) for spec in pair.params["in_specs"]]
@@ -77,8 +80,8 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
     scope = Scope(pair.site, within=within)
     avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
     kinds = list[Kind]()
-    # Arrays may be split along dims of several sizes, such as words and hidden units,
-    # so each size in turn is taken for the number of rows.
+    # The number of a device's rows is not given. Arrays may be split along dims of
+    # several sizes, such as words and hidden units, so each is tried as that number.
     for rows_each in _rows_each(bodies, axes.counts):
         sizes = Sizes(axes.counts, rows_each)
         walk = Walk(sizes, [axes.towers], has_keys=False, alone=axes.alone)
@@ -115,7 +118,10 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, in
 def _given_device(
     pair: EquationPair, operand: int, split: int | None, axes: MeshAxes
 ) -> Kind:
-    """Return the kind of an operand on one device of a map."""
+    """Return the kind that an operand of a map has on one device.
+
+    ``split`` is the dim that is split over the devices; None if it is replicated.
+    """
     x = pair.ins[operand]
     has_rows = pair.rows_in[operand] is not None
     if isinstance(x, Unknown | Zero):
@@ -137,7 +143,11 @@ def _of_all_devices(
     split: int | None,
     axes: MeshAxes,
 ) -> Kind:
-    """Return the kind of a map's result, from its kind on one device."""
+    """Return the kind of a map's result, from its kind on one device.
+
+    ``own_rows`` is the dim of a device's rows, ``split`` the dim along which the
+    devices' results are joined.
+    """
     if isinstance(value, Unknown | Zero):
         return value
     if split is None:

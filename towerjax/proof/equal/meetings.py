@@ -33,22 +33,22 @@ from towerjax.proof.equal.rules import refused, rule
 _MERGED: TypeAlias = Copy | Part | Maximum | Minimum
 
 
-# These collectives may add up or compare over the devices of each tower first, and then
-# over the towers.
+# The result of these does not depend on whether they add up or compare over the devices
+# of a tower first, or over the towers first.
 _IN_ANY_ORDER = frozenset("psum psum_invariant pmax pmin".split())
-# These collectives may join or split over the towers first, and then over the devices
-# of each tower.
+# These may be over towers and over the devices of a tower if the towers' axes are the
+# innermost: they then join or split over the towers first.
 _INNERMOST = frozenset(
     "all_gather all_gather_invariant reduce_scatter psum_scatter".split()
 )
 
 
 def _refuse_other_axes(pair: EquationPair) -> None:
-    """Raise unless the collective is over all towers.
+    """Raise unless a collective is over all towers.
 
-    It may name axes of a tower's own devices, too. A sum or an extreme over these has
-    the kind that it has on each device. A gather or scatter must have the towers as its
-    innermost axes, so that each device's values stay together.
+    A sum or an extreme may be over the devices of each tower as well, which does not
+    change the kind. So may a gather or scatter, if it names the towers' axes last, as
+    the innermost: each device's values then stay together.
     """
     if pair.scope.in_chunks:
         raise NotOfOneKindError(
@@ -67,9 +67,9 @@ def _refuse_other_axes(pair: EquationPair) -> None:
 
 @rule("axis_index", every=Kind)
 def _tower_id(pair: EquationPair) -> Kind:
-    """Answer the tower's number along the towers' axis.
+    """Return the kind of an `axis_index` of the towers' axis: a tower's index.
 
-    In micro-batches, which are chunks of rows, towers must not communicate.
+    It is refused in a loop over chunks of rows, where towers must not communicate.
     """
     _refuse_other_axes(pair)
     return TowerId()
@@ -77,9 +77,10 @@ def _tower_id(pair: EquationPair) -> Kind:
 
 @rule("psum psum_invariant", every=Copy | Part | Zero)
 def _added_over_towers(pair: EquationPair, *ins: Copy | Part | Zero) -> list[Kind]:
-    """Answer a `psum`: parts add up to a replicated value.
+    """Return the kinds of a `psum`: replicated values.
 
-    The sum over T towers of a replicated value is T times the value.
+    Parts add up to the value in the program for one tower. A replicated value is added
+    up to T times that value.
     """
     _refuse_other_axes(pair)
     return [added_over_towers(x) for x in ins]
@@ -88,7 +89,7 @@ def _added_over_towers(pair: EquationPair, *ins: Copy | Part | Zero) -> list[Kin
 @rule("pmax", every=Maximum | Copy | Zero)
 @rule("pmin", every=Minimum | Copy | Zero)
 def _extreme_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a `pmax` or `pmin`: the extreme of the towers' extremes is replicated."""
+    """Return the kind of a `pmax` or `pmin`: replicated, from each tower's extreme."""
     _refuse_other_axes(pair)
     return [x if isinstance(x, Zero) else copy(x.power) for x in ins]
 
@@ -97,9 +98,11 @@ def _extreme_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
     "all_gather all_gather_invariant", _MERGED | TowerRows | Zero, copies_as_rows=True
 )
 def _gathered_over_towers(pair: EquationPair, x: Kind) -> Kind:
-    """Answer an `all_gather`: the towers' rows, joined, are the rows of the batch.
+    """Return the kind of an `all_gather` over towers.
 
-    Otherwise the result is an array of all towers' values, one after another.
+    Rows that are joined along their dim (``tiled``) are the rows of the batch, which
+    all towers get: a replicated value. Without ``tiled`` the result is a `Stacked`
+    array of all towers' values.
     """
     _refuse_other_axes(pair)
     along = pair.params["all_gather_dimension"]
@@ -121,7 +124,10 @@ def _gathered_over_towers(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_scatter psum_scatter", Part)
 def _scattered_over_towers(pair: EquationPair, x: Part) -> Kind:
-    """Answer a sum of parts that is scattered: each tower gets its rows of the sum."""
+    """Return the kind of a `psum_scatter` of a part: rows.
+
+    Each tower gets its rows of the sum over towers.
+    """
     _refuse_other_axes(pair)
     along = pair.params["scatter_dimension"]
     is_split = pair.params["tiled"] and pair.rows_out[0] == along
@@ -131,9 +137,10 @@ def _scattered_over_towers(pair: EquationPair, x: Part) -> Kind:
 
 
 def _of_other_towers(x: TowerRows, axis: int | None, order: Any) -> Kind:
-    """Return the kind of other towers' rows, in an order that depends on the towers.
+    """Return the kind of rows that come from other towers: rows in another order.
 
-    What is known of the flags of a tower's own rows does not hold for these rows.
+    The order depends on the number of towers. What is known of the flags of the tower's
+    own rows does not hold for these rows.
     """
     assert axis is not None
     return permuted(x, axis, (order, None)).replace(zeros=x.zeros & {PADDING})
@@ -141,9 +148,10 @@ def _of_other_towers(x: TowerRows, axis: int | None, order: Any) -> Kind:
 
 @rule("ppermute", every=_MERGED | TowerRows | Zero, knows_identity=True)
 def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a `ppermute`: each tower gets another tower's value.
+    """Return the kinds of a `ppermute`, by which each tower gets another tower's value.
 
-    All towers together have the same values, and rows are in another order.
+    Rows get another order. Other kinds stay, because they do not say which tower has
+    which value.
     """
     _refuse_other_axes(pair)
     programs = zip((pair.first, pair.second), pair.sizes.towers, strict=True)
@@ -164,7 +172,10 @@ def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("all_to_all", TowerRows, knows_identity=True, copies_as_rows=True)
 def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
-    """Answer an `all_to_all` of equally many rows: all rows in another order."""
+    """Return the kind of an `all_to_all` of rows: rows in another order.
+
+    Each tower must get as many rows from each tower.
+    """
     _refuse_other_axes(pair)
     axis = pair.rows_in[0]
     along = pair.params["split_axis"], pair.params["concat_axis"]
@@ -176,16 +187,17 @@ def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("random_seed", SAME_FOR_ALL)
 def _key_of_seed(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the key of a seed, which is a function of the seed."""
+    """Return the kind of a key that is made of a seed, a function of that seed."""
     return function_of([x], "a key")
 
 
 @rule("random_fold_in", Key, ELEMENTS | RowNumbers)
 def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
-    """Answer a tower's own key with a number folded in: its own key.
+    """Return the kind of a tower's own key with a number folded in: its own key.
 
-    If the key is not one per row, numbers of rows must be the row numbers. Rows with
-    equal numbers would otherwise share a key on one tower, but not across towers.
+    A key that does not stand for one key per row becomes one if the rows' indices are
+    folded in. No other numbers of rows may be: rows with equal numbers would share a
+    key on one tower, but not across towers.
     """
     is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
     if not (isinstance(y, RowNumbers) or is_of_each):
@@ -195,7 +207,10 @@ def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
 
 @rule("random_fold_in", SAME_FOR_ALL, TowerId)
 def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
-    """Answer a replicated key with the tower's number folded in: a key of its own."""
+    """Return the kind of a replicated key with a tower's index folded in.
+
+    It is the tower's own key.
+    """
     if pair.rows_out[0] is not None or not pair.walk.has_keys:
         raise refused(pair)
     return Key()
@@ -203,19 +218,19 @@ def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
 
 @rule("random_fold_in", ELEMENTS, ELEMENTS)
 def _key_of_number(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a key with a number folded in: a function of the key and the number."""
+    """Return the kind of a key with a number folded in, a function of both."""
     return function_of([x, y], "a key")
 
 
 @rule("random_split", Key)
 def _keys_of_own_key(pair: EquationPair, x: Key) -> Kind:
-    """Answer the keys that are split from a tower's own key: they are its own, too."""
+    """Return the kind of keys that are split from a tower's own key: its own keys."""
     return x
 
 
 @rule("random_split", ELEMENTS)
 def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the keys that are split from a key, as a function of that key.
+    """Return the kind of keys that are split from a key, a function of that key.
 
     Keys for rows must be split from a key per row. Otherwise all towers would use the
     same keys for their rows.
@@ -227,9 +242,10 @@ def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("random_bits random_gamma", every=ELEMENTS | Key, copies_as_rows=True)
 def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
-    """Answer a random draw: a tower's own key draws numbers for each row.
+    """Return the kind of a random draw: rows if the key is a tower's own.
 
-    A replicated key draws the same numbers on all towers, which are not used as rows.
+    A replicated key draws the same numbers on all towers. Such a draw is replicated,
+    and must not have a dim of rows.
     """
     has_rows = pair.rows_out[0] is not None
     if isinstance(key, Key):

@@ -1,11 +1,11 @@
 """The mesh axes of a `shard_map` in two programs: along which axes the towers are.
 
-The towers are the devices along the axes whose sizes grow from one program to the
-other. An axis that has the same size in both programs may be *still*. Its places are
-then like the devices of a tower; see `within`. The devices of one place are the towers,
-and a kind describes the values of these, for each place. Where one dim is split over a
-still axis and the towers, the towers are innermost, so that each place has a block of
-its own: the same block for any number of towers.
+The towers are the devices along the axes that are longer in one program than in the
+other. An axis that has the same size in both programs may be *still*. The positions
+along a still axis are like the devices of a tower; see `within`. At each position, the
+devices along the other axes are the towers, and a kind describes their values. If one
+dim is split over a still axis and over the towers, the towers must be the innermost:
+each position then has the same block of the dim for any number of towers.
 
 In another reading all axes with several devices are one axis. They must then act
 together: each array is split over all of them, and each collective names all of them,
@@ -24,13 +24,13 @@ from towerjax.types.refusals import listed
 
 
 class MeshAxes(NamedTuple):
-    """A reading of the axes of two meshes, which says along which axes the towers are.
+    """A reading of the axes of two meshes: along which axes the towers are.
 
     Attributes:
       towers: The axes whose devices are the towers, in order.
-      counts: The number of towers of each mesh.
-      alone: The other axes with one device.
-      still: The other axes with several devices.
+      counts: The number of towers in each of the two meshes.
+      alone: The axes that are not in ``towers`` and have one device.
+      still: The axes that are not in ``towers`` and have several devices.
     """
 
     towers: tuple[str, ...]
@@ -39,17 +39,19 @@ class MeshAxes(NamedTuple):
     still: frozenset[str]
 
     def has_each_tower_of(self, sizes: Sizes) -> bool:
-        """Return whether an array with an entry per tower has one entry per device."""
+        """Return whether an array of one entry per tower has one entry per device."""
         return self.counts == sizes.towers and not self.still
 
     def dim_split(self, spec: PartitionSpec) -> int | None:
-        """Return the dim that is split over the towers; None if there is none.
+        """Return the dim that a spec splits over the towers; None if it splits none.
 
         Raises:
           NotOfOneKindError: The spec does not fit this reading of the axes.
         """
         if spec.unreduced or spec.reduced:
-            raise NotOfOneKindError(f"no rule for a shard_map with {spec}")
+            raise NotOfOneKindError(
+                f"no rule for a shard_map whose spec {spec} says unreduced or reduced"
+            )
         split = None
         for i, named in enumerate(axes_of_dims(spec)):
             names = tuple(x for x in named if x is not None and x not in self.alone)
@@ -72,14 +74,20 @@ class MeshAxes(NamedTuple):
 
 
 def only_others_grow(pair: EquationPair) -> bool:
-    """Return whether a `shard_map`'s mesh grows only along axes it does not map."""
+    """Return whether two meshes differ only in axes that the `shard_map` does not map.
+
+    The meshes are those of the two programs.
+    """
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     are_same = all(first.get(x) == second.get(x) for x in manual_axes(pair.first))
     return are_same and first != second
 
 
 def readings_of(pair: EquationPair) -> list[MeshAxes]:
-    """Find the readings of a `shard_map`'s meshes, which must grow as the towers do.
+    """Find the readings of the mesh axes of a `shard_map` in both programs.
+
+    Along the axes of the towers, the mesh must grow from one program to the other as
+    the number of towers does.
 
     Raises:
       NotOfOneKindError: The meshes have no such reading.

@@ -1,12 +1,12 @@
-"""Loops over micro-batches: a scan with one trip for each, whose sums meet in a carry.
+"""Loops over micro-batches: a scan with one trip for each, which adds sums to a carry.
 
-Such a loop is a map over towers. A trip is a tower: it has the rows of one micro-batch,
-and what it adds to a carry is its part of a sum. After the loop the carry is the whole
-sum, which is replicated: it is the same for any number of micro-batches. Around the
-loop an array ``[n, B / n, ...]`` has the values of all micro-batches.
+The proof treats a trip as a tower: it has the rows of one micro-batch, and what it adds
+to a carry is its part of a sum. After the loop the carry is the sum over all trips,
+which is replicated: it is the same for any number of micro-batches. Around the loop, an
+array ``[n, B / n, ...]`` has the values of all micro-batches.
 
-A carry may also be the number of the trip, as in ``fori_loop``. Any other carry is
-refused, because it weighs a micro-batch by those before it.
+A carry may also be the index of the trip, as in ``fori_loop``. Any other carry is
+refused, because it would make a micro-batch depend on those before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,14 +43,17 @@ _SHARED: TypeAlias = Copy | Zero | Unknown | Stacked
 
 
 def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> bool:
-    """Return whether a scan runs over all micro-batches, which count as towers."""
+    """Return whether a scan has one trip for each micro-batch.
+
+    ``lengths`` are its numbers of trips in the two programs.
+    """
     return lengths == pair.sizes.towers and not pair.walk.axes
 
 
 def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
     """Return the kinds of the results of a loop that has a trip per micro-batch.
 
-    They are sums over all trips, and values that the loop keeps of each trip.
+    They are sums over all trips, and arrays with an entry for each trip.
     """
     if pair.scope.in_chunks or pair.scope.loop is not None:
         raise NotOfOneKindError("a loop over micro-batches is inside another loop")
@@ -81,7 +84,7 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind
 
 
 def _change_of(body: Any, operand: int, result: int) -> str:
-    """Return how a trip changes a carry: "kept", "counted" or "other"."""
+    """Return how a trip changes a carry: not ("kept"), by 1 ("counted"), or "other"."""
     before = body.invars[operand]
     after = body.outvars[result]
     if after is before:
@@ -96,12 +99,16 @@ def _change_of(body: Any, operand: int, result: int) -> str:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that all trips get whole."""
+    """Return the kind of a value that each trip gets entirely."""
     return x if isinstance(x, _SHARED) else pair.unknown(f"each micro-batch uses {x}")
 
 
 def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
-    """Return the kind of a carry in any trip, which says what a trip may do with it."""
+    """Return the kind of a carry before any trip.
+
+    A carry that is counted up from 0 is the micro-batch's index. One that a trip
+    changes in another way is a sum, or an extreme, of the trips so far.
+    """
     if change == "kept":
         return _shared(pair, x)
     if change == "counted" and isinstance(x, Zero) and not pair.params["reverse"]:
@@ -122,7 +129,8 @@ def _slice_of(pair: EquationPair, operand: int) -> Kind:
 def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int, int]:
     """Return the number of rows of a micro-batch, in both programs.
 
-    It is the least size in the loop that grows as the number of micro-batches falls.
+    It is not given. It is the least size in the loop that is smaller for more
+    micro-batches.
     """
     a, b = towers
     pairs = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
@@ -154,7 +162,8 @@ def _after_all_trips(
     if change == "kept":
         return before
     if isinstance(start, TowerId):
-        return copy(1)  # It is the number of trips, which has power 1 of T.
+        # The index ends as the number of trips. It is T, because a trip is a tower.
+        return copy(1)
     if isinstance(end, Unknown):
         return end
     try:
@@ -170,7 +179,7 @@ def _after_all_trips(
 def _stacked(
     pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Kind
 ) -> Kind:
-    """Return the kind of the values that all trips return, one after another."""
+    """Return the kind of an array that has the values which all trips return."""
     if isinstance(x, Zero | Unknown):
         return x
     avals = [body.outvars[result].aval for body in bodies]

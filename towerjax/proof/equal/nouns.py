@@ -1,20 +1,21 @@
-"""The nouns in which reasons are told: of towers, or of what else is counted.
+"""The nouns in which a proof tells its reasons: towers, devices or micro-batches.
 
-A rule writes a reason with fields in the places of nouns, such as ``{its} rows``. Who
-shows the reason knows what two programs have different numbers of, and fills them in.
+A rule writes a reason with fields in the places of nouns, such as ``{its} rows``.
+Whoever shows the reason knows whether two programs differ in their number of towers or
+of something else, and fills in the nouns.
 """
 
 from typing import NamedTuple
 
 
 class Nouns(NamedTuple):
-    """The nouns for what two programs have different numbers of.
+    """The nouns for that of which two programs have different numbers, such as towers.
 
     Attributes:
-      one: One of them.
-      many: Several of them.
-      its: What belongs to one of them.
-      number: The number of one among them.
+      one: The singular, such as "tower".
+      many: The plural, such as "towers".
+      its: The possessive, such as "the tower's".
+      number: The index of one of them, such as "tower.id".
     """
 
     one: str
@@ -23,7 +24,7 @@ class Nouns(NamedTuple):
     number: str
 
     def told(self, reason: str) -> str:
-        """Return a reason with these nouns in the places of its fields."""
+        """Return a reason with its fields filled in with these nouns."""
         for field, noun in self._asdict().items():
             reason = reason.replace(f"{{{field}}}", noun)
         return reason

@@ -1,13 +1,14 @@
 """Prove, without a run, that the towers' merged results equal those of one tower.
 
-The proof gets one tower's program for several numbers of towers on one global batch.
-Each two programs are walked side by side. The walk finds the kind of each result, and
-the kind says whether it is merged to the same value for both numbers.
+The proof gets one tower's program for several numbers of towers, on one global batch.
+It walks the programs in pairs, side by side. The walk finds the kind of each result,
+and the kind says whether the result is merged to the same value for both numbers.
 
 A proof holds for all values of the inputs, in real arithmetic. It also holds for the
-derivative, unless a rule of the user says what a derivative is: each rule here holds
-for derivatives, too, and none uses that two values cancel. The one exception is a mean
-over a tower's rows that is multiplied by their number; see `guards`.
+derivative, unless the user wrote the derivative as a custom_jvp or custom_vjp: each
+rule here holds for derivatives, too, and none uses that two values cancel. The one
+exception is a mean over a tower's rows that is multiplied by their number; see
+`guards`.
 
 Sums of integers of 32 bits and more are assumed to fit. If several rows have the
 largest value, its derivative is one of several possible ones, and may depend on the
@@ -59,19 +60,20 @@ from towerjax.proof.equal.walk import kinds_of_results
 
 
 class Given(enum.Enum):
-    """The ways in which towers get an input of a tower's program."""
+    """The ways in which towers get an input of their program."""
 
     REPLICATED = "the same on all towers"
     ROWS = "the tower's rows of the batch, along dim 0"
     VALID = "the number of its rows without padding"
     TOWER_ID = "the number of the tower"
     PER_TOWER = "a per-tower value"
-    # A micro-batch's keys and row numbers start from it, so any number acts as 0.
+    # A micro-batch's keys and row indices start from this number. They are right from
+    # any start, so the number is treated as 0.
     MICRO_BATCH = "the number of a tower's micro-batch"
 
 
 class TowerProgram(NamedTuple):
-    """One tower's program, for a number of towers and of rows.
+    """The program of one tower, for a number of towers and of rows.
 
     Attributes:
       jaxpr: The closed jaxpr.
@@ -94,11 +96,11 @@ class MergedLeaf:
     Attributes:
       name: Its name in the answer.
       merge: How the towers' values become one.
-      weight: For a MEAN, the number of the result that it is divided by.
-      becomes: For a PER_TOWER, the number of the input that it becomes in the next
+      weight: For a MEAN, the index of the result that it is divided by.
+      becomes: For a PER_TOWER, the index of the input that it becomes in the next
         step, if all towers have the same value in the first step.
-      indices: For TABLE_ROWS, the number of the result that holds their indices.
-      state: The name of the metric state that it is a field of; "" for others.
+      indices: For TABLE_ROWS, the index of the result that holds the rows' indices.
+      state: The name of the metric state of which it is a field; "" if of none.
     """
 
     name: str
@@ -114,11 +116,11 @@ class Equality:
     """The result of the proof for one leaf.
 
     Attributes:
-      leaf: Its name.
-      says: Whether it is proved, refuted or unknown; equal to that word.
+      leaf: The leaf's name.
+      says: Proved, refuted or unknown; the member equals that word.
       why: The reason, with a line of the program, if the leaf is refuted or unknown.
       advice: What to write instead, if the leaf is refuted.
-      state: The name of the metric state that it is a field of; "" for others.
+      state: The name of the metric state of which it is a field; "" if of none.
     """
 
     leaf: str
@@ -156,15 +158,15 @@ def equal_to_one_tower(
     Args:
       programs: The programs for two or more numbers of towers on one global batch.
         Each is compared with the one before.
-      inputs: The kind of each input of the programs.
+      inputs: How towers get each input of the programs.
       outputs: The results of the programs, and how each is merged.
       axes: The names of the axis of all towers.
       padded: Whether the last rows of a tower may be padding. The numbers of rows must
         then not be proportional to the numbers of towers, or be one symbol.
 
     Returns:
-      One answer for each leaf except those of PER_TOWER: the worst of all pairs of
-      programs.
+      One answer for each leaf that is not PER_TOWER: the worst of the answers of all
+      pairs of programs.
     """
     try:
         pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
@@ -176,7 +178,7 @@ def equal_to_one_tower(
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
-    """Return the worst answer for each leaf, in the order of first appearance."""
+    """Return the worst answer for each leaf, in the order in which leaves appear."""
     worst_by_leaf: dict[str, Equality] = {}
     for equality in equalities:
         known = worst_by_leaf.get(equality.leaf)
@@ -193,12 +195,12 @@ def _results_of_pairs(
     axes: Sequence[str],
     padded: bool,
 ) -> list[list[ProvedResult]]:
-    """Return the kinds of the results for each pair of programs, for all steps.
+    """Return what is known of the results for each pair of programs, in any step.
 
-    A variable that is the same on all towers before the first step is replicated in all
-    steps if a step keeps it so. For this, all such variables are taken as replicated
-    before a step. Those that are not replicated after the step are left out, until all
-    others are.
+    A tower-local variable that all towers start with the same value stays replicated if
+    a step keeps it so. To find out, all such variables are first taken as replicated
+    before a step. Those that the step does not keep replicated are then taken as per
+    tower, and this is repeated until nothing changes.
     """
     pairs = [*itertools.pairwise(programs)]
     stays = {x.becomes for x in outputs} - {None}
@@ -220,7 +222,7 @@ def _results_of_pair(
     axes: Sequence[str],
     padded: bool,
 ) -> list[ProvedResult]:
-    """Return the kinds of the results for two numbers of towers."""
+    """Return what is known of the results for two numbers of towers."""
     first, second = pair
     numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*numbers, strict=True)
@@ -235,7 +237,7 @@ def _results_of_pair(
 
 
 def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Kind]:
-    """Return the kinds of a tower's inputs."""
+    """Return the kinds of a tower's inputs, from how towers get them."""
     numbers = Valid() if padded else copy(-1, ROWS_OF_TOWER)
     return [_INPUTS.get(x, numbers) for x in inputs]
 
@@ -246,7 +248,10 @@ def _answers(
     outputs: Sequence[MergedLeaf],
     padded: bool,
 ) -> list[Equality]:
-    """Return the proof's answers for two numbers of towers, with lines of a program."""
+    """Return the proof's answers for two numbers of towers.
+
+    ``program`` is the one whose lines the answers name.
+    """
     equalities = []
     for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
@@ -272,21 +277,21 @@ def _answers(
 
 
 def _line_of_result(program: ClosedJaxpr, number: int) -> str:
-    """Return the user's line that makes a result of a program; "" if there is none."""
+    """Return the user's line that makes the result with this index; "" if none does."""
     jaxpr = open_jaxpr(program)
     makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
     return user_line((makers[0], None)) if makers else ""
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:
-    """Return the multiple of a tower's rows that dim 0 of a result has, or None."""
+    """Return m if dim 0 of a result has m times a tower's rows; otherwise None."""
     if not first.shape or not second.shape:
         return None
     return sizes.times(first.shape[0], second.shape[0])
 
 
 def _is_of_one_shape(sizes: Sizes, first: Any, second: Any) -> bool:
-    """Return whether no dim of a result depends on the number of towers."""
+    """Return whether a result has the same shape for both numbers of towers."""
     try:
         return sizes.axes(first, second) == (None, None)
     except ProgramsDifferError:

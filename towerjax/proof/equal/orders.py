@@ -1,7 +1,7 @@
 """Rows in another order: work within rows gives results in that same order.
 
-A rule that compares no row with another says the same of rows in any order. So it is
-asked as if the rows were in their original order, and its results get the order back.
+A rule that compares no row with another also holds for rows in another order. So it is
+called as if the rows were in their own order, and the results then get the order back.
 """
 
 from towerjax.proof.equal.equation_pair import EquationPair
@@ -22,8 +22,8 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.rules import BY_ELEMENT
 
-# The results of these primitives do not depend on which row comes before another.
-# Functions of each element, in `BY_ELEMENT`, do not either.
+# The result of these primitives for a row does not depend on where the row is among the
+# rows. This also holds for the functions of each element, in `BY_ELEMENT`.
 _WITHIN_ROWS = frozenset(
     """dot_general broadcast_in_dim squeeze expand_dims concatenate pad reduce_max
     reduce_min reduce_or reduce_and reduce_prod argmax argmin cumsum cummax cummin
@@ -32,9 +32,10 @@ _WITHIN_ROWS = frozenset(
 
 
 def order_of(pair: EquationPair) -> GroupDims | None:
-    """Find the one order that the rows of all operands are in; None if there is none.
+    """Return the one order that the rows of all operands are in.
 
-    A replicated operand fits any order, because it is constant along rows.
+    A replicated operand fits any order, because it is constant along rows. The result
+    is None if there is no such order, or if the equation compares rows.
     """
     if pair.name not in BY_ELEMENT and pair.name not in _WITHIN_ROWS:
         return None
@@ -50,19 +51,19 @@ def order_of(pair: EquationPair) -> GroupDims | None:
 
 
 def as_in_order(pair: EquationPair) -> EquationPair:
-    """Return the equation as if its operands' rows were in their original order."""
+    """Return the equation as if the rows of its operands were in their own order."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     return pair.with_kinds(ins)
 
 
 def in_order(pair: EquationPair, kinds: list[Kind], order: GroupDims) -> list[Kind]:
-    """Return the kinds of the results, with rows in the order of the operands' rows."""
+    """Return the kinds of the results, whose rows get the order of the operands."""
     pairs = zip(kinds, pair.rows_out, strict=True)
     return [_in_order(*x, order) for x in pairs]
 
 
 def _in_order(x: Kind, axis: int | None, order: GroupDims) -> Kind:
-    """Return the kind of a result, with an order for its rows if it has any."""
+    """Return a result's kind in ``order`` if it is rows; any other kind unchanged."""
     if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:
         return permuted(x, axis, order.order).replace(zeros=x.zeros)
     if isinstance(x, Copy | Zero | Part | Maximum | Minimum):

@@ -1,7 +1,7 @@
-"""Find out whether a rule of the user's, and not of JAX's, defines a derivative.
+"""Find out whether a program has a custom_jvp or custom_vjp that the user wrote.
 
-A proof for a value holds for its derivative, too, unless a user's rule defines that.
-Then the derivative is a program that has to be proved as well.
+A proof for a value holds for the derivative that JAX finds, too. A user's derivative is
+another program, which has to be proved as well.
 """
 
 import contextlib
@@ -25,21 +25,23 @@ _OWN_FOLDER = str(Path(__file__).parents[2])
 
 
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
-    """Return whether a rule of the user's defines a derivative in a program.
+    """Return whether a program has a derivative that the user wrote.
 
-    Then derivatives must be walked, too, because a proof for a value says nothing about
-    them. Rules of JAX and of towerjax do not count.
+    That is a custom_jvp or custom_vjp of the user's. If there is one, the derivatives
+    must be walked, too, because a proof for the value does not hold for them. The
+    custom_jvp and custom_vjp functions of JAX and of towerjax are trusted, and ignored.
     """
     return any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))
 
 
 def _has_own_rule(eqn: JaxprEqn) -> bool:
-    """Return whether a user's rule defines the derivative of an equation."""
+    """Return whether an equation calls a function whose derivative the user wrote."""
     name = eqn.primitive.name
     if name == "custom_linear_solve":
         programs = [x for x in eqn.params["jaxprs"] if x is not None]
         return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
-    # JAX has this param with the flags jax_custom_jvp3, jax_custom_vjp3 or jax_remat3.
+    # An equation has the param "_prim" if one of these flags of JAX is on:
+    # jax_custom_jvp3, jax_custom_vjp3, jax_remat3.
     if "_prim" in eqn.params:
         high = eqn.params["_prim"]
         is_known = given_name(eqn) is not None or type(high).__name__ == "RematTraced"
@@ -48,7 +50,10 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
 
 
 def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
-    """Return whether JAX or towerjax defines both the function and its rule."""
+    """Return whether JAX or towerjax defines a function as well as its derivative.
+
+    ``params`` are those of the equation that calls the function.
+    """
     rules = [x for key, x in params.items() if key in _RULE_PARAMS]
     files = [x.co_filename for x in _code_in(rules)]
     if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
@@ -63,12 +68,16 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
     kinds = (jax.custom_jvp, jax.custom_vjp)
     has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
-    # Functions of JAX that find roots get the solver from the user.
+    # The functions in JAX's solves.py call a solver that the user passes, so their
+    # derivative is partly the user's.
     return is_of_ours and has_rule and not file.endswith("solves.py")
 
 
 def _code_in(values: Sequence[Any]) -> list[CodeType]:
-    """Return the code of functions, and of functions that they hold or wrap."""
+    """Return the code objects of functions, and of all functions they hold or wrap.
+
+    These are in closures, partials, methods and callable objects.
+    """
     codes: list[CodeType] = []
     todo = [*values]
     seen = set()
@@ -80,7 +89,7 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
         if isinstance(x, FunctionType):
             codes.append(x.__code__)
             for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # An empty cell raises this.
+                with contextlib.suppress(ValueError):  # from a cell that is empty
                     todo.append(cell.cell_contents)
         elif isinstance(x, tuple | list):
             todo += x
@@ -95,6 +104,6 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
 
 
 def _source_of(program: Any) -> str:
-    """Return the file of the function from which a program was traced."""
+    """Return the file and line of the function from which a program was traced."""
     info = getattr(open_jaxpr(program), "debug_info", None)
     return str(getattr(info, "func_src_info", "")).partition(" at ")[2]

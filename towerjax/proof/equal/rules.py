@@ -1,4 +1,4 @@
-"""Rules: the kinds of an equation's results, by its primitive and its operands' kinds.
+"""Rules: the kinds of an equation's results, by its primitive and operands' kinds.
 
 A rule is registered for a primitive and for the kinds of operands that it accepts. No
 two rules of a primitive accept the same kinds, so that each can be read, and judged by
@@ -9,8 +9,8 @@ values of which each belongs to one example of the tower's. A *part* is a tower'
 of a sum over towers. A value has the *power* p of T if on T towers it is T^p times as
 large as on one. An *extreme* is a maximum or minimum over towers.
 
-Rules need not look at widths of integers or at where a value is 0: `widths` and `zeros`
-do, once for all. What one tower computes of its inputs is assumed to be finite.
+Rules ignore the widths of integers, and where a value is 0: `widths` and `zeros` treat
+both, for all rules. What one tower computes of its inputs is assumed to be finite.
 """
 
 from collections.abc import Callable
@@ -51,43 +51,43 @@ It returns one kind for each result, or one for all of them.
 """
 
 NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter | NextRow
-"""Kinds of the number of a tower or of a row, which differs from tower to tower."""
+"""Kinds of the index of a tower or of a row, which differs from tower to tower."""
 
 OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
-"""Kinds of numbers and keys of which each tower has its own."""
+"""Kinds of numbers and keys that may differ from tower to tower."""
 
 OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
 """Kinds of an array that one tower has, or of one row of such an array."""
 
 SPECIAL: TypeAlias = Groups | Stacked | Columns | SoFar | Buffer | RowOrder
-"""Other kinds. A rule names them if it accepts them; they are no tower's array."""
+"""All other kinds, which are not of one tower's array; few rules accept them."""
 
 
 BY_ELEMENT = ELEMENTWISE | {"bitcast_convert_type"}
-"""Primitives that compute each element alone; their rules hold for groups, too."""
+"""Primitives that compute each element alone; their rules hold for `Groups`, too."""
 
 
 class Registered(NamedTuple):
-    """A rule, and the operands that it accepts."""
+    """A rule, with the kinds of operands that it accepts."""
 
     rule: Rule
     operands: tuple[Any, ...]  # the kinds of the first operands
     every: Any = None  # the kinds of each later operand; None if there may be none
-    # If this is true, the rule gets a replicated operand with a dim of rows as rows.
+    # If true, the rule gets rows for a replicated operand that has a dim of rows.
     copies_as_rows: bool = False
-    # If this is true, the rule says which value a result is, and where the value is 0.
-    # Otherwise both are forgotten.
+    # If true, the rule's kinds keep their identities and their zeros. If false, both
+    # are removed from them.
     knows_identity: bool = False
     is_swapped: bool = False  # whether the rule gets the second operand first
 
     def is_again(self, other: "Registered") -> bool:
-        """Return whether another rule is this one, from a module loaded again."""
+        """Return whether two rules are one function, registered again by a reload."""
         names = [(x.rule.__module__, x.rule.__qualname__) for x in (self, other)]
         operands = {(x.every, frozenset(x.operands)) for x in (self, other)}
         return names[0] == names[1] and len(operands) == 1
 
     def fits(self, pair: EquationPair) -> bool:
-        """Return whether the rule accepts an equation's operands."""
+        """Return whether the rule accepts the kinds of an equation's operands."""
         count = len(self.operands)
         more = pair.ins[count:]
         if len(pair.ins) < count or (more and self.every is None):
@@ -97,7 +97,7 @@ class Registered(NamedTuple):
         return fits and all(isinstance(x, self.every) for x in more)
 
     def ask(self, pair: EquationPair) -> list[Kind]:
-        """Return the kinds of an equation's results, as the rule answers them."""
+        """Return the kinds of an equation's results that the rule gives."""
         if self.is_swapped:
             pair = pair.swapped()
         said = self.rule(pair, *pair.ins)
@@ -108,7 +108,7 @@ class Registered(NamedTuple):
 
 
 RULES: dict[str, tuple[Registered, ...]] = {}
-"""The rules by the names of their primitives; other primitives are unknown."""
+"""The rules by the names of their primitives; results of others are unknown."""
 
 
 def rule(
@@ -119,7 +119,7 @@ def rule(
     knows_identity: bool = False,
     commutes: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule.
+    """Return a decorator that registers a function as a rule.
 
     Args:
       names: The names of its primitives.
@@ -127,7 +127,7 @@ def rule(
       every: The kinds of each later operand, of which there may be any number.
       copies_as_rows: Whether a replicated operand that has a dim of rows is passed to
         the rule as rows.
-      knows_identity: Whether the rule says which value a result is.
+      knows_identity: Whether the rule's kinds keep their identities and zeros.
       commutes: Whether the rule accepts its two operands in either order.
     """
 
@@ -149,6 +149,7 @@ def rule(
 def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
     """Return the rule that accepts an equation, and the equation as the rule gets it.
 
+    The rule may get it with its operands swapped, or with rows for replicated operands.
     The result is None if no rule accepts the equation.
     """
     for registered in RULES.get(pair.name, ()):
@@ -159,7 +160,10 @@ def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
 
 
 def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
-    """Return the equation, with rows for each replicated operand with a dim of rows."""
+    """Return the equation with rows in place of replicated operands.
+
+    Only replicated operands that have a dim of rows are replaced.
+    """
     ins = [
         rows(x.power) if isinstance(x, Copy) and axis is not None else x
         for x, axis in zip(pair.ins, pair.rows_in, strict=True)
@@ -167,7 +171,7 @@ def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
     return pair.with_kinds(ins)
 
 
-# If no rule accepts the operands of an equation, a reason names it in these words.
+# The words for an equation of two operands, in a reason that no rule accepts it.
 _OF_TWO = {
     "add": "{} added to {}",
     "add_any": "{} added to {}",
@@ -195,7 +199,7 @@ _OF_ONE = {
 
 
 def refused(pair: EquationPair) -> NotOfOneKindError:
-    """Return the error for an equation whose operands no rule accepts."""
+    """Return the error for an equation that no rule accepts; it names the operands."""
     ins = pair.ins[::-1] if pair.is_swapped else pair.ins
     forms = {1: _OF_ONE, 2: _OF_TWO}.get(len(ins), {})
     if pair.name in forms:

@@ -1,15 +1,15 @@
-"""Compare a function's traces for two numbers of rows, to see if it took one path.
+"""Compare traces of a function for two numbers of rows: whether it took one path.
 
 JAX itself traces other equations for a dim of one row: it drops the dim from a gather,
 and leaves reshapes and broadcasts out. So the program of a tower of one row cannot be
 walked beside another. But if a function took the same path for one row and for two, its
-program for two says what it computes for one, because a function of JAX computes the
-same for each number of rows.
+program for two rows also says what it computes for one, because a function of JAX
+computes the same for each number of rows.
 
-Two other ways do not work. A symbol for the rows is compared with a number in silence,
-so that a branch is not seen. To leave out the equations that only one program has does
-not pair the gathers. Here all other equations have to be the same, of the same operands
-and at the same instructions of the user's code.
+Two other ways do not work. A symbol as the number of rows compares with a number
+without an error, so that a branch by it is not noticed. Ignoring the equations that
+only one program has does not pair the gathers. Here all other equations have to be the
+same, of the same operands and from the same instructions of the user's code.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from towerjax.jaxprs.params import open_jaxpr, sub_jaxprs
 from towerjax.jaxprs.sites import is_library
 from towerjax.proof.equal.walk import NOT_COMPARED, PLACES, is_same
 
-# These equations change only the shape. JAX leaves them out if they change nothing.
+# These primitives change only a shape. JAX leaves them out if the shape is right.
 _SHAPES = frozenset("reshape squeeze broadcast_in_dim expand_dims copy".split())
-# These parameters are sizes, so they may be numbers of rows.
+# These params hold sizes, so they may differ as the numbers of rows do.
 _SIZES = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     dim reps""".split()
@@ -47,7 +47,7 @@ def way_of(
       the same operands. Otherwise a list of bools: for each number and each size of a
       dim, in order, whether it is a multiple of the rows. For other numbers of rows the
       list is the same if the function takes the same path. If it differs, a number such
-      as 1 or 2 was a choice that equals the rows by chance.
+      as 1 or 2 was the user's choice, and equals the rows by chance.
     """
     pair = _Pair(rows)
     return pair.multiples if pair.is_same(first, second, at_top=True) else None
@@ -61,9 +61,9 @@ class _Pair:
         self.multiples: list[bool] = []
 
     def is_same(self, first: Any, second: Any, *, at_top: bool) -> bool:
-        """Return whether two programs are the same.
+        """Return whether two programs are the same, up to their numbers of rows.
 
-        ``at_top`` tells that no call is around them.
+        ``at_top`` tells whether they are outside of all calls.
         """
         a = open_jaxpr(first)
         b = open_jaxpr(second)
@@ -103,8 +103,8 @@ class _Pair:
         counts = [(len(x.invars), len(x.outvars)) for x in (one, two)]
         if counts[0] != counts[1]:
             return False
-        # JAX traces an inner function once, so its equations have the lines of its
-        # first call. Only equations outside calls have lines that can be compared.
+        # JAX traces an inner function once, so its equations have the lines of the call
+        # that came first. Only lines of equations outside of calls can be compared.
         if at_top and _instructions(one) != _instructions(two):
             return False
         is_gather = one.primitive.name == "gather" and _is_in_take(one, two)
@@ -126,7 +126,7 @@ class _Pair:
         return is_gather or all(map(self._fits, one.outvars, two.outvars))
 
     def _are_sizes(self, first: Any, second: Any) -> bool:
-        """Return whether two parameters are equal numbers, or multiples of the rows."""
+        """Return whether two params are equal, or the same multiples of the rows."""
         a = np.ravel(np.asarray(first, object))
         b = np.ravel(np.asarray(second, object))
         if len(a) != len(b):
@@ -137,7 +137,7 @@ class _Pair:
         return all(self._is_multiple(x, y) for x, y in pairs)
 
     def _fits(self, first: Any, second: Any) -> bool:
-        """Return whether two values have one dtype, and equal sizes or row sizes."""
+        """Return whether two values have one dtype, and equal sizes up to rows."""
         a = first.aval
         b = second.aval
         if getattr(a, "dtype", None) != getattr(b, "dtype", None):
@@ -169,7 +169,7 @@ class _Pair:
 
 
 def _sources_of(jaxpr: Any) -> dict[Any, Any]:
-    """Map each result of an equation that only reshapes to the operand it reshapes."""
+    """Map each result of an equation that only changes a shape to its operand."""
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in jaxpr.eqns
@@ -196,7 +196,10 @@ def _instructions(eqn: JaxprEqn) -> Sequence[tuple[Any, int]]:
 
 
 def _is_in_take(*eqns: JaxprEqn) -> bool:
-    """Return whether `jnp.take_along_axis` made all equations; it drops a dim of 1."""
+    """Return whether `jnp.take_along_axis` made all of these equations.
+
+    For a dim of size 1, it makes other equations.
+    """
 
     def names(eqn: JaxprEqn) -> list[str]:
         traceback = eqn.source_info.traceback

@@ -4,7 +4,7 @@ import enum
 
 
 class Says(enum.StrEnum):
-    """The three answers that a proof gives, the worst last."""
+    """The three answers that a proof gives for a leaf, from the best to the worst."""
 
     PROVED = "proved"
     UNKNOWN = "unknown"

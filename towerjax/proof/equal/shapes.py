@@ -54,9 +54,10 @@ _OF_EACH_ROW: TypeAlias = Valid | IsFull | Size
 
 @rule("iota", every=Kind)
 def _counted_up(pair: EquationPair) -> Kind:
-    """Answer an `iota`: the rows' numbers along a dim of rows, else replicated.
+    """Return the kind of an `iota`: along a dim of rows, the rows' indices.
 
-    Along a dim of towers it is the numbers of all towers.
+    Along a dim of towers it is an array of all towers' indices. Otherwise it is
+    replicated.
     """
     if pair.towers_out[0] == 0 and len(pair.out_shape()) == 1:
         return Stacked(of=TowerId)
@@ -66,9 +67,9 @@ def _counted_up(pair: EquationPair) -> Kind:
 
 @rule("dim_as_value", every=Kind, knows_identity=True)
 def _size_as_number(pair: EquationPair) -> Kind:
-    """Answer a symbolic size as a number.
+    """Return the kind of a symbolic size that is used as a number.
 
-    The number of a tower's rows has power -1 of T.
+    The number of a tower's rows is replicated, with power -1 of T.
     """
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
@@ -83,7 +84,7 @@ def _size_as_number(pair: EquationPair) -> Kind:
 
 @rule("empty empty2", every=Kind)
 def _not_written(pair: EquationPair) -> Kind:
-    """Answer an array that is not yet written: a replicated value.
+    """Return the kind of an array that is not yet written: a replicated value.
 
     No program reads elements that it has not written.
     """
@@ -92,13 +93,13 @@ def _not_written(pair: EquationPair) -> Kind:
 
 @rule("platform_index", every=Kind)
 def _platform_of_all(pair: EquationPair) -> Kind:
-    """Answer the index of the platform: it is the same on all towers."""
+    """Return the kind of the index of the platform: all towers have the same."""
     return copy()
 
 
 @rule("random_wrap random_unwrap", OF_ONE_TOWER)
 def _key_as_bits(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a random key as bits, or bits as a key: the kind stays."""
+    """Return the kind of a random key as bits, or of bits as a key: the kind stays."""
     return x
 
 
@@ -109,7 +110,7 @@ def _axis_after(pair: EquationPair) -> int | None:
 
 
 def _size(shape: tuple[Any, ...]) -> Any:
-    """Return the sizes of a shape except 1, as sorted texts."""
+    """Return a key for the number of elements of a shape: its sizes other than 1."""
     return sorted(map(str, (x for x in shape if str(x) != "1")))
 
 
@@ -119,15 +120,16 @@ def _is_of_one_size(pair: EquationPair) -> bool:
 
 
 def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a repeated value, a new value if it has more elements."""
+    """Return the kind of a repeated value: another value if it has more elements."""
     return x if _is_of_one_size(pair) else x.replace(fact=None)
 
 
 @rule("broadcast_in_dim", Copy | Zero | _OF_EACH_ROW, knows_identity=True)
 def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a broadcast of a value that is the same for each row: the kind stays.
+    """Return the kind of a broadcast of a value that is constant along rows.
 
-    A replicated value may also be repeated for each tower.
+    The kind stays. A replicated value may also be repeated for each tower, which makes
+    an array of all towers' values.
     """
     [r_out] = pair.rows_out
     dims = pair.params["broadcast_dimensions"]
@@ -155,7 +157,7 @@ def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _broadcast(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a value that is repeated along new dims: rows stay along their dim."""
+    """Return the kind of a value that is repeated along new dims: the kind stays."""
     if _axis_after(pair) != pair.rows_out[0]:
         raise refused(pair)
     return _as_repeated(pair, x)
@@ -163,7 +165,7 @@ def _broadcast(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("broadcast_in_dim", Mean, knows_identity=True)
 def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
-    """Answer a broadcast of a mean, which may add dims of one element only."""
+    """Return the kind of a mean that gets new dims of size 1 only: a mean."""
     if not _is_of_one_size(pair):
         raise refused(pair)
     return x
@@ -171,7 +173,7 @@ def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
 
 @rule("tile", LINEAR, knows_identity=True)
 def _repeated(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a tiled value: along the dim of rows it repeats blocks of rows."""
+    """Return the kind of a tiled value; along the dim of rows, blocks are repeated."""
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
     times = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
@@ -192,7 +194,7 @@ def _repeated(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Zero | _OF_EACH_ROW, knows_identity=True)
 def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reshape of 0, or of a number that is the same for each row."""
+    """Return the kind of a reshape of what is constant along rows: the kind stays."""
     return x
 
 
@@ -202,7 +204,7 @@ def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reshape between shapes without a dim of rows: the kind stays."""
+    """Return the kind of a reshape between shapes without a dim of rows: it stays."""
     if pair.rows_out[0] is not None:
         raise refused(pair)
     return x
@@ -210,7 +212,7 @@ def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Mean | AtLeast, knows_identity=True)
 def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reshape that only adds or removes dims of one element.
+    """Return the kind of a reshape that only adds or removes dims of size 1.
 
     The kind stays.
     """
@@ -221,7 +223,11 @@ def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Copy, knows_identity=True)
 def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
-    """Answer a reshape of a replicated value, which may get a dim of towers."""
+    """Return the kind of a reshape of a replicated value.
+
+    It stays replicated. If the reshape splits a dim of the batch's rows by towers, it
+    is an array of all towers' values.
+    """
     pair = _in_order_of_read(pair)
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
@@ -236,9 +242,9 @@ def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
 
 @rule("reshape", RowNumbers | Key | RowOrder, knows_identity=True)
 def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reshape of the rows' numbers or keys that adds dims of one element.
+    """Return the kind of a reshape of the rows' indices or keys: the kind stays.
 
-    It may also remove such dims. The kind stays.
+    The reshape may only add or remove dims of size 1.
     """
     pair = _in_order_of_read(pair)
     has_rows = [axis is not None for axis in (*pair.rows_in, *pair.rows_out)]
@@ -249,7 +255,7 @@ def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", TowerRows, knows_identity=True)
 def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Answer a reshape of rows: they stay rows, or become groups along several dims."""
+    """Return the kind of a reshape of rows: rows, or rows along several dims."""
     pair = _in_order_of_read(pair)
     if pair.rows_out[0] is None:
         raise refused(pair)
@@ -258,11 +264,11 @@ def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("reshape", Groups, knows_identity=True)
 def _from_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Answer a reshape of groups of rows back to rows along one dim."""
+    """Return the kind of a reshape of rows along several dims to rows along one."""
     pair = _in_order_of_read(pair)
     [groups] = pair.ins
     assert isinstance(groups, Groups)
-    layout = groups.layout  # The reshape may read its dims in another order.
+    layout = groups.layout  # that of ``x``, or with ``order="F"`` transposed
     old = pair.shape(0)
     new = pair.out_shape()
     dims = layout.dims
@@ -278,7 +284,10 @@ def _from_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reshape", Stacked, knows_identity=True)
 def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
-    """Answer a reshape of all towers' rows ``[T, b, ...]`` to a batch ``[B, ...]``."""
+    """Return the kind of all towers' rows ``[T, b, ...]`` reshaped to ``[B, ...]``.
+
+    It is replicated: all towers have the rows of the batch.
+    """
     pair = _in_order_of_read(pair)
     is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
     is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
@@ -290,7 +299,11 @@ def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
 
 
 def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Return the kind of rows in another shape: whole blocks of rows, or groups."""
+    """Return the kind of reshaped rows.
+
+    It is rows if each row, and each block of all rows, stays together along one dim.
+    Otherwise it is rows along several dims.
+    """
     [r_in] = pair.rows_in
     blocks = _blocks_after(pair, x.blocks, r_in, pair.rows_out[0])
     if blocks is not None:
@@ -300,7 +313,7 @@ def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 
 def _stays_as_one(pair: EquationPair) -> bool:
-    """Return whether a reshape only adds or removes dims of one element."""
+    """Return whether a reshape only adds or removes dims of size 1."""
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
     apart = _ones_apart(pair.shape(0), r_in), _ones_apart(pair.out_shape(), r_out)
@@ -308,13 +321,13 @@ def _stays_as_one(pair: EquationPair) -> bool:
 
 
 def _in_order_of_read(pair: EquationPair) -> EquationPair:
-    """Return a reshape with ``order="F"`` as one of the transposed operand."""
+    """Return a reshape with ``order="F"`` as one of its transposed operand."""
     return pair if pair.params["dimensions"] is None else _transposed_before(pair)
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfTransposed(EquationPair):
-    """A reshape that reads its operand as if its dims were transposed."""
+    """A reshape whose operand appears with its dims in the order of reading."""
 
     def shape(self, operand: int) -> tuple[Any, ...]:
         """Return the shape of the transposed operand in the first program."""
@@ -327,7 +340,7 @@ class _OfTransposed(EquationPair):
 
 
 def _transposed_before(pair: EquationPair) -> EquationPair:
-    """Return a reshape as one of an operand whose dims are in the order of reading."""
+    """Return a reshape as one of an operand with its dims in the order of reading."""
     place = {old: new for new, old in enumerate(pair.params["dimensions"])}
     [x] = pair.ins
     if isinstance(x, Groups):
@@ -347,8 +360,8 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
 def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
     """Return the kind of a batch ``[B, ...]`` that is reshaped to ``[T, b, ...]``.
 
-    It is an array of all towers' rows. As ``[b, T, ...]`` the towers get the rows in
-    turn.
+    It is an array of all towers' rows. If it is reshaped to ``[b, T, ...]``, the towers
+    get the rows in turn.
     """
     shape = pair.out_shape()
     old = pair.shape(0)
@@ -364,16 +377,16 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:
-    """Return the sizes that are not 1 before a dim, and those after it."""
+    """Return the sizes before a dim and those after it, without any 1."""
     sides = shape[:axis], shape[axis + 1 :]
     before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
     return before, after
 
 
 def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | None:
-    """Return the number of blocks in the new dim of rows; None if a row is cut.
+    """Return how often the new dim of rows repeats all rows, after a reshape.
 
-    It is None, too, if a block is cut.
+    The result is None if the reshape cuts a row, or a block of all rows.
     """
     before = size_before(pair.shape(0), r_in) * old
     blocks, left = divmod(before, size_before(pair.out_shape(), r_out))
@@ -390,7 +403,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 
 def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
-    """Return the kind of rows whose dim is split into several dims."""
+    """Return the kind of rows whose dim a reshape splits into several dims."""
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
@@ -403,10 +416,10 @@ def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
 
 @rule("concatenate", every=OF_ONE_TOWER | Columns | RowOrder)
 def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer a concatenation: the kind stays if all operands have that kind.
+    """Return the kind of a concatenation: the kind that all operands have.
 
-    Along the dim of rows, blocks of rows are joined to more blocks. An array without
-    elements adds nothing.
+    Along the dim of rows, blocks of all rows are joined to more blocks. Arrays without
+    elements are ignored.
     """
     axis = pair.params["dimension"]
     some = [i for i in range(len(ins)) if pair.sizes_along(i, axis) != (0, 0)]
@@ -422,7 +435,7 @@ def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _rows_joined(pair: EquationPair, axis: int) -> Kind:
-    """Return the kind of blocks of rows that are joined along their dim."""
+    """Return the kind of arrays of rows that are joined along their dim of rows."""
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("{its} rows are joined with other values")
     ins = [rows(x.power) if isinstance(x, Copy) else x for x in pair.ins]
@@ -442,7 +455,7 @@ def _rows_joined(pair: EquationPair, axis: int) -> Kind:
 
 
 def _columns(pair: EquationPair, axis: int) -> Kind:
-    """Return the kind of indices that have row numbers in some of their columns."""
+    """Return the kind of indices joined from columns, some of which index rows."""
     if axis != len(pair.out_shape()) - 1:
         raise NotOfOneKindError("no rule for these indices of {its} rows")
     columns: list[type[Kind] | RowOrder] = []
@@ -463,20 +476,20 @@ def _columns(pair: EquationPair, axis: int) -> Kind:
 
 @rule("stack", every=LINEAR | EXTREME, copies_as_rows=True)
 def _stacked_up(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer arrays that are stacked along a new dim: the kind they have in common."""
+    """Return the kind of arrays that are stacked along a new dim: their common kind."""
     return joined(ins, "together with")
 
 
 @rule("unstack", LINEAR | Key, copies_as_rows=True)
 def _unstacked(pair: EquationPair, x: Kind) -> Kind:
-    """Answer the elements along a dim without rows: the kind stays."""
+    """Return the kind of the entries along a dim without rows: the kind stays."""
     _refuse_some_rows(pair, pair.params["axis"], x)
     return x
 
 
 @rule("rev", LINEAR | Key, copies_as_rows=True)
 def _reversed(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reversed value: along the dim of rows, the rows get another order."""
+    """Return the kind of a reversed value: reversed rows are rows in another order."""
     along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
         if axis != along or not isinstance(x, TowerRows) or x.blocks > 1:
@@ -490,14 +503,14 @@ def _reversed(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _refuse_some_rows(pair: EquationPair, axis: int, x: Kind) -> None:
-    """Raise if ``axis`` is the dim of rows, along which all rows must be taken."""
+    """Raise if ``axis``, along which elements are picked, is the dim of rows."""
     if axis == pair.rows_in[0] and not isinstance(x, Zero):
         raise NotOfOneKindError("only some rows are taken, or in another order")
 
 
 @rule("split", LINEAR | Key, copies_as_rows=True)
 def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
-    """Answer the pieces of a value: along the dim of rows they must be whole blocks."""
+    """Return the kinds of a value's pieces, which must be whole blocks along rows."""
     axis = pair.params["axis"]
     sizes = [eqn.params["sizes"] for eqn in (pair.first, pair.second)]
     if isinstance(x, Zero):
@@ -519,9 +532,10 @@ def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
 
 @rule("slice", LINEAR | Key | RowNumbers | _OF_EACH_ROW, copies_as_rows=True)
 def _sliced(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a slice of all rows or of whole blocks of rows; the kind stays.
+    """Return the kind of a slice: that of the value.
 
-    Along other dims it may take any elements.
+    Along the dim of rows, it must take whole blocks of all rows. Along other dims it
+    may take any elements.
     """
     [axis] = pair.rows_in
     if isinstance(x, Zero):
@@ -552,7 +566,10 @@ def _sliced(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | None:
-    """Return a position along the rows, counted in blocks; None if it is inside one."""
+    """Return an offset along the rows as a number of blocks; None if inside one.
+
+    A block is all rows of the tower.
+    """
     of_block = Fraction(pair.times_rows(0, axis) or 0) / blocks_of(x)
     if all(is_size(n) and n == 0 for n in at):
         return 0
@@ -563,7 +580,7 @@ def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | N
 
 @rule("pad", LINEAR, SAME_FOR_ALL, copies_as_rows=True)
 def _padded(pair: EquationPair, x: Kind, filler: Kind) -> Kind:
-    """Answer a value that is padded along dims without rows."""
+    """Return the kind of a value that is padded along dims without rows: it stays."""
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
         raise NotOfOneKindError("{its} rows are joined with other values")

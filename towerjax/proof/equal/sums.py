@@ -52,23 +52,23 @@ _EXTREMES: dict[str, Any] = {
     "reduce_and": Minimum,
 }
 _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
-# If there are no elements, the result of these is a number that is not 0.
+# The result of these over no elements is a number other than 0, such as -inf or 1.
 _OF_NONE = ("reduce_max", "reduce_min", "reduce_and", "reduce_prod")
 # Minus infinity changes no maximum, and plus infinity changes no minimum.
 _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
 def _dims_of(pair: EquationPair) -> set[int]:
-    """Return the dims that a reduction is over."""
+    """Return the dims that a reduction removes, such as its ``axes``."""
     return {i % len(pair.shape(0)) for i in pair.params["axes"]}
 
 
 @rule(_REDUCTIONS, ELEMENTS, knows_identity=True)
 def _reduction(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a reduction of rows or replicated values.
+    """Return the kind of a reduction of rows, or of a replicated value.
 
-    Within each row it is a function of the row. Over the rows, a sum gives a part, and
-    an extreme a maximum or minimum over towers.
+    Along dims without rows it is a function of each row, so rows stay rows. Over the
+    dim of rows, a sum is a part, and an extreme is a maximum or minimum over towers.
     """
     name = pair.name
     axes = _dims_of(pair)
@@ -77,7 +77,8 @@ def _reduction(pair: EquationPair, x: Kind) -> Kind:
         raise NotOfOneKindError(f"no rule for {name} of the bits of {x}")
     if is_over_none(pair) and name in _OF_NONE:
         return copy()
-    x = as_copy(x)  # For zeros, an argmax gives a position, which need not be 0.
+    # An argmax of zeros is an index, which need not be 0.
+    x = as_copy(x)
     if is_over and isinstance(x, Copy):
         return _of_equal_rows(pair, x)
     if is_over:
@@ -92,16 +93,16 @@ def _reduction(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_sum", Part)
 def _sum_of_part(pair: EquationPair, x: Part) -> Kind:
-    """Answer the sum of a part's elements, which is a part."""
+    """Return the kind of a sum of a part's elements: a part, as sums are linear."""
     return part(x.power)
 
 
 @rule("reduce_max reduce_or", Maximum)
 @rule("reduce_min reduce_and", Minimum)
 def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """Answer the largest element of a maximum over towers, which is a maximum again.
+    """Return the kind of the largest element of a maximum over towers: a maximum again.
 
-    The smallest element of a minimum is a minimum.
+    In the same way, the smallest element of a minimum over towers is a minimum.
     """
     if is_over_none(pair) and pair.name in _OF_NONE:
         return copy()
@@ -111,14 +112,19 @@ def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
 
 
 def _is_of_bits(pair: EquationPair) -> bool:
-    """Return whether a reduction is of the bits of integers, which has no maximum."""
+    """Return whether a reduction is `or` or `and` of integers' bits.
+
+    Of bools these are a maximum and a minimum; of the bits of integers they are
+    neither.
+    """
     return pair.name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b"
 
 
 def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
-    """Return the kind of a reduction over rows along which a value is constant.
+    """Return the kind of a reduction over rows of a value that is constant along them.
 
-    A sum of a tower's b = B / T equal rows has one power of T less than a row.
+    The tower has B / T rows. So a sum over them is B / T times the value, and its
+    exponent of T is smaller by 1. An extreme is the value itself.
     """
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
@@ -130,7 +136,7 @@ def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
 
 
 def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
-    """Return the kind of a reduction over rows: a part or a maximum over towers.
+    """Return the kind of a reduction over rows: a part, or a maximum or minimum.
 
     Padding must not change the result. The maximum of a tower without rows is minus
     infinity, which changes no maximum over towers.
@@ -157,16 +163,16 @@ def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
 
 
 def _is_infinite(x: Kind, name: str) -> bool:
-    """Return whether padding holds the infinity that does not change this extreme."""
+    """Return whether padding rows hold the infinity that changes no such extreme."""
     return isinstance(x.fact, InfinitePadding) and x.fact == _CHANGES_NONE.get(name)
 
 
 @rule("reduce_sum", Groups, knows_identity=True)
 def _over_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Answer a sum over some dims of groups of rows.
+    """Return the kind of a sum over some dims of rows that lie along several dims.
 
-    Over all dims that have the rows, it is a part. Otherwise the sum has groups along
-    the dims that are left.
+    A sum over all of these dims is a part. Otherwise the sum has groups along the dims
+    that are left.
     """
     axes = _dims_of(pair)
     dims = x.layout.dims
@@ -183,7 +189,10 @@ def _over_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reduce_sum reduce_max reduce_min", Stacked, knows_identity=True)
 def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
-    """Answer a reduction over all towers' values, which acts like a collective."""
+    """Return the kind of a reduction over an array of all towers' values.
+
+    Over the dim of towers, it does what a collective does, such as a `psum`.
+    """
     axes = _dims_of(pair)
     if pair.towers_in[0] not in axes:
         raise refused(pair)
@@ -200,7 +209,10 @@ def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("reduce", every=ELEMENTS, copies_as_rows=True)
 def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer a reduction by a user's function, which must be over dims without rows."""
+    """Return the kind of a `lax.reduce` with a user's function along dims without rows.
+
+    It is a function of each row, so rows stay rows.
+    """
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError(
@@ -211,7 +223,7 @@ def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _refuse_other_function(pair: EquationPair) -> None:
-    """Raise unless the reducing function is the same in both programs."""
+    """Raise unless the function of a `lax.reduce` is the same in both programs."""
     first, second = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
     copies = [copy()] * (len(first.constvars) + len(first.invars))
     for result in pair.inside((first, second), copies):
@@ -223,7 +235,10 @@ def _refuse_other_function(pair: EquationPair) -> None:
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp", ELEMENTS, copies_as_rows=True)
 def _cumulative(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a cumulative sum, product or extreme along a dim without rows."""
+    """Return the kind of a cumulative sum, product or extreme along a dim without rows.
+
+    It is a function of each row, so rows stay rows.
+    """
     if pair.params["axis"] == pair.rows_in[0]:
         raise NotOfOneKindError(f"no rule for {pair.name} along {{its}} rows")
     if pair.name in ("cumsum", "cummax", "cummin"):
@@ -233,13 +248,17 @@ def _cumulative(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("cumsum", Part)
 def _cumulative_part(pair: EquationPair, x: Part) -> Kind:
-    """Answer the cumulative sum of a part, which is a part."""
+    """Return the kind of a cumulative sum of a part: a part, because it is linear."""
     return x
 
 
 @rule("sort", every=ELEMENTS | Groups | RowNumbers | Unknown, copies_as_rows=True)
 def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a sort along a dim without rows, which moves elements within a row."""
+    """Return the kinds of sorted arrays: unchanged along a dim without rows.
+
+    Such a sort moves elements within a row. A sort along the dim of rows puts the rows
+    in another order.
+    """
     if pair.params["dimension"] in pair.rows_in:
         return _in_another_order(pair)
     if unknown := [x for x in ins if isinstance(x, Unknown)]:
@@ -251,18 +270,23 @@ def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _in_another_order(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of arrays of rows that are sorted together.
+    """Return the kinds of one-dimensional arrays of rows that are sorted together.
 
     All get the same order, which has each row exactly once.
     """
-    if len(pair.shape(0)) != 1:  # A sort gives each column an order of its own.
+    # A sort of a matrix puts the rows of each column in another order, so that a row's
+    # elements do not stay together.
+    if len(pair.shape(0)) != 1:
         raise NotOfOneKindError("{its} rows are sorted")
     order = pair.walk.new_identity()
     return [_ordered(pair, i, x, order) for i, x in enumerate(pair.ins)]
 
 
 def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
-    """Return the kind of one of several arrays that are sorted together by rows."""
+    """Return the kind of one of several arrays of rows that are sorted together.
+
+    ``operand`` is its index, and ``order`` identifies the order of all of them.
+    """
     if isinstance(x, Zero | Unknown):
         return x
     if isinstance(x, TowerRows) and x.blocks == 1:
@@ -275,13 +299,19 @@ def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
 
 
 def _places_in(value: Kind) -> Kind:
-    """Return the kind of the positions of elements, which no power of T changes."""
+    """Return the kind of the indices that `argmax` or `top_k` gives for a value.
+
+    A factor T^p is positive and moves no maximum, so the indices have power 0.
+    """
     return value.times_tower(0)
 
 
 @rule("top_k", ELEMENTS, copies_as_rows=True)
 def _best(pair: EquationPair, x: Kind) -> list[Kind]:
-    """Answer the largest elements along a dim without rows, and their positions."""
+    """Return the kinds of a `top_k` along a dim without rows: elements and indices.
+
+    Both are functions of each row, so rows stay rows.
+    """
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
     if along == pair.rows_in[0]:
         raise NotOfOneKindError("no rule for the largest of {its} rows")
@@ -291,13 +321,13 @@ def _best(pair: EquationPair, x: Kind) -> list[Kind]:
 
 @rule("dot_general", ELEMENTS, ELEMENTS)
 def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a matrix product of rows or replicated values: the powers of T add.
+    """Return the kind of a matrix product of rows or replicated values.
 
-    If rows are multiplied by rows and summed over the rows, the product is a part.
+    The exponents of T add up. A product that sums over the rows of both is a part.
     """
     (x_sums, _), _ = pair.params["dimension_numbers"]
-    # Here no row meets another: otherwise the result would have two dims of rows, which
-    # is refused before.
+    # If the sum is not over rows, no row is multiplied by another: the result of that
+    # would have two dims of rows, which is refused before.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
     if not pair.are(Copy | TowerRows):
@@ -316,7 +346,7 @@ def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("dot_general", Part, SAME_FOR_ALL, commutes=True)
 def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a matrix product of a part with a replicated value, which is a part.
+    """Return the kind of a matrix product of a part with a replicated value: a part.
 
     The product is linear in the part.
     """
@@ -325,9 +355,9 @@ def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", ELEMENTS, ELEMENTS, copies_as_rows=True)
 def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer a convolution whose rows are images, or are summed into a kernel.
+    """Return the kind of a convolution: rows if each row is an image, else a part.
 
-    The second is the gradient of a kernel, and is a part.
+    It is a part if the convolution sums over rows, as in the gradient of a kernel.
     """
     params = pair.params
     dims = params["dimension_numbers"]
@@ -349,7 +379,7 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
 def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Answer a convolution of a part with a replicated value, which is a part.
+    """Return the kind of a convolution of a part with a replicated value: a part.
 
     A convolution is linear in each operand.
     """
@@ -374,7 +404,10 @@ _WINDOW = {
     copies_as_rows=True,
 )
 def _window(pair: EquationPair, *ins: Kind) -> Kind:
-    """Answer a reduction of windows along dims without rows, a function of each row."""
+    """Return the kind of a reduction of windows along dims without rows.
+
+    An example is pooling. It is a function of each row, so rows stay rows.
+    """
     _refuse_windows_of_rows(pair)
     x = ins[0]
     if pair.name == "reduce_window_sum":
@@ -390,7 +423,7 @@ def _window(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _refuse_windows_of_rows(pair: EquationPair) -> None:
-    """Raise if a window covers several rows."""
+    """Raise if a window covers several rows, or moves along them."""
     for axis in {*pair.rows_in, *pair.rows_out} - {None}:
         for key, alone in _WINDOW.items():
             sizes = pair.params.get(key)
@@ -404,7 +437,10 @@ def _refuse_windows_of_rows(pair: EquationPair) -> None:
 
 @rule("fft", LINEAR, copies_as_rows=True)
 def _transformed(pair: EquationPair, x: Kind) -> Kind:
-    """Answer a Fourier transform along dims without rows, which is linear."""
+    """Return the kind of a Fourier transform along dims without rows: unchanged.
+
+    The transform is a linear function of each row.
+    """
     rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if pair.rows_in[0] in last or pair.rows_in[0] != pair.rows_out[0]:
@@ -418,7 +454,10 @@ def _transformed(pair: EquationPair, x: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Answer a function of each matrix in the last two dims, such as `qr`."""
+    """Return the kinds of functions of each matrix in the last two dims, such as `qr`.
+
+    Rows stay rows unless one of these two dims has the rows.
+    """
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
             raise NotOfOneKindError(f"no rule for {pair.name} of {{its}} rows")
@@ -431,9 +470,10 @@ def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("triangular_solve", ELEMENTS, LINEAR, copies_as_rows=True)
 def _solution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Answer the solution of a triangular system: linear in its right-hand side.
+    """Return the kind of the solution x of a triangular system A x = b.
 
-    The matrix must be replicated for that, else the solution is a function of each row.
+    If A is replicated, x is linear in b and has the kind of b. Otherwise x is a
+    function of each row.
     """
     rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1

@@ -56,33 +56,37 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.rules import BY_ELEMENT, RULES, refused, rule_for
 from towerjax.proof.equal.within import is_within, met_within
 
-# Values of the first kinds have a dim of rows, and values of the others have none.
-# Values of kinds that are not listed may have one.
+# Values of the kinds _WITH_ROWS have a dim of rows; those of _IN_TRIPS and
+# _WITHOUT_ROWS have none. Values of all other kinds may have one.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
 _IN_TRIPS: TypeAlias = Row | SoFar | Counter | NextRow
 _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
 )
 
-# These parameters are not compared. Sizes follow from shapes, or rules check them;
-# precision changes rounding alone; and programs are walked.
+# The params of an equation must be equal in both programs, except for these. Sizes
+# follow from shapes, or rules check them; precision changes only rounding; and programs
+# are walked themselves.
 NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
     cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
     donated_invars call reps _prim""".split()
 )
-# These parameters say where arrays are placed, which changes no number.
+# These params say on which devices arrays are, which changes no number.
 PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
 )
 _TOP = Scope()
-_MOST_FLAGS = 8  # the most flags that `zeros` may have, so that it stays small
+_MOST_FLAGS = 8  # the most flags that a kind's `zeros` keeps; more would cost time
 
 
 class _Walked(NamedTuple):
-    """The results of two programs, and the range of identities that are new in them."""
+    """The results of a walk of two programs, and the identities it created.
+
+    These are the numbers after ``start`` up to ``end``. ``programs`` are the two.
+    """
 
     out: list[Kind]
     start: int
@@ -91,14 +95,15 @@ class _Walked(NamedTuple):
 
 
 class Walk:
-    """A walk of two programs of one function, for two numbers of towers, side by side.
+    """A walk through two programs of one function, for two numbers of towers.
 
-    ``axes`` are names of the axis of all towers; a tuple names axes that together have
-    all towers, in order. ``alone`` are the names of axes that have one device. With
-    ``has_keys``, a tower's own key stands for one key per row.
+    It pairs their equations and finds the kind of each value. ``axes`` are the names of
+    the axis of all towers; a tuple names axes that together have all towers, in order.
+    ``alone`` are the names of axes that have one device. With ``has_keys``, a tower's
+    own key stands for one key per row.
 
     Attributes:
-      kinds: The kinds of the variables of each program, by the id of the first program.
+      kinds: For each first program, by its id: the kinds of its variables.
     """
 
     def __init__(
@@ -118,7 +123,10 @@ class Walk:
         self._count = 0
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
-        """Return whether padding may count in a value that is 0 only in ``zeros``."""
+        """Return whether padding rows may hold something other than 0.
+
+        ``zeros`` are the places where the value is known to be 0.
+        """
         return self.sizes.padded and PADDING not in zeros
 
     def new_identity(self) -> Identity:
@@ -131,9 +139,9 @@ class Walk:
     ) -> list[Kind]:
         """Return the kinds of two programs' results, given those of their arguments.
 
-        Two programs are walked only once for the same kinds of arguments. A second call
-        still returns values with new identities, because its arguments may be other
-        values.
+        Two programs are walked once for the same kinds of arguments. A second call with
+        such kinds returns the same kinds, but with new identities, because its
+        arguments may be other values.
         """
         key = id(first), id(second), tuple(ins), scope._replace(site=None)
         if key not in self._known:
@@ -145,7 +153,9 @@ class Walk:
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
             start = self._count
             out = self._run(first, second, [*consts, *ins], scope)
-            programs = first, second  # A reference keeps their ids unique.
+            # The cache's keys have ids of the programs. A reference to the programs
+            # keeps these ids from being used again.
+            programs = first, second
             self._known[key] = _Walked(out, start, self._count, programs)
             return out
         walked = self._known[key]
@@ -166,7 +176,7 @@ class Walk:
         inputs = [*zip(a.constvars, b.constvars, strict=True)]
         inputs += zip(a.invars, b.invars, strict=True)
         env = {x: value for (x, _), value in zip(inputs, ins, strict=True)}
-        twin = dict(inputs)  # from variables of the first program to the second's
+        twin = dict(inputs)  # maps a variable of the first program to the second's
 
         def read(x: Any, y: Any) -> Kind:
             if isinstance(x, Literal) and isinstance(y, Literal):
@@ -193,7 +203,7 @@ class Walk:
     def equation(
         self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Kind], scope: Scope
     ) -> list[Kind]:
-        """Return the kinds of the results of an equation; unknown if no rule fits."""
+        """Return the kinds of an equation's results; unknown if no rule fits."""
         pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
         count = len(one.outvars)
         try:
@@ -223,14 +233,17 @@ class Walk:
     def _refuse_other_params(self, pair: EquationPair) -> None:
         one = pair.first
         two = pair.second
-        # The rule for `ppermute` checks the param for both numbers of towers.
+        # The param "perm" lists pairs of towers, so it differs. The rule for `ppermute`
+        # checks it.
         of_rule = set() if is_within(pair) else {"perm"}
         keys = (one.params | two.params).keys()
         for key in keys - NOT_COMPARED - PLACES - of_rule:
             x = one.params.get(key)
             y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
-                continue  # They are rules of derivatives, or of unknown primitives.
+                # Functions are not compared: they are derivatives, whose programs are
+                # walked, or params of primitives that no rule accepts.
+                continue
             if x is not y and not is_same(x, y):
                 name = one.primitive.name
                 raise ProgramsDifferError(
@@ -238,7 +251,7 @@ class Walk:
                 )
 
     def _by_rule(self, pair: EquationPair) -> list[Kind]:
-        """Return the kinds of an equation's results, by the rule for that equation."""
+        """Return the kinds of an equation's results, by the rule that accepts it."""
         unknown = [x for x in pair.ins if isinstance(x, Unknown)]
         if unknown and rule_for(pair) is None:
             return [unknown[0]] * len(pair.rows_out)
@@ -257,7 +270,10 @@ class Walk:
         return _by_its_rule(pair)
 
     def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
-        """Return the kind of a result, checked against its shape, with its zeros."""
+        """Return the kind of a result, or unknown if it contradicts the result's shape.
+
+        The places where the result is 0 are added to the kind.
+        """
         if isinstance(value, Unknown):
             return value
         has_rows = pair.rows_out[result] is not None
@@ -298,7 +314,7 @@ def _by_its_rule(pair: EquationPair) -> list[Kind]:
 
 
 def _is_of_groups(pair: EquationPair) -> bool:
-    """Return whether the operands are equal groups of rows, or one number for all."""
+    """Return whether the operands are rows along the same several dims, or scalars."""
     layouts = {x.layout for x in pair.ins if isinstance(x, Groups)}
     others = [i for i, x in enumerate(pair.ins) if not isinstance(x, Groups)]
     are_numbers = all(
@@ -310,7 +326,7 @@ def _is_of_groups(pair: EquationPair) -> bool:
 
 
 def _by_groups(pair: EquationPair) -> list[Kind]:
-    """Return the kinds that an elementwise rule gives for groups of rows."""
+    """Return the kinds that an elementwise rule gives for rows along several dims."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     layout = next(x.layout for x in pair.ins if isinstance(x, Groups))
     return [
@@ -326,7 +342,10 @@ def _line_of_power(pair: EquationPair, power: Any) -> str:
 
 
 def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
-    """Return a value with new identities for those that were new in a walk."""
+    """Return a kind from an earlier walk, with new identities.
+
+    Those that the walk created are moved by ``shift``; all others stay.
+    """
 
     def new(x: Any) -> Any:
         if isinstance(x, Identity):
@@ -362,16 +381,16 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
 
 
 def is_same(x: Any, y: Any) -> bool:
-    """Return whether two parameters of equations are equal."""
+    """Return whether two params of equations are equal."""
     if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
         return np.array_equal(x, y)
     return type(x) is type(y) and bool(x == y)
 
 
 def _of_plain_copies(pair: EquationPair) -> Kind:
-    """Return a replicated kind for a pure function that has no rule of its own.
+    """Return the kind of a pure function that has no rule: a replicated value.
 
-    All its operands must be replicated, or values of one row in a loop.
+    All its operands must be replicated, or values of one row in a loop over rows.
     """
     primitive = pair.first.primitive
     axes = [*pair.rows_in, *pair.rows_out]
@@ -392,9 +411,9 @@ def kinds_of_results(
     """Return the kinds of the results of two programs, from the kinds of their inputs.
 
     Args:
-      programs: Closed jaxprs, for ``sizes.towers`` towers.
+      programs: Two closed jaxprs, for the two numbers in ``sizes.towers``.
       ins: The kinds of their inputs.
-      sizes: The numbers of towers and of rows.
+      sizes: The numbers of towers and of rows in the two programs.
       axes: The names of the axis of all towers.
 
     Returns:

@@ -1,10 +1,10 @@
 """Check whether the dtype of an integer can hold what a rule says of it.
 
-This is asked once, of the results of all rules. Sums over rows are assumed to fit in
-signed integers of 32 bits and more. Shorter integers wrap around, on one tower as on
-several, so their sums are right modulo their size. Such a sum may be added and
-multiplied, but it must not become another dtype or be compared by its size. A dtype
-must also be wide enough for the number of a row or tower.
+This is checked in one place, for the results of all rules. Sums over rows are assumed
+to fit into signed integers of 32 bits and more. Shorter integers wrap around, on one
+tower as on several, so their sums are right modulo 2^bits. Such a sum may be added and
+multiplied, but it must not be converted to another dtype, or be compared by its size. A
+dtype must also be wide enough for the index of a row or tower.
 """
 
 from typing import Any, TypeAlias
@@ -35,9 +35,9 @@ _BY_SIZE = frozenset(
 
 
 def holds_sums(dtype: Any) -> bool:
-    """Return whether sums over rows are assumed to fit in a dtype.
+    """Return whether sums over rows are assumed to fit into a dtype.
 
-    Integers of less than 32 bits wrap around.
+    The result is False for bools, unsigned integers, and integers of less than 32 bits.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32
@@ -45,7 +45,7 @@ def holds_sums(dtype: Any) -> bool:
 
 
 def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
-    """Return why a dtype may not hold what a rule says of a result; "" if it does."""
+    """Return why a dtype may not hold the value that a rule found; "" if it does."""
     dtype = pair.out_dtype(result)
     is_number = isinstance(value, _NUMBERS_OF_TOWER) or is_rows_of_tower(value)
     if is_number and dtype.itemsize < 4:
@@ -53,7 +53,8 @@ def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
     if sub_jaxprs(pair.first):
         return ""  # The equations of the inner programs are checked one by one.
     for i, x in enumerate(pair.ins):
-        # A value with a power of T, such as the number of towers, counts as a sum.
+        # A value with the factor T^p, such as the number of towers, grows with T, so it
+        # may overflow like a sum.
         if not (_is_sum(x) or bool(x.power)) or holds_sums(pair.dtype(i)):
             continue
         if dtype != pair.dtype(i) or pair.name in _BY_SIZE:
@@ -62,7 +63,7 @@ def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
 
 
 def _is_sum(x: Kind) -> bool:
-    """Return whether towers add a value up, or may do so."""
+    """Return whether a value is, or may be, one that towers add up."""
     if isinstance(x, Groups):
         return not x.layout.by_row
     if isinstance(x, Stacked):

@@ -1,9 +1,9 @@
 """The rule of a `shard_map` over a tower's own devices, and of its collectives.
 
 All towers have equally many devices, and each device has its shard of the tower's
-values. A kind then describes the values of the devices that have the same place in
-their towers. What a tower's devices compute from the same rows, or from the same parts,
-has their kind again.
+values. Inside the map, a kind describes the values of the devices that have the same
+position in their towers. If a tower's devices compute from the same rows or from the
+same parts, the result has the kind of these rows or parts.
 """
 
 from typing import Any
@@ -47,48 +47,54 @@ def mapped_within(pair: EquationPair) -> list[Kind]:
         bodies,
         parts,
         within=pair.scope.within | (axes - split),
-        # If rows are split over a tower's devices, a device has only some of them.
+        # If a tower's rows are split over its devices, a device has a chunk of them.
         in_chunks=pair.scope.in_chunks or bool(split),
     )
     return [_of_parts(pair, i, x, split) for i, x in enumerate(outs)]
 
 
 def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
-    """Return the mesh axes over which a dim is split."""
+    """Return the mesh axes over which a spec splits the dim ``dim``."""
     dims = axes_of_dims(spec)
     names = dims[dim] if dim is not None and dim < len(dims) else ()
     return frozenset(name for name in names if name is not None)
 
 
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
-    """Return the mesh axes over which a tower's rows are split, equal for all operands.
+    """Return the mesh axes over which a tower's rows are split.
 
-    Nothing else may differ over these axes, because a row would then be combined only
-    with the values of its own device.
+    They must be equal for all operands that have rows. An operand without rows must not
+    be split over them: a row would be combined only with the shard on its own device.
     """
     specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     splits = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
     if len(splits) > 1:
         raise NotOfOneKindError(
-            "rows are combined with rows that are split over other devices"
+            "rows that are split over some mesh axes are combined with rows that are"
+            " split over others"
         )
     split = splits.pop() if splits else frozenset()
     if any(axis is None and names_in(spec) & split for spec, axis in specs):
         raise NotOfOneKindError(
-            "rows are combined with what differs between a {one}'s devices"
+            "rows that are split over a {one}'s devices are combined with another value"
+            " that differs between these devices"
         )
     return split
 
 
 def _given_part(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of an operand's shard on one device of a tower."""
+    """Return the kind that an operand's shard has on each device of a tower."""
     if isinstance(x, LINEAR | Unknown) and blocks_of(x) == 1:
         return x if isinstance(x, Copy) else x.bare()
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -> Kind:
-    """Return the kind of a tower's result, from its shards' kind on each device."""
+    """Return the kind of a tower's result, from the kind of its shards on its devices.
+
+    ``x`` is the kind of the shard on each device. ``split`` are the mesh axes over
+    which the tower's rows are split.
+    """
     axis = pair.rows_out[result]
     along = _axes_along(pair.params["out_specs"][result], axis)
     is_whole = isinstance(x, Copy | Zero) or not split
@@ -100,7 +106,7 @@ def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -
 
 
 def is_within(pair: EquationPair) -> bool:
-    """Return whether a collective is over the devices of each tower alone.
+    """Return whether a collective joins only devices of one tower, for each tower.
 
     Each of these devices has all rows of its tower.
     """
@@ -109,7 +115,7 @@ def is_within(pair: EquationPair) -> bool:
 
 
 def met_within(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of the results of a collective over a tower's own devices."""
+    """Return the kinds of a collective's results, over the devices of each tower."""
     if pair.name == "axis_index":
         return [copy()]
     kinds = LINEAR if pair.name in _LINEAR_MEETINGS else ELEMENTS

@@ -1,15 +1,16 @@
-"""Loops over micro-batches that are written out, as a Python loop is traced.
+"""Loops over micro-batches that are written out, as JAX traces a Python loop.
 
-Such a program has its equations once for each of n micro-batches, and the program of
-one micro-batch has them once. Each value of the latter is matched with n values of the
-former, one for each micro-batch, which are its towers. For each equation the proof
-looks for the n equations that do the same to these values; their kind is that of the
-rules, as for towers. Where the n values are added up, joined or stacked, the result is
-matched with one value; so is a running mean, or any other sum in which all have one
-coefficient. A batch is matched with its n slices, too.
+Such a program has its equations once for each of n micro-batches. The program of one
+micro-batch has them once. Each value of the program of one micro-batch is matched with
+n values of the written-out program, one for each micro-batch; the micro-batches count
+as towers. For each equation the proof looks for the n equations that do the same to
+these values, and the rules give the kind of their results, as for towers. Where the n
+values are added up, joined or stacked, the result is matched with one value; so is a
+running mean, or any other sum in which all values have one coefficient. A batch is
+matched with its n slices, too.
 
-Each match is a true statement, so that a value may have several; equations that no
-result needs are not looked at.
+Each match is a true statement, so a value may have several. Equations that no result
+needs are ignored.
 """
 
 import itertools
@@ -50,7 +51,7 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.walk import Walk
 
 _CHAINS = "add add_any max min".split()
-_MOST_MATCHES = 6  # the most matches that are kept of one value
+_MOST_MATCHES = 6  # the most matches that are noted for one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
 _NOT_FINITE = (
@@ -60,22 +61,25 @@ _ONE_EACH: TypeAlias = Copy | Part | Maximum | Minimum
 
 
 class _Match(NamedTuple):
-    """A value of one micro-batch's program, and its values in the other program."""
+    """The kind of a value of one micro-batch's program, and the values it stands for.
+
+    These are values of the program that has all micro-batches.
+    """
 
     known: Kind
     values: tuple[Any, ...]  # a value for each micro-batch; or one, repeated, for all
 
     @property
     def is_shared(self) -> bool:
-        """Whether all micro-batches have one and the same value."""
+        """Whether it stands for one value, which all micro-batches share."""
         return len(set(self.values)) == 1
 
 
 class Matched:
-    """The kinds of a program's results, found by matches with one micro-batch.
+    """The kinds of a program's results, matched with those of one micro-batch.
 
-    ``first`` is the program of one micro-batch. ``second`` has ``n`` of them written
-    out.
+    ``first`` is the program of one micro-batch. ``second`` does the same for ``n``
+    micro-batches, written out one after another.
     """
 
     def __init__(self, walk: Walk, first: Any, second: Any) -> None:
@@ -89,7 +93,7 @@ class Matched:
         self._failed: Kind | None = None  # the first unknown value, with its reason
 
     def results(self, ins: Sequence[Kind]) -> list[Kind]:
-        """Return the kinds of the results, from those of the arguments."""
+        """Return the kinds of the program's results, from those of its arguments."""
         for one, other, known in zip(self._one.ins, self._all.ins, ins, strict=True):
             self._add(one, _Match(known, (other,) * self._number), ())
         for node in self._needed():
@@ -102,7 +106,7 @@ class Matched:
         return [self._result(*pair) for pair in pairs]
 
     def _needed(self) -> list[Node]:
-        """Return the equations of one micro-batch that some result needs, in order."""
+        """Return, in order, the equations of one micro-batch that some result needs."""
         needed = {x for x in self._one.outs if not isinstance(x, ConstValue)}
         nodes = []
         for node in reversed(self._one.nodes):
@@ -123,7 +127,7 @@ class Matched:
     def _match(self, node: Node) -> None:
         """Find equations that do for all micro-batches what ``node`` does for one.
 
-        Their results are noted as matches of the results of ``node``.
+        Their results become matches of the results of ``node``.
         """
         choices = [
             [x] if isinstance(x, ConstValue) else self._matches[x] for x in node.ins
@@ -177,7 +181,7 @@ class Matched:
                 yield [nodes[0] for nodes in counted]
 
     def _places(self, operands: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield, for each micro-batch, the numbers of its values for the operands."""
+        """Yield, for each micro-batch, keys of the values that operands stand for."""
         for i in range(self._number):
             yield tuple(
                 place_of(x) if isinstance(x, ConstValue) else place_of(x.values[i])
@@ -187,7 +191,11 @@ class Matched:
     def _add_results(
         self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> None:
-        """Note matches of the results of ``node``, if all ``nodes`` get one kind."""
+        """Note matches of the results of ``node`` with those of ``nodes``.
+
+        ``nodes`` are the equations of all micro-batches; a rule must give a kind for
+        all.
+        """
         ins = self._kinds_of(node, operands, nodes)
         if ins is None:
             return
@@ -208,9 +216,9 @@ class Matched:
     def _kinds_of(
         self, node: Node, operands: Sequence[Any], nodes: Sequence[Node]
     ) -> list[Kind] | None:
-        """Return the kinds of the operands, or None if their constants do not fit.
+        """Return the kinds of the operands, or None if constants differ.
 
-        Constants fit if they are equal in all micro-batches, or count these.
+        Constants may differ in one way: they count the micro-batches, or their rows.
         """
         ins = []
         for i, x in enumerate(operands):
@@ -239,7 +247,7 @@ class Matched:
         kinds[node.eqn.outvars[result]] = known
 
     def _add_chain(self, node: Node, operands: Sequence[Any]) -> None:
-        """Match a sum with the value to which all micro-batches add theirs in turn."""
+        """Match a sum with the value to which the micro-batches' values add up."""
         name = node.eqn.primitive.name
         for start, part in (operands, operands[::-1]):
             if isinstance(part, ConstValue):
@@ -276,7 +284,10 @@ class Matched:
                 self._add(node.outs[0], stacked, node.out_shape())
 
     def _end_of_chain(self, primitive: Any, begin: Any, parts: Sequence[Any]) -> Any:
-        """Return the value to which all of ``parts`` are added in turn, or None."""
+        """Return the value to which ``parts`` are added one after another, or None.
+
+        The sum starts at ``begin``. ``primitive`` may also be a maximum or minimum.
+        """
         left = [*parts]
         value = begin
         while left:
@@ -299,7 +310,7 @@ class Matched:
         return None
 
     def _add(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Note a match of a value, and the matches that follow from it."""
+        """Note a match of a value, and the matches that follow from this one."""
         matches = self._matches[value]
         same = [x for x in matches if x.values == match.values]
         if same and isinstance(same[0].known, Unknown):
@@ -312,7 +323,7 @@ class Matched:
         self._follow(value, match, shape)
 
     def _follow(self, value: int, match: _Match, shape: tuple[int, ...]) -> None:
-        """Note the matches that follow from one: sums, arrays of all, and slices."""
+        """Note matches that follow from one: of sums, joined arrays, and slices."""
         for other in self._sums(match):
             self._add(value, other, shape)
         for other in self._joined(match, shape):
@@ -323,7 +334,7 @@ class Matched:
             self._add(multiple, other, shape)
 
     def _sums(self, match: _Match) -> Iterator[_Match]:
-        """Yield matches with the sum of all values, or with the largest or smallest."""
+        """Yield matches with the sum, the largest or the smallest of all values."""
         first, *others = match.values
         users = self._all.users[first]
         for primitive in dict.fromkeys(x.eqn.primitive for x in users):
@@ -339,7 +350,7 @@ class Matched:
             yield _Match(known, (end,) * self._number)
 
     def _multiples(self, value: int, match: _Match) -> Iterator[tuple[int, _Match]]:
-        """Yield the matches of multiples of a value with multiples of the sum of all.
+        """Yield matches of multiples of a value, with multiples of its sum.
 
         An example is a running mean, ``mean + (x - mean) / (i + 1)``.
         """
@@ -365,7 +376,7 @@ class Matched:
                     yield place, _Match(known, (end,) * self._number)
 
     def _joined(self, match: _Match, shape: tuple[int, ...]) -> Iterator[_Match]:
-        """Yield matches with the array that has all values, one after another.
+        """Yield matches with an array that holds all values of a match in order.
 
         ``shape`` is the shape of the value in the program of one micro-batch.
         """
@@ -385,7 +396,7 @@ class Matched:
                 yield _Match(known, node.outs * self._number)
 
     def _slices(self, match: _Match) -> Iterator[_Match]:
-        """Yield matches with the n slices that a program takes of the batch."""
+        """Yield matches with the n slices that a program takes of a batch."""
         if not match.is_shared or not isinstance(match.known, Copy | Zero | Stacked):
             return
         cuts: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -402,7 +413,7 @@ class Matched:
                 yield _Match(known, tuple(by_start[x] for x in starts))
 
     def _of_a_slice(self, x: Kind, dim: int, size: int) -> Kind | None:
-        """Return the kind of a micro-batch's slice of a whole array, or None."""
+        """Return the kind of a micro-batch's slice of an array, or None."""
         if isinstance(x, Zero):
             return ZERO
         if isinstance(x, Stacked):
@@ -413,7 +424,10 @@ class Matched:
 
 
 def _rows_of_micro_batch(closed: Any, n: int) -> tuple[int, int]:
-    """Return the rows of a batch and a micro-batch, by the first array cut in n."""
+    """Return the numbers of rows of a batch and of a micro-batch.
+
+    They are read from the first equation that cuts a dim into ``n`` pieces.
+    """
     for eqn in all_eqns(open_jaxpr(closed)):
         name = eqn.primitive.name
         if name not in ("reshape", "slice", "dynamic_slice", "split"):
@@ -438,7 +452,7 @@ def _unknown(why: str, node: Node | None = None) -> Kind:
 
 
 def _total(name: str, x: Kind) -> Kind:
-    """Return the kind of the sum or extreme of all towers' values."""
+    """Return the kind of the sum, or of the extreme, of all micro-batches' values."""
     if isinstance(x, Zero | Unknown):
         return x
     if name.startswith("add") and isinstance(x, Part | Copy):
@@ -449,20 +463,23 @@ def _total(name: str, x: Kind) -> Kind:
 
 
 def _are_one(factors: Sequence[float]) -> bool:
-    """Return whether all factors are one number that is not 0, up to rounding."""
+    """Return whether all factors equal one number that is not 0, up to rounding."""
     least = min(factors)
     return least != 0 and math.isclose(least, max(factors), rel_tol=1e-6)
 
 
 def _power_of(number: int, factor: float, divisor: float) -> int | None:
-    """Return the power of ``number`` that a quotient is, up to rounding, or None."""
+    """Return p if ``factor / divisor`` is ``number**p``, up to rounding; else None."""
     ratio = factor / divisor if divisor else 0.0
     powers = [p for p in range(-3, 4) if math.isclose(ratio, number**p, rel_tol=1e-6)]
     return powers[0] if powers else None
 
 
 def _chained(name: str, start: Kind, total: Kind) -> Kind:
-    """Return the kind of ``start`` and ``total`` together: their sum, or the larger."""
+    """Return the kind of the sum, or of the larger, of ``start`` and ``total``.
+
+    ``start`` is where a chain of additions, or of maxima, begins.
+    """
     for x in (total, start):
         if isinstance(x, Unknown):
             return x
@@ -471,7 +488,7 @@ def _chained(name: str, start: Kind, total: Kind) -> Kind:
 
 
 def _have_like_results(node: Node, other: Node, sizes: Sizes) -> bool:
-    """Return whether results differ at most in a dim of rows or of micro-batches."""
+    """Return whether results have the same shapes, except for rows or micro-batches."""
     for x, y in zip(node.eqn.outvars, other.eqn.outvars, strict=True):
         if is_ref(x) or is_ref(y):
             continue
@@ -497,7 +514,7 @@ def _constants_agree(x: Node, y: Node) -> bool:
 
 
 def _counts(node: Node, number: int) -> bool:
-    """Return whether the first constant operand is ``number`` and any others are 0."""
+    """Return whether an equation's first constant is ``number`` and others are 0."""
     numbers = [whole_number(x) for x in node.ins if isinstance(x, ConstValue)]
     return bool(numbers) and numbers[0] == number and set(numbers[1:]) <= {0}
 
@@ -505,8 +522,8 @@ def _counts(node: Node, number: int) -> bool:
 def _cuts_of(node: Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
     """Yield the slices that an equation takes along one dim.
 
-    Each is a tuple: the dim with the slice's and the whole size, the start, and the
-    slice.
+    Each is a tuple of three: the dim, with the sizes of the slice and of the whole; the
+    start; and the slice.
     """
     name = node.eqn.primitive.name
     if name not in ("slice", "split"):
@@ -531,9 +548,10 @@ def _cuts_of(node: Node) -> Iterator[tuple[tuple[int, int, int], int, Any]]:
 def kinds_by_matches(
     walk: Walk, programs: tuple[Any, Any], ins: Sequence[Kind]
 ) -> list[Kind]:
-    """Return the kinds of two programs' results; the second has no loop.
+    """Return the kinds of the results of two programs, of which the second has no loop.
 
-    Its equations are written out once for each micro-batch, as a Python loop is traced.
+    Its equations are written out once for each micro-batch, as JAX traces a Python
+    loop.
 
     Raises:
       ProgramsDifferError: The first program is not of one tower, or a rule fails.

@@ -1,13 +1,13 @@
 """Where a value is 0: everywhere, in padding, or on a tower without some flag.
 
-A product is 0 where a factor is 0, a sum where all addends are 0. So a product with a
-mask, or with a weight that is 0 in padding, is 0 there, and padding does not count in
-its sum. This holds for derivatives, too: a flag has no derivative, and a function
-without a derivative at 0, such as a root, does not count as 0 there.
+A product is 0 where a factor is 0, and a sum where all addends are 0. So a product with
+a mask, or with a weight that is 0 in padding, is 0 in padding, and padding does not
+change its sum. This holds for derivatives, too: a flag has no derivative, and of a
+function without a derivative at 0, such as a root, no zeros are known.
 
 0 times infinity is not 0. What one tower computes of examples and parameters is assumed
-to be finite. What a tower computes of its padding, or of its own sums, may be infinite
-all the same, such as a mean of no rows; `in_padding` tells.
+to be finite. What a tower computes of its padding, or of its own sums, may still be
+infinite, such as a mean of no rows; `in_padding` says of what this is known.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from towerjax.proof.equal.kinds import (
 )
 
 KNOWN_ZEROS: TypeAlias = TowerRows | Row | Part | Buffer | Groups
-"""Kinds for which it is known where they are 0."""
+"""Kinds for which the places are noted where a value is 0."""
 
 _Where: TypeAlias = frozenset[Any] | None
 """The places where a value is 0; None is everywhere."""
@@ -51,14 +51,14 @@ def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
 
 
 def is_zero(pair: EquationPair) -> bool:
-    """Return whether all results of an equation are 0 everywhere."""
+    """Return whether each result of an equation is 0 in all elements."""
     if not any(isinstance(x, Zero) for x in pair.ins):
         return False
     return all(_where(pair, i) is None for i in range(len(pair.rows_out)))
 
 
 def _where(pair: EquationPair, result: int) -> "_Where":
-    """Return the places where a result of an equation is 0; None is everywhere."""
+    """Return the places where a result is 0; None stands for all places."""
     at = [None if isinstance(x, Zero) else x.zeros for x in pair.ins]
     return _TABLE.get(pair.name, _nowhere)(at, pair, result)
 
@@ -67,7 +67,7 @@ _ZeroRule: TypeAlias = Callable[[list[_Where], EquationPair, int], _Where]
 
 
 def _where_all(*at: _Where) -> _Where:
-    """Return the places where all of these values are 0."""
+    """Return the places where all of these values are 0: the places they share."""
     known = [x for x in at if x is not None]
     return frozenset.intersection(*known) if known else None
 
@@ -79,7 +79,7 @@ def _where_any(*at: _Where) -> _Where:
 
 
 def _nowhere(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return no places: a function may give any number where its operands are 0."""
+    """Return no places, for a function that need not be 0 where its operands are 0."""
     return NO_ZEROS
 
 
@@ -89,9 +89,9 @@ def _where_all_operands(at: list[_Where], pair: EquationPair, result: int) -> _W
 
 
 def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a product is 0.
+    """Return the places where a product is 0: where some factor is 0.
 
-    One factor is 0 there, and the others are finite.
+    The other factors must be finite there.
     """
     ends = [_is_finite(x) for x in pair.ins]
     known = [x for i, x in enumerate(at) if all(ends[:i]) and all(ends[i + 1 :])]
@@ -99,15 +99,16 @@ def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the first operand is 0.
+    """Return the places where the first operand is 0: the result is 0 there, too.
 
-    The result has its elements, sums of them, or a function f of them with f(0) = 0.
+    The result consists of that operand's elements, or of their sums, or is a function f
+    of them with f(0) = 0.
     """
     return at[0]
 
 
 def _of_nonempty(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a reduced operand is 0, if it has elements.
+    """Return the places where a reduced operand is 0; none if it has no elements.
 
     An extreme or a product of no elements is not 0.
     """
@@ -115,19 +116,22 @@ def _of_nonempty(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def is_over_none(pair: EquationPair) -> bool:
-    """Return whether a reduction is over a dim without elements."""
+    """Return whether a reduction is over a dim of size 0."""
     return any(pair.shape(0)[i] == 0 for i in pair.params["axes"])
 
 
 def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a quotient is 0: the dividend is, the divisor is not."""
+    """Return the places where a quotient is 0: those of its dividend.
+
+    If the divisor may be 0, there are none.
+    """
     return at[0] if _divides(pair.ins[1]) else NO_ZEROS
 
 
 def _divides(x: Kind) -> bool:
     """Return whether a divisor is known not to be 0.
 
-    What one tower computes is assumed to be finite, so it divides by no 0.
+    A quotient that one tower computes is assumed to be finite, so its divisor is not 0.
     """
     if isinstance(x, Copy | AtLeast):
         return True
@@ -135,57 +139,60 @@ def _divides(x: Kind) -> bool:
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a gather is 0: its array is, and so is its fill value."""
+    """Return the places where a gather is 0: those of the array it reads.
+
+    If indices may be out of bounds, the fill value must be 0.
+    """
     return at[0] if fills_with_zero(pair) else NO_ZEROS
 
 
 def fills_with_zero(pair: EquationPair) -> bool:
-    """Return whether a gather fills in no number except 0 beyond its array."""
+    """Return whether a gather gives 0, or nothing, for indices out of bounds."""
     fills = "FILL" in str(pair.params["mode"])
     return not fills or pair.params["fill_value"] == 0
 
 
 def fills_with_number(pair: EquationPair) -> bool:
-    """Return whether a gather fills in a finite number, not NaN, beyond its array."""
+    """Return whether a gather gives no NaN or infinity for indices out of bounds."""
     return "FILL" not in str(pair.params["mode"]) or bool(
         pair.params["fill_value"] is not None and np.isfinite(pair.params["fill_value"])
     )
 
 
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the operand of the same number as the result is 0."""
+    """Return the places where result i is 0: those of operand i."""
     return at[result]
 
 
 def _of_second(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the second operand is 0: the solution of A x = 0 is 0."""
+    """Return the places where the solution x of A x = b is 0: those of b."""
     return at[1] if _divides(pair.ins[0]) else NO_ZEROS
 
 
 def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the first two operands are 0.
+    """Return the places where both of the first two operands are 0.
 
-    The elements of one operand replace elements of the other.
+    The result has elements of both: some of one replace some of the other.
     """
     return _where_all(*at[:2])
 
 
 def _of_scatter(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the first and the third operand of a scatter are 0.
+    """Return the places where the array of a scatter and its updates are both 0.
 
-    The elements of the third operand change elements of the first.
+    These are the first and the third operand.
     """
     return _where_all(at[0], at[2])
 
 
 def _of_choice(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a choice is 0, because the chosen case is 0.
+    """Return the places where a `select_n` is 0, because the case it chooses is 0.
 
-    Either all cases are 0 there, or both the predicate and case 0 are.
+    Either all cases are 0 there, or the predicate and case 0 are.
     """
     predicate, first, *others = at
     chosen = _where_all(predicate, first)
-    # A predicate of 0 chooses the first case.
+    # Where the predicate is 0, the result is case 0.
     if predicate is not None and first is not None:
         chosen = predicate & first
     elif first is None:
@@ -200,15 +207,18 @@ def _where_any_of(x: _Where, y: _Where) -> _Where:
 
 
 def _of_comparison(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where both operands are 0, if one of them is 0 everywhere.
+    """Return the places where ``>``, ``!=`` or ``<`` compares 0 with 0, and is False.
 
-    The comparisons 0 > 0, 0 != 0 and 0 < 0 are false.
+    One of the operands must be 0 everywhere, the other is 0 at these places.
     """
     return _where_all(*at) if None in at else NO_ZEROS
 
 
 def _where_base(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the base of a power is 0, if the exponent is positive."""
+    """Return the places where a power is 0: those of its base.
+
+    There are none unless the exponent is a positive number.
+    """
     return at[0] if pair.params["y"] > 0 else NO_ZEROS
 
 
@@ -262,23 +272,24 @@ KEEPS_FINITE = frozenset(
 """Functions whose results are finite if their operands are."""
 
 _WITHOUT_ROWS: TypeAlias = Copy | Part
-# A tower's value of these kinds may be over no rows, and then it may be infinite.
+# A value of these kinds is infinite or NaN on a tower that has no rows for it.
 _OF_ANY_ROWS: TypeAlias = Maximum | Minimum | Mean
 
 
 def _is_finite(x: Kind) -> bool:
-    """Return whether a value is finite.
+    """Return whether a value is known to be finite.
 
-    What one tower computes of examples is assumed to be finite.
+    Counts of rows are. Other values are if `in_padding` found it.
     """
     is_count = isinstance(x, Zero | Size | Valid)
     return is_count or x.in_padding > InPadding.ANY
 
 
 def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
-    """Return what is known of a result in padding rows: that it is finite, or not.
+    """Return what is known of a result in padding rows.
 
-    It follows from what is known of the operands there.
+    It is what is known of the operands there, unless the equation can give infinity for
+    finite operands.
     """
     dtype = pair.out_dtype(result)
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -287,12 +298,12 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
         is_guarded = isinstance(value, Mean) and value.fact is not None
         return InPadding.FINITE if is_guarded else least
     if isinstance(value, _WITHOUT_ROWS):
-        # A replicated value, and the sum of all parts, is a value that one tower has.
-        # So it is finite, unless it is computed from an infinite constant.
+        # A replicated value, and the sum of all parts, is also a value of the program
+        # for one tower. So it is finite, unless an infinite constant is an operand.
         ends = [_is_finite(x) for x in pair.ins if isinstance(x, _WITHOUT_ROWS)]
         return InPadding.AS_EXAMPLE if all(ends) else least
     if pair.name == "select_n" and any(value is x for x in pair.ins):
-        return value.in_padding  # The choice is the same case in all rows.
+        return value.in_padding  # The predicate is one bool: all rows get one case.
     levels = [_level(x) for x in pair.ins]
     others = [x for x in pair.ins if not isinstance(x, _WITHOUT_ROWS)]
     if all(_level(x) is InPadding.AS_EXAMPLE for x in others):
@@ -308,7 +319,7 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
 
 
 def _level(x: Kind) -> InPadding:
-    """Return what is known of an operand in padding rows."""
+    """Return what is known of an operand in padding rows; `AS_EXAMPLE` for 0."""
     if isinstance(x, Zero):
         return InPadding.AS_EXAMPLE
     if isinstance(x, Valid | IsFull | AtLeast):
