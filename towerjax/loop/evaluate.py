@@ -148,7 +148,7 @@ def outputs_on_host(
     depth = 0 if getattr(source, "prefetches", False) else prefetch
     elements = iter(source)
     with contextlib.ExitStack() as stack:
-        if elements is not batches:  # a user's iterator stays open
+        if elements is not batches:  # an iterator that the user passed in stays open
             stack.callback(close, elements)
         placed_batches = prefetch_batches(elements, step.place_batch, depth=depth)
         stack.enter_context(contextlib.closing(placed_batches))
