@@ -188,8 +188,8 @@ def ema_params(state: tj.TrainState) -> _Tree:
     if len(averages) != 1:
         count = len(averages) or "no"
         raise ValueError(
-            f"state.opt_state has {count} averages of the parameters. Build the step"
-            " with tj.contrib.train_step(..., ema=0.999)."
+            f"state.opt_state has {count} averages of the parameters, but must have"
+            " one. Build the step with tj.contrib.train_step(..., ema=0.999)."
         )
 
     def value(x: Any, average: Any) -> Any:

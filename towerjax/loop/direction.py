@@ -1,4 +1,4 @@
-"""Tell whether less of a metric is better, or more."""
+"""Tell whether a metric is better if it is less, or if it is more."""
 
 import re
 from typing import Literal, TypeAlias, get_args

@@ -164,8 +164,8 @@ class Absent:
         devices = tuple(make(self))
         if len(devices) != len(self):
             raise ValueError(
-                f"{self} has {len(devices)} devices according to its compiler, and not"
-                f" {len(self)}. Name another topology."
+                f"{self} has {len(devices)} devices according to the compiler, but its"
+                f" name says {len(self)}. Name a topology that the compiler knows."
             )
         return devices
 

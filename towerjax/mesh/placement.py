@@ -102,8 +102,8 @@ class Placement:
 
     devices: tuple[str, ...]  # canonical names such as "cpu:0", in tower order
     num_towers: int  # T, a multiple of D
-    tower_loop: str = "vmap"  # or "scan"
-    executor: str = "shard_map"  # or "pmap"
+    tower_loop: str = "vmap"  # or "scan": how a device runs its towers
+    executor: str = "shard_map"  # or "pmap": how devices run a program
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
     # Each contiguous run of elements of a shard has a multiple of this length; see
@@ -239,7 +239,7 @@ class Placement:
 
     @property
     def _mesh_axes(self) -> tuple[Any, Any, Any]:
-        """The sizes, the names and the types of the mesh's axes."""
+        """The sizes, the names and the types of the axes of `mesh`, as three tuples."""
         axes = {DEVICE_AXIS: self.num_devices, **dict(self.within)}
         return (*axes.values(),), (*axes,), (AxisType.Auto,) * len(axes)
 

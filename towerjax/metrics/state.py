@@ -322,8 +322,8 @@ def merge(first: Any, second: Any) -> Any:
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         names = f"{a_type(first)} and {a_type(second)}"
         raise ValueError(
-            f"merge got {names}, which cannot be merged. Merge states that the same"
-            " call made."
+            f"merge got {names}, which cannot be merged. Merge two states of one"
+            " metric, made by calls of the same function."
         )
     return first.merge(second)
 

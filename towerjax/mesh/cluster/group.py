@@ -178,7 +178,7 @@ def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[int]:
-    """Make a process group, which ends with this ``with`` block or the launcher."""
+    """Make a process group that ends with this ``with`` block, or if we are killed."""
     popen = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCHDOG],
         stdin=subprocess.PIPE,

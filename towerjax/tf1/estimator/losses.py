@@ -152,7 +152,7 @@ class TowersOfStep:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a single tower has all rows at once, which makes any loss exact."""
+        """Whether a single tower has all rows at once, so that any loss is exact."""
         return self.num_calls == 1
 
     @property
