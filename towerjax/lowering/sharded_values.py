@@ -381,7 +381,7 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Return whether each element of the result depends on one element per operand."""
+    """Return whether an equation computes element by element, like an addition."""
     return eqn.primitive.name in ELEMENTWISE
 
 

@@ -133,8 +133,8 @@ class Exchange:
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
-        # Who takes part in this round has read the round before. So all have read the
-        # one before that, which is deleted.
+        # A process that takes part in this round has read the last one. So all have
+        # read the round before the last, which is deleted.
         if self._round > 1:
             old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
             self._client.key_value_delete(old)

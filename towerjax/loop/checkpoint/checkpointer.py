@@ -358,7 +358,7 @@ class Saving:
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        # Process 0 replaces this.
+        # Process 0, which locks the folder, replaces this by a real check.
         self._check_lock: Callable[[], None] = lambda: None
 
         def lock() -> None:

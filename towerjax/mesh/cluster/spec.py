@@ -264,9 +264,10 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """Return an error's text if this process forgot to join the others of its job.
+    """Return an error's text if this process should have joined the others of its job.
 
-    Returns None if it is alone, or has joined.
+    It is called in a process that is alone to JAX. Returns None if nothing in the
+    environment tells of other processes.
     """
     count = environ.get(VARIABLES[1], "")
     if count.isdecimal() and int(count) > 1:
@@ -354,9 +355,9 @@ def detection(environ: Mapping[str, str]) -> str | None:
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the indices of this process's accelerators; None if it may use all.
+    """Return the index of this process's accelerator, in a list; None for all of them.
 
-    Processes that share a machine get one accelerator each.
+    A launcher's process that shares its machine with others uses one accelerator.
     """
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None

@@ -176,8 +176,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
             _join_named(named, options)
         elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
-    # All processes have joined. The timeout for that is over, because starting the
-    # devices may take longer.
+    # All processes have joined. The next call starts the devices, which may take longer
+    # than the timeout for joining.
     me = jax.process_index()
     count = jax.process_count()
     if named is not None and (count, me) != (named.num_processes, named.process_id):

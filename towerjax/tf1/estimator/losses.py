@@ -162,9 +162,9 @@ class TowersOfStep:
 
     @property
     def _is_of_scalars(self) -> bool:
-        """Whether losses are scalars because several towers must return them so.
+        """Whether several towers must return scalar losses.
 
-        A single tower then treats its loss in the same way.
+        The loss of a single tower is then reduced in the same way.
         """
         return self.compat == "tf1" or self.reduction in _OF_SCALARS
 
