@@ -155,7 +155,8 @@ def outputs_on_host(
         try:
             for placed in placed_batches:
                 running.append(step(state, placed))
-                if len(running) > 1:  # fetch one while the next one runs
+                # Results are fetched while the next batch is computed.
+                if len(running) > 1:
                     yield jax.device_get(running.popleft())
         except Exception as error:
             failure = error

@@ -324,7 +324,7 @@ class Uniform:
 
     @property
     def whole(self) -> jax.Array:
-        """The whole array."""
+        """The array itself, not in shards, with all of its elements."""
         return jnp.broadcast_to(self.number, self.shape)
 
 

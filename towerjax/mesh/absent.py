@@ -122,7 +122,10 @@ class Absent:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts of GPUs; 1 for TPUs, whose hosts the compiler knows."""
+        """The number of hosts that have the GPUs.
+
+        It is 1 for TPUs: the compiler knows their hosts from the topology.
+        """
         return self.hosts or -(-(self.number or 1) // 8)
 
     @property

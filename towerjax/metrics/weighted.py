@@ -236,8 +236,8 @@ def mean_of(
     """Return `Weighted.mean` of floats and weights that are already checked."""
 
     def weighted_sum(x: jax.Array) -> jax.Array:
-        # Functions of lax are used, because each function of jnp is traced by itself,
-        # which makes a step's first call slower.
+        # Functions of lax are used, because JAX traces each function of jnp as a
+        # function of its own, which makes a step's first call slower.
         weights_of_dtype = weights.astype(x.dtype)
         zero = lax.full_like(x, 0)
         weights_of_dtype = lax.broadcast_in_dim(

@@ -116,7 +116,7 @@ def empty_deleted(directory: epath.Path) -> None:
 
 
 def check_directory(name: str, directory: Any) -> None:
-    """Raise unless Orbax can write checkpoints to a folder, and find them again."""
+    """Raise unless Orbax can write checkpoints to this folder, and find them again."""
     path = checked_path(name, directory, "a folder")
     if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
         form = "a folder on this machine or gs://...; Orbax writes to no other"
