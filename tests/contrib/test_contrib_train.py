@@ -216,7 +216,7 @@ BAD = {
     "two rates": (lambda: train_step(loss_fn, several(), tj.OneDevice(), ema=0.5,
         log=BOTH).init(START), "the optimizer's state has 2 learning rates, but must"),
     "no average": (lambda: ema_params(build(ema=None).init(START)),
-        "state.opt_state has no averages of the parameters. Build the step"),
+        "state.opt_state has no averages of the parameters, but must have one"),
     "a gradient of rows": (lambda: (step := train_step(of_rows, OPTIMIZER,
         tj.OneDevice(), log=BOTH, audit=False))(step.init(np.ones((4, 1), np.float32)),
         next(batches(1))),

@@ -56,8 +56,8 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
 def sends_alone(ops: CrossTowerOps, leaf: Any, axes: TowerAxes) -> bool:
     """Return whether the op sends a leaf alone, so that it can be scattered.
 
-    A user's op, or a user's subclass of ours, may send in another way, so it is not
-    asked.
+    The answer is no for a user's op, and for a user's subclass of one of ours, because
+    it may send leaves in another way.
     """
     return type(ops) is AllReduce and ops.sends_alone(leaf, axes)
 

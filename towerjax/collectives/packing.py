@@ -186,8 +186,8 @@ def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
             is_joined = joins and x.size * x.dtype.itemsize <= PACK_BELOW_BYTES
             key = x.shape if is_joined else len(groups)
             groups.setdefault(key, []).append(jnp.isfinite(x))
-    # Functions of lax are used, because each function of jnp is traced by itself, which
-    # makes a step's first call slower.
+    # Functions of lax are used, because JAX traces each function of jnp as a function
+    # of its own, which makes a step's first call slower.
     masks = [functools.reduce(lax.bitwise_and, x) for x in groups.values()]
     finite = [lax.reduce_and(x, range(x.ndim)) for x in masks]
     if len(finite) <= 2:

@@ -278,7 +278,7 @@ def check_joins(value: PyTree, axis: Any) -> None:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"axis={axis} is not a dim of {name} of shape {shape}. Name one of the"
-                " dims of a tower's value; x[None] gives a scalar one."
+                " dims of a tower's value. For a scalar x, give x[None] with axis=0."
             )
         if is_rows(x) and axis % len(shape):
             raise ValueError(

@@ -100,7 +100,7 @@ def by_owner(
 def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
 ) -> dict[str, int]:
-    """Return the number of matrices of each parameter that is a stack, by its name."""
+    """Return each stack's number of matrices, by the name of the parameter."""
     sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -120,7 +120,7 @@ def _stacks(
 
 
 def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
-    """Return for each leaf the stack whose rows it has; None for other leaves."""
+    """Return for each leaf the name of the stack whose rows it has, or None."""
 
     def of(path: Any, x: Any) -> str | None:
         name = jax.tree_util.keystr(path)
@@ -132,7 +132,7 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
 
 
 def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
-    """Return a spec for each leaf: a stack's matrices are split over the devices."""
+    """Return a partition spec for each leaf; a stack is split over the devices."""
     split = PartitionSpec(_AXIS)
     whole = PartitionSpec()
     specs = [split if x else whole for x in _of_stacks(tree, stacks)]
@@ -140,7 +140,10 @@ def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
 
 
 def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> None:
-    """Raise if an optimizer makes fewer numbers of a stack than it has matrices."""
+    """Raise if an optimizer makes fewer numbers of a stack than it has matrices.
+
+    Such a number, as a norm, would need the matrices of all devices.
+    """
 
     def follow(jaxpr: Any, reads: list[str | None]) -> list[str | None]:
         of = dict(zip(jaxpr.invars, reads, strict=True))
@@ -154,7 +157,8 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
             if eqn.primitive.name == "jit":
                 inner = eqn.params["jaxpr"]
                 out = follow(getattr(inner, "jaxpr", inner), ins)
-            if eqn.primitive.name in ("scan", "while", "cond"):  # may count
+            # A loop or branch may have counters, which belong to no stack.
+            if eqn.primitive.name in ("scan", "while", "cond"):
                 kinds = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
                 out = [x if kind else None for x, kind in zip(out, kinds, strict=True)]
             of.update(zip(eqn.outvars, out, strict=True))

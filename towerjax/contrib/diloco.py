@@ -18,10 +18,10 @@ Tree: TypeAlias = Any  # a pytree
 
 
 class Fns(Protocol):
-    """The functions of a train step, as ``extend=`` gets them."""
+    """The functions of a train step that ``extend=`` gets and may replace."""
 
     strategy: tj.Mirrored
-    options: Any  # has the fields on_nonfinite and guard
+    options: Any  # a step's options, such as on_nonfinite and guard
     tower: Callable[..., dict[str, Tree]]
     update: Callable[[tj.TrainState, Tree], tuple[Tree, ...]]
     init: Callable[[Tree], dict[str, Tree]]
@@ -59,7 +59,11 @@ class LocalSGD:
         _take_whole(self, "every")
 
     def __call__(self, fns: Any) -> Any:
-        """Return the functions of a train step whose towers train alone."""
+        """Return a train step's functions, changed so that each tower trains alone.
+
+        `tj.build_train_step` calls this with its own functions. Between merges, a tower
+        then updates its own copy of the parameters.
+        """
         return DiLoCo(self.every, optax.sgd(1.0))(fns)
 
 
@@ -126,7 +130,11 @@ class DiLoCo:
             )
 
     def __call__(self, fns: Any) -> Any:
-        """Return the functions of a train step whose towers train alone."""
+        """Return a train step's functions, changed so that each tower trains alone.
+
+        `tj.build_train_step` calls this with its own functions. Between merges, a tower
+        then updates its own copy of the parameters.
+        """
         if (state := fns.strategy.state) != "mirrored":
             raise ValueError(
                 f"state={state!r} needs all towers at every step, and {self!r} lets"
@@ -144,9 +152,9 @@ class Own:
 
     params: Tree  # only the trained ones
     opt_state: Tree
-    weight: jax.Array  # [P], the losses' weight since each fragment was sent
-    loss: tj.Weighted  # the mean since towers were merged
-    faults: jax.Array  # [H / P], non-finite results of each step since then
+    weight: jax.Array  # [P]: the weight of losses since a fragment was sent
+    loss: tj.Weighted  # the mean loss since the last merge
+    faults: jax.Array  # [H / P]: per step since then, how many were not finite
 
 
 @jax.tree_util.register_dataclass
@@ -154,15 +162,16 @@ class Own:
 class Outer:
     """The ``state.opt_state`` of a step whose towers train alone."""
 
-    fragments: tuple[Tree, ...]  # the outer optimizer's states
-    loss: tj.Weighted  # all towers' loss in the last round; weight 0 before
+    fragments: tuple[Tree, ...]  # the outer optimizer's state of each fragment
+    # The loss of all towers in the last round; its weight is 0 before the first.
+    loss: tj.Weighted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """The functions of a step whose towers train alone, made from a train step's.
+    """A train step's functions, changed so that towers train alone between meetings.
 
-    Towers train alone for a number of steps, and then meet to send a fragment.
+    At a meeting towers send one fragment of the parameters.
     """
 
     sync: DiLoCo
@@ -174,7 +183,7 @@ class Rounds:
         return self.sync.every // self.sync.fragments
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """Return the outer optimizer's state and each tower's values, at the start."""
+        """Return the first state of the outer optimizer and of each tower."""
         first = self.fns.init(params)
         part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -218,15 +227,15 @@ class Rounds:
             )
         dense = jax.tree.map(_as_dense, grads.sum, is_leaf=_is_rows)
         grads = tj.Weighted(dense, grads.weight)
-        # The next micro-batch gets all variables that this one returns, so all are
-        # returned.
+        # All variables are returned, because the next micro-batch gets only these.
         local = local and {**local, _MINE: of_tower}
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """Return the next state, the loss of the last round, and the refused step.
+        """Return the next state, the metrics, and the step flag.
 
-        The refused step is its number, or -1.
+        The loss among the metrics is that of the last round. The step flag is the
+        number of the first step that a tower refused, or -1.
         """
         replicated = dataclasses.replace(state, opt_state=(), local={})
         on_each = tj.tf1.with_verbs(self.fns.strategy).call_for_each_tower
@@ -247,8 +256,8 @@ class Rounds:
         # Before the first meeting there is no loss of all towers, so it is NaN.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
         local = {**local, _MINE: dataclasses.replace(local[_MINE], value=of_tower)}
-        # Towers meet at the end of each period, and ``faults`` counts from its first
-        # step.
+        # Towers meet at the last step of each period, and ``faults`` begins with its
+        # first step. So this is the number of the first step with a fault.
         first = state.step + 2 - self._period + jnp.argmax(faults > 0)
         refused = jnp.where(faults.any(), first.astype(jnp.int32), -1)
         return dataclasses.replace(state, local=local), metrics, refused
@@ -262,7 +271,7 @@ class Rounds:
         after: Tree,
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
-        """Return a tower's variables after one step from its own rows."""
+        """Return a tower's variables after a step in which it trained alone."""
         of_tower = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
@@ -297,9 +306,10 @@ class Rounds:
     def _meet(
         self, state: tj.TrainState, of_tower: Own, p: int
     ) -> tuple[tj.TrainState, Own, jax.Array]:
-        """Let towers meet for fragment ``p``, if that is due.
+        """Merge fragment ``p`` of all towers, if this step is due for it.
 
-        Returns the state, the towers' values, and how often each step was not finite.
+        Returns the state, the towers' values, and for each step of the period how many
+        results were not finite.
         """
         sync = self.sync
         outer = state.opt_state
@@ -310,7 +320,7 @@ class Rounds:
         before = outer.fragments[p]
         offset = (p + 1) * sync.every // sync.fragments
         is_due = (done - offset) % sync.every == 0
-        # XLA copies the operands of a branch, so they are no more than is needed.
+        # XLA copies the operands of a branch, so only what it needs is passed.
         rows = (
             _chosen(of_tower.params, flags),
             of_tower.weight[:, p],
@@ -349,7 +359,10 @@ class Rounds:
         return state, self._adopt(of_tower, mine, flags, done - offset), faults
 
     def _adopt(self, of_tower: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
-        """Let towers take the outer parameters, if that is due; return their values."""
+        """Let towers take a fragment of the outer parameters, if that is due.
+
+        Returns the towers' values.
+        """
         since = since - self.sync.overlap
         keep = self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
@@ -362,7 +375,10 @@ class Rounds:
         return dataclasses.replace(of_tower, params=_put_into(params, of_tower.params))
 
     def _fragments(self, part: Tree) -> list[Tree]:
-        """Return for each fragment a flag per leaf; sizes are as equal as possible."""
+        """Return, for each fragment, flags that tell which leaves of ``part`` it has.
+
+        The fragments' sizes are as equal as possible.
+        """
         leaves, treedef = jax.tree.flatten(part)
         sizes = [0] * self.sync.fragments
         chosen = [0] * len(leaves)
@@ -378,10 +394,11 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """Return what a tower sends of a fragment when towers meet.
+    """Return what a tower sends of one fragment when towers meet.
 
-    ``row`` is the tower's own part, and ``outer`` the fragment that towers share. The
-    difference is multiplied by the weight of the losses since the tower last sent it.
+    ``row`` is the tower's own part, and ``outer`` has the same parameters as they were
+    after the last merge. Their difference is multiplied by the weight of the losses
+    since the tower last sent this fragment.
     """
     params, weight, loss, faults = row
 
@@ -395,7 +412,10 @@ def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
 
 
 def _reset_counters(of_tower: Own, is_due: jax.Array, p: int) -> Own:
-    """Set the counters of a fragment to 0 if it was sent, and return the values."""
+    """Set the weights and faults of a fragment to 0 if it was sent.
+
+    Returns the towers' values.
+    """
 
     def reset(x: Any) -> Any:
         return jnp.where(is_due, jnp.zeros_like(x), x)
@@ -408,9 +428,9 @@ def _reset_counters(of_tower: Own, is_due: jax.Array, p: int) -> Own:
 def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
     """Return ``fn(value)``, computed with a leading dim of size 1.
 
-    The rows of a state have this dim. XLA:CPU copies a value, at every step, if its
-    update has another shape than the state's. Scalars stay ``()``, because with a
-    divisor ``[1]`` bits would depend on the number of devices.
+    A state's tower-local rows have this dim. XLA:CPU copies a value at every step if
+    its update has another shape than the state's value. Scalars stay ``()``, because
+    with a divisor ``[1]`` bits would depend on the number of devices.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     wide = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
@@ -421,13 +441,13 @@ def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
 def _of_one(
     state: tj.TrainState, part: Tree, opt_state: Tree, local: Tree
 ) -> tj.TrainState:
-    """Return the state of a tower as if it were the only one."""
+    """Return a tower's own state as a `TrainState`, as if there were no other tower."""
     params = _put_into(part, state.params)
     return state.replace(params=params, opt_state=opt_state, local=local)
 
 
 def _others(local: dict[str, Tree]) -> dict[str, Tree]:
-    """Return the tower-local variables except those of `DiLoCo`."""
+    """Return the user's tower-local variables, without those of `DiLoCo`."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 
@@ -437,7 +457,7 @@ def _chosen(tree: Tree, flags: Tree) -> Tree:
 
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
-    """Return the tree with the leaves of ``part``; where it has None, leaves stay."""
+    """Return ``tree`` with the leaves of ``part``, except where ``part`` has None."""
 
     def choose(new: Any, old: Any) -> Any:
         return old if new is None else new
@@ -461,7 +481,7 @@ def _as_dense(x: Any) -> Any:
 def _take_whole(
     sync: LocalSGD | DiLoCo, name: str, lowest: int = 1, highest: float = np.inf
 ) -> None:
-    """Make a field a Python integer; raise unless it is whole and in its limits."""
+    """Convert a field to a Python integer; raise unless it is whole and in range."""
     number = getattr(sync, name)
     is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
     if not is_whole or not lowest <= number <= highest:

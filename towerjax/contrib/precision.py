@@ -62,7 +62,7 @@ class Scaled(NamedTuple):
 
     inner: _Tree  # the optimizer's state
     scale: jax.Array  # () float32
-    finite_steps: jax.Array  # () int32, since the scale changed
+    finite_steps: jax.Array  # () int32, the number since the scale changed
 
 
 def checked_dtype(dtype: Any) -> Any:
@@ -93,9 +93,9 @@ def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
 
 
 def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """Return a loss that casts parameters and rows to ``dtype``.
+    """Return the loss function, changed to cast parameters and rows to ``dtype``.
 
-    JAX casts the gradient back.
+    JAX casts the gradient back to the parameters' own dtypes.
     """
 
     def cast(x: Any) -> Any:
@@ -113,7 +113,7 @@ def keeping_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer whose state also holds the loss scale.
 
-    The optimizer itself does not change the scale.
+    Its update leaves the scale unchanged; `scaling` changes it.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -133,7 +133,11 @@ def keeping_scale(
 def scaling(
     fns: Any, loss_fn: Callable[..., Any], loss_scale: LossScale, options: Any
 ) -> Any:
-    """Return a train step's functions with a scaled loss and an unscaling update."""
+    """Return a train step's functions, changed to use a loss scale.
+
+    The loss is multiplied by the scale, and the gradient divided by it before the
+    update.
+    """
     trainable = options.get("trainable")
 
     def trains(name: str, leaf: Any) -> bool:
@@ -162,15 +166,17 @@ def scaling(
     return fns._replace(tower=tower, update=update)
 
 
-# The field with the loss: in `tj.TowerOutput`, and in the two types of tunix and
-# maxtext that are taken like ours. The last one is the sum of a mean.
+# The names of the field that holds a loss: in `tj.TowerOutput`, and in the types of
+# tunix and maxtext that a step accepts, too. In a mean the sum is multiplied, not the
+# weight.
 _PLACES_OF_LOSS = ("loss", "primary_loss", "unreduced_sum")
 
 
 def _times(out: Any, scale: jax.Array) -> Any:
     """Multiply the loss in a loss function's result by a number.
 
-    A type of another library stays, so that it is read as without a scale.
+    A result of another library keeps its type, so that the step reads it as it would
+    without a scale.
     """
     if isinstance(out, tj.Weighted | jax.Array):
         return out * scale
@@ -181,7 +187,7 @@ def _times(out: Any, scale: jax.Array) -> Any:
 
 
 def _replaced(out: Any, name: str, value: Any) -> Any:
-    """Return a dataclass or named tuple with another value of one field."""
+    """Return a copy of a dataclass or named tuple with another value in one field."""
     if dataclasses.is_dataclass(out) and not isinstance(out, type):
         return dataclasses.replace(out, **{name: value})
     if isinstance(out, tuple) and hasattr(out, "_replace"):

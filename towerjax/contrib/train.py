@@ -20,7 +20,7 @@ class Averaged(NamedTuple):
     """The ``state.opt_state`` of a step with ``ema=``; see `ema_params`."""
 
     inner: _Tree  # the optimizer's state
-    ema: _Tree  # like the trained parameters, at least in float32
+    ema: _Tree  # the average, in float32 or wider; None for fixed parameters
 
 
 def train_step(
@@ -33,7 +33,7 @@ def train_step(
     compute_dtype: Any = None,
     loss_scale: precision.LossScale | None = None,
     **options: Any,
-):  # as `tj.build_train_step` is typed
+):  # the result type is that of `tj.build_train_step`
     """Build a train step with an average, metrics and mixed precision.
 
     It is a step of `tj.build_train_step`.
@@ -188,8 +188,8 @@ def ema_params(state: tj.TrainState) -> _Tree:
     if len(averages) != 1:
         count = len(averages) or "no"
         raise ValueError(
-            f"state.opt_state has {count} averages of the parameters. Build the step"
-            " with tj.contrib.train_step(..., ema=0.999)."
+            f"state.opt_state has {count} averages of the parameters, but must have"
+            " one. Build the step with tj.contrib.train_step(..., ema=0.999)."
         )
 
     def value(x: Any, average: Any) -> Any:
@@ -218,7 +218,7 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
 
 
 def _widened(x: Any) -> jax.Array:
-    """Return a copy, in float32 if its floats have fewer bits."""
+    """Return a copy of ``x``; floats of fewer than 32 bits become float32."""
     x = jnp.asarray(x)
     return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 

@@ -158,7 +158,7 @@ def may_wrap(batch: PyTree) -> bool:
 
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise if an integer would overflow when it is placed on the devices."""
-    if may_wrap(batch):  # names all leaves, which is slow
+    if may_wrap(batch):  # only then, because naming all leaves is slow
         refuse_unheld("batch", batch)
 
 

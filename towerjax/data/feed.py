@@ -53,7 +53,7 @@ class Batches(Iterator[PyTree]):
 
     def __post_init__(self) -> None:
         """Flatten the data, and check its leaves."""
-        # `get_state` returns them for JSON, which cannot hold NumPy's integers.
+        # `get_state` returns the fields for JSON, which cannot hold NumPy's integers.
         cast_ints(self)
         self._take = rows_of(self.data)
         self._shuffled: tuple[int, np.ndarray] | None = None

@@ -152,7 +152,7 @@ class SparseRows:
     def put_back(
         self, batch: PyTree, num_towers: int, parts: int, capacity: Capacity
     ) -> PyTree:
-        """Replace the stand-ins in the fitted batch by the sparse leaves, split too."""
+        """Put the sparse leaves, split over towers, in place of their stand-ins."""
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers

@@ -468,7 +468,7 @@ def _stop(thread: threading.Thread, feed: _Feed) -> None:
     feed.ready.clear()
     feed.add(_END)
     if thread.ident in (None, threading.get_ident()):
-        return  # The thread has not started, or it runs this itself.
+        return  # not started, or the thread itself runs this
     thread.join(_STOP_PATIENCE_S)
     if thread.is_alive():
         warn(

@@ -1,4 +1,4 @@
-"""Tell whether less of a metric is better, or more."""
+"""Tell whether a metric is better if it is less, or if it is more."""
 
 import re
 from typing import Literal, TypeAlias, get_args
@@ -8,7 +8,7 @@ from towerjax.types.options import check_choice
 Direction: TypeAlias = Literal["min", "max"]
 """Whether less of a metric is better, or more."""
 
-# These words stand in the names of metrics of which less, or more, is better.
+# Words in the names of metrics that are better if they are less, or more.
 _LESS = set(
     "loss losses error errors err cost costs nll xent crossentropy mse rmse mae mape"
     " perplexity ppl wer cer".split()

@@ -148,14 +148,15 @@ def outputs_on_host(
     depth = 0 if getattr(source, "prefetches", False) else prefetch
     elements = iter(source)
     with contextlib.ExitStack() as stack:
-        if elements is not batches:  # a user's iterator stays open
+        if elements is not batches:  # an iterator that the user passed in stays open
             stack.callback(close, elements)
         placed_batches = prefetch_batches(elements, step.place_batch, depth=depth)
         stack.enter_context(contextlib.closing(placed_batches))
         try:
             for placed in placed_batches:
                 running.append(step(state, placed))
-                if len(running) > 1:  # fetch one while the next one runs
+                # Results are fetched while the next batch is computed.
+                if len(running) > 1:
                     yield jax.device_get(running.popleft())
         except Exception as error:
             failure = error

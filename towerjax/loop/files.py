@@ -16,8 +16,8 @@ from etils import epath
 
 from towerjax.types.options import check_text, refuse_option
 
-# This matches an address, of whose two slashes pathlib makes one. The drive of a
-# Windows path has only one letter.
+# Matches an address such as "gs:/bucket": pathlib makes one slash of two. A scheme has
+# two letters or more, unlike the drive of a Windows path.
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
@@ -40,7 +40,7 @@ def checked_path(name: str, value: Any, kind: str) -> epath.Path:
 
 
 def absolute_path(value: Any) -> epath.Path:
-    """Return the absolute path of a checked path; an address stays as it is."""
+    """Return a local path as an absolute path; return an address as it is."""
     path = epath.Path(value)
     is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
     return epath.Path(os.path.abspath(value)) if is_plain else path
@@ -108,7 +108,7 @@ class StoredFile:
 def opened_after(
     path: epath.Path, size: int | None = None, flush_s: float = math.inf
 ) -> FileIO | StoredFile:
-    """Open a file for writing after its first ``size`` bytes; None keeps all."""
+    """Open a file for writing, and cut it off after ``size`` bytes; None keeps all."""
     if not is_on_disk(path):
         content = path.read_bytes() if path.exists() else b""
         return StoredFile(path, content[:size], flush_s)

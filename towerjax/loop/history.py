@@ -226,7 +226,7 @@ class HistoryLog:
         self.throughput = throughput or Throughput()
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.compile_s = 0.0
-        self.aside_s = 0.0  # the time of audits and evaluations
+        self.aside_s = 0.0  # seconds of audits and evaluations, which rates leave out
         self._start_s = time.perf_counter()
         self._columns: dict[str, list[Any]] = {}
         self.skipped: list[int] = []
@@ -248,7 +248,7 @@ class HistoryLog:
         return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
-        """Return the evaluation after step ``number``, if it is the last; else None."""
+        """Return the evaluation after step ``number`` if it came last; else None."""
         after, values = self.evaluations[-1] if self.evaluations else (None, None)
         return values if after == number else None
 
@@ -274,8 +274,8 @@ class HistoryLog:
             )
         self.throughput.add(self._seconds, metrics, examples, flops)
         for name, value in metrics.items():
-            # The value is copied, because on CPUs it is a view that keeps a JAX array
-            # alive.
+            # On CPUs the value is a view, which would keep a JAX array alive. So it is
+            # copied.
             self._columns[name].append(value.copy())
         self._waits_s.append(wait_s)
         if refused is not None:

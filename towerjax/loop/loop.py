@@ -59,7 +59,8 @@ class Loop:
         self._batches = batches
         self._step = step
         self._options = options
-        # The number of the last step. It is the same if a checkpoint is resumed.
+        # The number of the run's last step. It stays the same if a checkpoint is
+        # resumed.
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
@@ -67,8 +68,10 @@ class Loop:
         self._has_begun = False
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
-        self._without_hooks = 0  # recorded steps whose hooks are not done
-        self._flops: dict[Signature, Flops] = {}  # for each compiled program
+        # The number of recorded steps whose hooks have not been called.
+        self._without_hooks = 0
+        # Of each compiled program, by its batch's signature.
+        self._flops: dict[Signature, Flops] = {}
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Restore the newest checkpoint, if there is one, and show the progress."""
@@ -131,8 +134,8 @@ class Loop:
         with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
                 self._do_what_is_due()
-                # This is asked before the first step, too, because a resumed run may
-                # have ended here.
+                # A rule of early stopping may end the run even before its first step,
+                # if a checkpoint was resumed.
                 if point.watch.stopped is not None:
                     break
                 placed, wait_s = self._next_batch(stream)
@@ -163,11 +166,16 @@ class Loop:
             self._save()
 
     def _next_batch(self, stream: Stream) -> tuple[PlacedBatch | None, float]:
-        """Return the next batch, or None at the end, and the seconds of waiting."""
+        """Return the next batch, and how many seconds it took to wait for it.
+
+        The batch is None at the end of the data.
+        """
         start_s = time.perf_counter()
         try:
             placed = next(stream, None)
-        except Exception:  # the steps before a broken batch are done
+        # The batch is broken. The steps before it have been dispatched, so their
+        # results are recorded before the error leaves.
+        except Exception:
             self._fetch(0)
             raise
         return placed, time.perf_counter() - start_s
@@ -207,7 +215,7 @@ class Loop:
         """Begin to save the state; with ``last`` wait until it is saved."""
         if self._saving is None:
             return
-        self._fetch(0)  # first check the steps so far, and write their records
+        self._fetch(0)  # records all steps so far, and raises if one was refused
         self._saving.wait()
         with self.guard:
             self.point.is_saving_due = False
@@ -217,9 +225,9 @@ class Loop:
             self._saving.wait()
 
     def _save_at_stop(self, error: BaseException) -> None:
-        """Save the state at SIGTERM or Ctrl-C; raise if that fails."""
-        # At Ctrl-C several processes may have done different steps, so they save
-        # nothing.
+        """Save the state if SIGTERM or Ctrl-C ends the run; raise if saving fails."""
+        # After Ctrl-C nothing is saved by several processes, because they may have
+        # stopped at different steps.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return
@@ -237,7 +245,7 @@ class Loop:
         )
 
     def _fetch(self, allowed: int) -> None:
-        """Process the oldest calls until at most ``allowed`` calls are in flight."""
+        """Wait for the oldest calls and record them, until ``allowed`` are left."""
         while len(self._in_flight) > allowed:
             with self.guard.holding_sigterm():
                 self._process_oldest()
@@ -266,9 +274,9 @@ class Loop:
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
         """Return the error of a refused step, with the tower and leaf at fault.
 
-        The step's batch is run again with the present parameters. The step itself did
-        not change them, but later steps may have. If towers are merged only later, the
-        error comes when the batch is gone, and nothing is located.
+        The step's batch is run again with the present parameters. The refused step did
+        not change them, but later steps may have. If towers train alone between merges,
+        the error is found when the batch is no longer there, and nothing is located.
         """
         state = self.point.state
         if number != self._recorded:
@@ -292,14 +300,18 @@ class Loop:
         return error
 
     def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
-        """Record the oldest call; return its metrics, and its number if refused."""
+        """Wait for the oldest call and record its results.
+
+        Returns its metrics, and its step number if the step was refused.
+        """
         call = self._in_flight[0]
         metrics, step_flag = jax.device_get((call.metrics, call.step_flag))
-        row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
+        # [()] makes a NumPy scalar of an array ().
+        row = {name: x[()] for name, x in metrics.items()}
         is_told = self._step.options.on_nonfinite != "ignore" and step_flag != NONE
         refused = int(step_flag) % 2**32 if is_told else None
         time_s = time.time()
-        with self.guard:  # a signal must not split this
+        with self.guard:  # a signal between these lines would lose a record
             number = self._recorded + 1
             examples = call.placed.num_examples
             flops = self._flops[call.placed.signature]
@@ -410,7 +422,7 @@ class Loop:
             error.add_note(". ".join(sentences))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
-        """Return sentences on the state that an exception holds, for its note."""
+        """Return sentences for an exception's note: which state the exception holds."""
         is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         about = f"error.state is the state after step {self.point.number}{goes_on}"
@@ -424,7 +436,7 @@ class Loop:
         return [about]
 
     def _hooks_left_out(self) -> list[WithState]:
-        """Return hooks with a state that were due in the last steps but not called."""
+        """Return those `WithState` hooks that were due but have not been called."""
         first = self._recorded - self._without_hooks + 1
         unhooked = range(first, self.point.number + 1)
         return [

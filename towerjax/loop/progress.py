@@ -52,9 +52,9 @@ def _terminal_bar() -> Display:
             return False
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)
-    # Only `show` redraws, because rich's own thread would compete with the run.
-    # Standard output is redirected only if it is a terminal: rich would send to stderr
-    # what belongs into a file or a pipe.
+    # rich's own thread does not redraw, because it would compete with the run; `show`
+    # does. Standard output is redirected only if it is a terminal. Otherwise rich would
+    # send to stderr what belongs into a file or a pipe.
     takes = _is_terminal(sys.stdout)
     bar = Progress(
         BarColumn(),
@@ -163,7 +163,7 @@ class Progress:
         self._display.show(number - 1 - self._start, self._total, text)
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
-        """Show that the steps up to this one are done, now or a little later."""
+        """Show that the steps up to this one are done, now or with a later text."""
         if unknown := [x for x in self._names[1:] if x not in metrics]:
             raise ValueError(
                 f"progress names {unknown[0]!r}, but the metrics of step {number} are"
@@ -195,7 +195,7 @@ class Progress:
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
         if number == self._end or stopped or time.monotonic() >= self._next_s:
-            self._show()  # else a log has two lines here
+            self._show()  # otherwise a log would have two lines in a row
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self.note(f"evaluation after step {number}  {shown}")

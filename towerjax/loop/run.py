@@ -147,11 +147,12 @@ def run(
     state = step.start(state)
     check_batches("batches", batches)
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
-    if isinstance(batches, Batches):  # the next batch may be a smaller last one
+    # A resumed run may begin with the smaller last batch.
+    if isinstance(batches, Batches):
         step.placer.expect([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
-    # With several processes JAX handles SIGTERM, and all of them end after the same
-    # step.
+    # With several processes, JAX handles SIGTERM and lets all of them stop after the
+    # same step. So our own handler is installed for one process only.
     saving = options.checkpointer
     is_one = step.strategy.placement.num_processes == 1
     guard = InterruptGuard(saving.exit_code if saving and is_one else None)
@@ -169,14 +170,15 @@ def run(
 def _require_same_work(
     placement: Placement, batches: Iterable[PyTree], options: RunOptions, start: int
 ) -> None:
-    """Raise on every process unless all processes will make the same calls."""
+    """Raise on every process unless all processes will call the step equally often."""
     if placement.num_processes == 1:
         return
     names = ("steps", "eval_every", "early_stopping")
     shared = {name: getattr(options, name) for name in names}
     shared["evaluate"] = options.evaluate is not None
     shared["eval_params"] = options.eval_params is not None
-    if (saving := options.checkpointer) is not None:  # `Saving` compares the folder
+    # `Saving` checks that the folder is the same.
+    if (saving := options.checkpointer) is not None:
         shared["checkpointer"] = dataclasses.replace(saving, directory="...")
     shared["WithState.every"] = [hook.every for hook in options.with_state]
     work = ", ".join(f"{name}={x}" for name, x in shared.items() if x)

@@ -165,7 +165,7 @@ class Watch:
         self.go_on({x: {number: value_of(values, option, x)} for x in metrics})
 
     def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:
-        """Add evaluations, such as those of a run that is resumed."""
+        """Add earlier evaluations, such as those of a run that is resumed."""
         for metric, known in self.values.items():
             known |= evaluated.get(metric, {})
         reasons = (reason_to_stop(x, self.values[x.metric]) for x in self._rules)
@@ -174,18 +174,18 @@ class Watch:
 
 @dataclasses.dataclass
 class Point:
-    """The position of a run.
+    """The position of a run, and the state there.
 
-    It changes while signals are held back, so its parts always fit together.
+    It changes only while signals are held back, so its parts always fit together.
     """
 
     state: TrainState
     watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
-    # The number of the last dispatched step. The numbers of the last recorded step, and
-    # of the last step with hooks called, follow from it. The number of the last saved
-    # step is on the disk.
+    # The number of the last dispatched step. The loop knows from it which step was
+    # recorded last, and which had its hooks called. The number of the last saved step
+    # is on the disk.
     number: int = dataclasses.field(init=False)
-    # These are due before the next step.
+    # Whether to evaluate, and to save, before the next step.
     is_evaluation_due: bool = False
     is_saving_due: bool = False
 
@@ -194,7 +194,7 @@ class Point:
         self.number = step_number(self.state)
 
     def advance(self, eval_every: int | None, every: int | None) -> None:
-        """Count a dispatched step, and note whether evaluating and saving are due.
+        """Count a dispatched step, and note whether to evaluate and save after it.
 
         ``every`` is that of the `Checkpointer`.
         """

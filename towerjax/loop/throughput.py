@@ -21,8 +21,8 @@ class Done:
     seconds: float = 0.0
     steps: int = 0
     examples: int = 0
-    products: int = 0  # see `Flops`
-    counts: tuple[float, ...] = ()  # a count for each counting metric
+    products: int = 0  # products of two numbers, see `Flops`
+    counts: tuple[float, ...] = ()  # the total of each metric of ``counting``
 
     def since(self, other: "Done") -> "Done":
         """Return the work done after ``other``."""
@@ -73,7 +73,7 @@ class Throughput:
         self._last.append(self.done)
 
     def now(self) -> dict[str, float]:
-        """Return the rates of the last steps, by name."""
+        """Return the rates over the last steps, by name."""
         return self.rates(self.done.since(self._last[0]))
 
     def rates(self, done: Done) -> dict[str, float]:

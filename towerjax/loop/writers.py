@@ -38,7 +38,7 @@ from towerjax.types.options import (
     require,
 )
 
-# The seconds of output that a killed process may lose: of a file that can only be
+# How many seconds of output a killed process may lose: of a file that can only be
 # replaced as a whole, and of curves.
 _STORED_EVERY_S = _FLUSHED_EVERY_S = 10.0
 
@@ -167,7 +167,10 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value for JSON: each non-finite float as text that ``float`` reads."""
+    """Return the value for JSON, with non-finite floats as text.
+
+    ``float`` reads this text.
+    """
     if isinstance(value, Mapping):
         return {str(name): as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -264,8 +267,8 @@ def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWr
 
     def write(record: Record) -> None:
         nonlocal repeated
-        # An evaluation that comes before any step repeats the one that ended the
-        # earlier run.
+        # A resumed run may evaluate before its first step. That repeats the earlier
+        # run's last evaluation, whose line is replaced.
         if record.kind == "eval" and repeated is not None:
             file.truncate(repeated)
         repeated = None
@@ -284,9 +287,10 @@ def _kept(
     start: int,
     lines: Callable[[epath.Path], Iterable[tuple[str, int, int]]],
 ) -> tuple[int | None, int | None]:
-    """Return how many bytes to keep, and where an evaluation after ``start`` begins.
+    """Return how many bytes of the file to keep.
 
-    It raises if a run that starts at step 0 would cut off the lines of another one.
+    Also returns where an evaluation after step ``start`` begins, or None. Raises if a
+    run that starts at step 0 would cut off the lines of another run.
     """
     if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
         return None, None  # a pipe or a device has no earlier lines
@@ -525,7 +529,8 @@ class TensorBoard:
         def write(record: Record) -> None:
             nonlocal flush_at_s
             event = proto.Event(wall_time=record.time_s, step=record.step)
-            with np.errstate(over="ignore"):  # too large for float32 becomes infinite
+            # A number too large for float32 becomes infinite.
+            with np.errstate(over="ignore"):
                 for tag, number in curves(
                     "TensorBoard", record, self.max_elements
                 ).items():
@@ -545,7 +550,10 @@ def _tensorboardx(module: str) -> Any:
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:
-    """Return the value of each curve, by name; each element of a metric has one."""
+    """Return a number for each curve of a record, by the curve's name.
+
+    An array has a curve for each element; ``most`` is the largest number of them.
+    """
     numbers: dict[str, float] = {}
     for name, value in record.metrics.items():
         tag = f"{record.kind}/{name}"

@@ -324,7 +324,7 @@ class Uniform:
 
     @property
     def whole(self) -> jax.Array:
-        """The whole array."""
+        """The array itself, not in shards, with all of its elements."""
         return jnp.broadcast_to(self.number, self.shape)
 
 
@@ -381,7 +381,7 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Return whether each element of the result depends on one element per operand."""
+    """Return whether an equation computes element by element, like an addition."""
     return eqn.primitive.name in ELEMENTWISE
 
 

@@ -128,7 +128,7 @@ def _member(
 ) -> TrainState:
     """Return one member's state, without its numbers."""
     if together:
-        # All members have one step number.
+        # All members share one step number, so it is not indexed.
         parts = dataclasses.replace(state, step=None)
         parts = jax.tree.map(lambda x: x[index], parts)
         state = dataclasses.replace(parts, step=state.step)

@@ -53,7 +53,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """Return one tower's results, without a gradient, which the pass computes."""
+        """Return one tower's results; the pass itself computes the gradient."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)

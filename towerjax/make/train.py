@@ -49,7 +49,8 @@ class StepFunctions(NamedTuple):
     # ``init(params)`` returns the state's fields that the step makes: ``opt_state``,
     # and ``local``, a dict of TowerLocal with one tower's values.
     init: Callable[[PyTree], dict[str, PyTree]]
-    # Params -> params with None for leaves that do not train.
+    # ``trained(params)`` returns the parameters, with None for leaves that do not
+    # train.
     trained: Callable[[PyTree], PyTree]
     strategy: Strategy
     options: StepOptions

@@ -16,13 +16,13 @@ from jax.experimental import topologies
 
 from towerjax.types.options import check_text, check_whole, short_repr
 
-# These are the fields of a GpuTargetConfigProto that differ between GPUs. The numbers
-# below are those of SXM modules.
+# The fields of a GpuTargetConfigProto in which GPUs differ. The numbers below are those
+# of SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core
     shared_memory_per_block_optin l2_cache_size clock_rate_ghz memory_bandwidth
     device_memory_size""".split()
 _HOPPER = (132, 128, 233472, 232448, 52428800, 1.98)
-_GPUS = {  # the major compute capability, then _FIGURES
+_GPUS = {  # each: the major compute capability, then _FIGURES
     "a100": (8, 108, 64, 167936, 166912, 41943040, 1.41, 2039040000000, 85100068864),
     "h100": (9, *_HOPPER, 3352320000000, 84942979072),
     "h200": (9, *_HOPPER, 4800000000000, 151397597184),
@@ -50,7 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
 device_description_str: "NVIDIA {name}"
 """
-_MOST = 1 << 20  # the compiler needs a minute and 8 GB for these
+_MOST = 1 << 20  # for so many GPUs the compiler needs a minute and 8 GB
 _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 
@@ -117,12 +117,15 @@ class Absent:
 
     @staticmethod
     def is_topology(target: str) -> bool:
-        """Return whether ``target`` is a topology of TPUs, such as ``"v5e:2x4"``."""
+        """Whether ``target`` is a topology of TPUs, such as ``"v5e:2x4"``."""
         return _TPU.fullmatch(target) is not None
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts of GPUs; 1 for TPUs, whose hosts the compiler knows."""
+        """The number of hosts that have the GPUs.
+
+        It is 1 for TPUs: the compiler knows their hosts from the topology.
+        """
         return self.hosts or -(-(self.number or 1) // 8)
 
     @property
@@ -158,13 +161,14 @@ class Absent:
 
     def jax_devices(self) -> tuple[Any, ...]:
         """Return the compiler's devices; raise if the compiler is not installed."""
-        jax.devices()  # first, so that the default devices are the present ones
+        # Called first, so that JAX's default devices are the present ones.
+        jax.devices()
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         devices = tuple(make(self))
         if len(devices) != len(self):
             raise ValueError(
-                f"{self} has {len(devices)} devices according to its compiler, and not"
-                f" {len(self)}. Name another topology."
+                f"{self} has {len(devices)} devices according to the compiler, but its"
+                f" name says {len(self)}. Name a topology that the compiler knows."
             )
         return devices
 
@@ -175,7 +179,7 @@ def _gpu_devices(absent: Absent) -> list[Any]:
     options["target_config"] = absent.text
     try:
         topology = topologies.get_topology_desc(platform="cuda", **options)
-    except NotImplementedError:  # JAX found no driver and did not register the plugin
+    except NotImplementedError:  # without a driver JAX did not register the plugin
         plugins = importlib.metadata.entry_points(group="jax_plugins")
         compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
         if not compilers:
@@ -188,8 +192,8 @@ def _gpu_devices(absent: Absent) -> list[Any]:
 
 def _tpu_devices(absent: Absent) -> list[Any]:
     try:
-        # The lock of libtpu, for one process at a time, is not needed, because nothing
-        # runs.
+        # libtpu has a lock, so that one process at a time uses the TPUs. Here nothing
+        # runs on TPUs, so the lock is switched off.
         with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
             topology = topologies.get_topology_desc(absent.target, platform="tpu")
     except RuntimeError as error:
@@ -219,10 +223,10 @@ def _set_by_default(variable: str) -> Iterator[None]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for JAX's error that the CUDA plugin failed, without a GPU."""
+    """Return False for one error of JAX: that the CUDA plugin failed without a GPU."""
     is_of_cuda = record.exc_info and "xla_cuda" in record.getMessage()
     return not is_of_cuda or bool(glob.glob("/dev/nvidia*"))
 
 
-# If the compiler's wheel is installed, JAX logs that error in every program.
+# JAX logs that error in every program if the package with the compiler is installed.
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)

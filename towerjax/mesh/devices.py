@@ -73,7 +73,7 @@ def platform_devices(platform: str) -> list[Device]:
     """Return the devices of a platform; an empty list if JAX has no such platform."""
     try:
         return jax.devices(platform)
-    except RuntimeError:  # JAX has no such platform
+    except RuntimeError:  # JAX raises it for a platform that it lacks
         return []
 
 
@@ -88,7 +88,7 @@ def host_device() -> Device:
 def first_of_each_process(gpus: int) -> tuple[str, ...]:
     """Return the names of the first ``gpus`` GPUs of each process.
 
-    If ``gpus`` is 0, they are the first CPU of each process.
+    For ``gpus=0`` return the name of the first CPU device of each process.
     """
     platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
     devices = platform_devices(platform)
@@ -107,7 +107,10 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def owners_of(names: Sequence[str]) -> set[int]:
-    """Return the processes that own the devices; an empty set if one is missing."""
+    """Return the processes that own these devices.
+
+    The set is empty if JAX does not find one of the devices.
+    """
     try:
         return {device.process_index for device in find_devices(names)}
     except ValueError:
@@ -115,13 +118,13 @@ def owners_of(names: Sequence[str]) -> set[int]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Let JAX have this many CPU devices; do nothing if JAX is in use already."""
+    """Ask JAX for this many CPU devices; do nothing if JAX has started its devices."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", number)
 
 
 def wake_cpu_devices(number: int) -> None:
-    """Start JAX anew, with this many CPU devices and no mesh of `jax.set_mesh`.
+    """Start JAX's devices anew: this many CPU devices, and no mesh of `jax.set_mesh`.
 
     Earlier arrays can still be read, but not used in computations.
     """
@@ -166,11 +169,11 @@ def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def one_thread_at_a_time(devices: tuple[str, ...]) -> Iterator[None]:
-    """Let no other thread's program run on these CPU devices within the block.
+    """Let no other thread run a program on these CPU devices within the block.
 
-    XLA keeps the order of programs only within one thread. Programs of two threads may
-    hold all of its workers, where each waits in a collective for a device that gets
-    none. After 40 s XLA then ends the process.
+    XLA keeps the order of programs only within one thread. If two threads run programs
+    with collectives, the programs may together hold all of XLA's worker threads, each
+    waiting for a device that finds no worker. After 40 s XLA ends the process.
     """
     with _CALLING:
         me = threading.get_ident()
@@ -193,7 +196,7 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
     # collectives are running. A limit of 16 costs no time, and leaves room for programs
     # of other libraries.
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
-    # A key is left out, because it cannot be asked whether it is ready.
+    # A random key is left out, because it has no ``is_ready``.
     first = [x for x in leaves if type(x) is DeviceArray][:1]
     with _LOCK:
         running = _RUNNING.setdefault(devices, [])
@@ -201,8 +204,8 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         before = tuple(running)
     if len(before) > 16:
         any(_waits_for(x) for x in before)
-    # Results that are computed are dropped: calls run in turn, and predictions may be
-    # large.
+    # The results of finished calls are dropped. Calls finish in order, so it is enough
+    # to look from the oldest on, and results such as predictions may be large.
     with _LOCK:
         ran = 0
         for count, x in enumerate(running, 1):
@@ -212,12 +215,12 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         del running[:ran]
 
 
-# For each set of devices, these are the results of all steps' calls: the limit holds
-# for the devices, over all steps and threads. The lock is reentrant, because a signal's
-# handler may call a step.
+# By devices: a result of each call that may still run. The limit holds for a set of
+# devices, over all steps and threads. The lock is reentrant, because a signal's handler
+# may call a step.
 _RUNNING: dict[tuple[str, ...], list[Any]] = {}
 _LOCK = threading.RLock()
-# For each set of devices, this is the thread that called last.
+# By devices: the thread that called last.
 _CALLER: dict[tuple[str, ...], int] = {}
 _CALLING = threading.RLock()
 
@@ -226,7 +229,8 @@ def _waits_for(x: Any) -> bool:
     """Wait for a result; return False if it was donated."""
     try:
         x.block_until_ready()
-    except (RuntimeError, ValueError):  # the caller sees the error in the results
+    # The caller will see the error when it reads the results.
+    except (RuntimeError, ValueError):
         return not x.is_deleted()
     return True
 
@@ -235,5 +239,5 @@ def _has_run(x: Any) -> bool | None:
     """Return whether a result is computed; None if it was donated."""
     try:
         return None if x.is_deleted() else x.is_ready()
-    except RuntimeError:  # another thread donates it right now
+    except RuntimeError:  # another thread is donating it at this moment
         return None

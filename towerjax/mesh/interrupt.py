@@ -1,4 +1,4 @@
-"""Hold signals back while a state is donated and the next one is not assigned."""
+"""Delay signals between a step's donation of a state and the assignment of the next."""
 
 import contextlib
 import signal
@@ -17,9 +17,10 @@ class Terminated(SystemExit):
 class InterruptGuard:
     """A guard that delays Ctrl-C and SIGTERM to the end of a ``with guard:`` block.
 
-    It works inside of `call`. A step donates the buffers of its state, so an interrupt
-    between the call and the assignment of its result would lose both states. SIGTERM is
-    handled only if there is an ``exit_code``, with which it ends the process.
+    It has an effect only in a function that `call` runs. A step donates the buffers of
+    its state, so an interrupt between the call and the assignment of its result would
+    lose both states. SIGTERM is handled only if there is an ``exit_code``, with which
+    it ends the process.
 
     Attributes:
       ended: Whether Ctrl-C is dropped, because the called function has ended.
@@ -44,7 +45,8 @@ class InterruptGuard:
         handled in the main thread only.
         """
         seen = 0
-        # Python checks for signals at calls and jumps back, and not at assignments.
+        # Python handles signals at calls and at jumps back, but not at assignments. So
+        # the code between two calls here is not interrupted.
         try:
             try:
                 self._install()
@@ -60,7 +62,8 @@ class InterruptGuard:
                 self._inside += 1
                 self._put_back()
         except BaseException as error:
-            if id(error) != seen:  # a Ctrl-C while the handlers were put back
+            # This is a Ctrl-C that came while the handlers were put back.
+            if id(error) != seen:
                 attach(error)
             raise
 
@@ -68,7 +71,7 @@ class InterruptGuard:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._exit_code is not None:
-            # None stands for a handler that was set from C, such as JAX's own.
+            # None means that the handler was set by C code, such as JAX's own.
             previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
             self._previous[signal.SIGTERM] = previous
             signal.signal(signal.SIGTERM, self._handle)
@@ -83,7 +86,8 @@ class InterruptGuard:
             sys.unraisablehook = self._reporter
         try:
             for number, previous in self._previous.items():
-                signal.signal(number, previous)  # SIGINT last: it may come now
+                # SIGINT comes last: once it is back, Ctrl-C may interrupt.
+                signal.signal(number, previous)
             if signal.SIGINT in self._waiting and not self.ended:
                 signal.raise_signal(signal.SIGINT)
         finally:
@@ -95,7 +99,8 @@ class InterruptGuard:
 
         Python cannot raise an exception in some callbacks of C code.
         """
-        # This is often JAX's own callback: https://github.com/jax-ml/jax/issues/18246.
+        # A common case is a callback of JAX:
+        # https://github.com/jax-ml/jax/issues/18246.
         self._dropped |= unraisable.exc_type is KeyboardInterrupt
         reporter(unraisable)
 
@@ -127,7 +132,7 @@ class InterruptGuard:
             raise Terminated(self._exit_code)
 
     def raise_missed(self) -> None:
-        """Raise again a Ctrl-C that Python dropped, or a SIGTERM that was caught."""
+        """Raise a Ctrl-C that Python dropped, or a SIGTERM that user code caught."""
         if self._raised:
             raise Terminated(self._exit_code)
         if self._dropped:

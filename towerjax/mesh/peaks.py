@@ -2,10 +2,10 @@
 
 from towerjax.mesh.placement import Placement
 
-# The numbers are FLOP/s of one device, for dense products of bfloat16 that are added in
-# float32. Above each stands the title of its source, and where the number was read.
-# NVIDIA's sheets give twice the number, for matrices of which half is 0 ("with
-# sparsity"). If a kind begins with several of these names, the first one counts.
+# FLOP/s of one device, for dense products of bfloat16 that are added in float32. Above
+# each number stands the title of its source, and where the number was read. NVIDIA's
+# sheets give twice the number, for matrices of which half is 0 ("with sparsity"). If a
+# device's kind begins with several of these names, the first one counts.
 _PEAKS = {
     # "NVIDIA H100 Tensor Core GPU Datasheet" has 1,979 TFLOPS (SXM) and 1,513 (PCIe)
     # with sparsity. It was read in a vendor's copy. NVIDIA's TensorRT-LLM names this

@@ -36,9 +36,10 @@ SPECS = {
 }
 
 
-# A leaf with fewer elements for each device stays replicated, because a step would take
-# longer to gather it. On 8 CPU devices, steps of small models then take 0.8 to 1.0 of
-# the time. The price is 0 to 7 % more memory, for a state of a megabyte or more.
+# A leaf whose shards would have fewer elements stays replicated, because gathering it
+# would cost time and save little memory. On 8 CPU devices, steps of small models then
+# take 0.8 to 1.0 of the time. The price is 0 to 7 % more memory, for a state of a
+# megabyte or more.
 LEAST_SHARD = 128
 NO_MESH = AbstractMesh((), ())
 WHOLE = PartitionSpec()
@@ -47,7 +48,7 @@ WHOLE = PartitionSpec()
 def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
     """Return the spec of an array that is split along ``dim`` over ``D`` devices.
 
-    ``within`` is its split inside a tower.
+    ``within`` is the spec of its split over the devices of a tower.
     """
     if dim is None:
         return within
@@ -62,21 +63,23 @@ def whole_on(mesh: Mesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class TowerAxes:
-    """The named axes over which a tower can communicate, and their devices."""
+    """The named axes by which a tower communicates, and the devices along them."""
 
     num_devices: int  # D
-    num_local: int  # k, towers on a device
-    # Whether the device axis is bound. It is not bound on one device, where nothing is
-    # sent.
+    num_local: int  # k, the number of towers on each device
+    # Whether the device axis is bound. With one device it is not, because nothing is
+    # sent between devices.
     device_axis: bool
     in_turn: bool  # whether local towers run one after another (tower_loop="scan")
-    platform: str  # "cpu", "gpu" ...: the choice of a method depends on it
+    platform: str  # such as "cpu"; some methods are chosen by it
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
-    num_processes: int = 1  # P; process p has devices p D / P and following
+    num_processes: int = 1  # P; process p owns D / P devices, from index p D / P on
     tower_axis: str = TOWER_AXIS  # the axis over all towers in a tower function
-    # Whether the towers' axis is the only bound axis, as it is in a tower function.
+    # Whether the axis of all towers is bound in place of the axes of devices and local
+    # towers. It is so while a tower function is traced, before it is lowered.
     as_one: bool = False
-    mesh: AbstractMesh = NO_MESH  # `Placement.tower_mesh`
+    # The mesh of one tower's devices, see `Placement.tower_mesh`
+    mesh: AbstractMesh = NO_MESH
 
     @property
     def num_towers(self) -> int:
@@ -97,18 +100,18 @@ class TowerAxes:
 class Placement:
     """``T`` towers on named devices, and how they run there."""
 
-    devices: tuple[str, ...]  # canonical names, ("cpu:0", "cpu:1"); tower order
+    devices: tuple[str, ...]  # canonical names such as "cpu:0", in tower order
     num_towers: int  # T, a multiple of D
-    tower_loop: str = "vmap"  # or "scan"
-    executor: str = "shard_map"  # or "pmap"
+    tower_loop: str = "vmap"  # or "scan": how a device runs its towers
+    executor: str = "shard_map"  # or "pmap": how devices run a program
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
-    # The elements of each contiguous run of a shard are a multiple of this; see
+    # Each contiguous run of elements of a shard has a multiple of this length; see
     # `split_dim`.
     shard_run: int = dataclasses.field(default=1, compare=False)
     within: tuple[tuple[str, int], ...] = ()  # the axes within a tower, and their sizes
-    rows: str | None = None  # the axis within that splits a tower's rows
-    specs: Specs | None = None  # the split of parameters over these axes
+    rows: str | None = None  # the axis of ``within`` that splits a tower's rows
+    specs: Specs | None = None  # how parameters are split over the axes of ``within``
 
     @functools.cached_property
     def devices_each(self) -> int:
@@ -127,12 +130,16 @@ class Placement:
 
     @property
     def tower_mesh(self) -> AbstractMesh:
-        """The mesh in which a tower function is traced; its inner axes are Auto."""
+        """The mesh of one tower's devices, in which a tower function is traced.
+
+        The axes within the tower are Auto.
+        """
         if not self.within:
             return NO_MESH
         mesh: Any = self.mesh_in_trace
         mesh = getattr(mesh, "abstract_mesh", mesh)
-        # XLA refuses a manual axis of size 1 beside other axes.
+        # XLA refuses a manual axis of size 1 beside other axes, so a device axis of
+        # size 1 is Auto.
         first = AxisType.Manual if self.num_devices > 1 else AxisType.Auto
         return mesh.update_axis_types({DEVICE_AXIS: first})
 
@@ -143,7 +150,7 @@ class Placement:
 
     @property
     def host(self) -> Device:
-        """The device of this process whose memory the host reads: its first CPU."""
+        """This process's first CPU device, whose memory the host reads directly."""
         return host_device()
 
     def tower_on(self, device: str | Device) -> int:
@@ -175,7 +182,10 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The axes of towers if each had a device for itself, which need not exist."""
+        """The axes that towers would have with a device for each tower.
+
+        These devices need not exist.
+        """
         if self.num_towers == self.num_devices > 1:
             return self.axes
         spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
@@ -188,7 +198,10 @@ class Placement:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """``P``: the number of processes that own the devices; 1 if one is missing."""
+        """``P``: the number of processes that own the devices; 1 if one is missing.
+
+        A device is missing if JAX does not find it on this machine.
+        """
         if self.absent is not None:
             return self.absent.num_hosts
         return len(owners_of(self.devices)) or 1
@@ -219,19 +232,22 @@ class Placement:
 
     @property
     def mesh_in_trace(self) -> Mesh | AbstractMesh:
-        """The mesh; if a device is missing, only its shape, which a proof needs."""
+        """The mesh, or without the devices an abstract mesh, which a proof can use."""
         if self.absent is None and not owners_of(self.devices):
             return AbstractMesh(*self._mesh_axes)
         return self.mesh
 
     @property
     def _mesh_axes(self) -> tuple[Any, Any, Any]:
-        """The sizes, the names and the types of the mesh's axes."""
+        """The sizes, the names and the types of the axes of `mesh`, as three tuples."""
         axes = {DEVICE_AXIS: self.num_devices, **dict(self.within)}
         return (*axes.values(),), (*axes,), (AxisType.Auto,) * len(axes)
 
     def require_present(self) -> None:
-        """Raise if nothing can be placed: the devices are absent, or a mesh is set."""
+        """Raise if nothing can be placed: devices are absent, or a mesh is set.
+
+        A mesh is set by `jax.set_mesh`.
+        """
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not on this machine, so nothing can be placed or"
@@ -273,7 +289,7 @@ class Placement:
         return treedef.unflatten(shardings)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
-        """Return each leaf's spec over a tower's devices: that of its parameter."""
+        """Return how each leaf is split over a tower's devices: like its parameter."""
         if self.specs is None or params is None:
             return [WHOLE] * len(jax.tree.leaves(values))
         return specs_like(values, self.specs.table(params, dict(self.within)))

@@ -22,8 +22,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # JAX 0.10 to 0.12
 
-# This is the class of arrays on devices; keys and tracers are of other classes. A test
-# for it takes a fifth of the time of ``isinstance(x, jax.Array)``.
+# The class of arrays on devices, but not of keys and tracers. A test for it takes a
+# fifth of the time of ``isinstance(x, jax.Array)``.
 DeviceArray = ArrayImpl
 
 _COPIED = xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
@@ -42,7 +42,8 @@ def put(
     can.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
-    with explicit_device_put_scope():  # `jax.transfer_guard` may allow only these
+    # A `jax.transfer_guard` may allow only explicit transfers.
+    with explicit_device_put_scope():
         return xla_client.batched_device_put(
             aval,
             sharding,
@@ -54,9 +55,9 @@ def put(
 
 @functools.lru_cache(1024)
 def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """Return the type of an array with that sharding, and its shards' places.
+    """Return the type of an array with that sharding, and where its shards lie.
 
-    The places are an index for each shard, and the device that holds it.
+    For each shard that is its index in the array, and its device.
     """
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     parts = sharding.addressable_devices_indices_map(shape)
@@ -71,7 +72,7 @@ def is_literal_zero(x: Any) -> bool:
 
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Return which inputs of a program the outputs that are marked True depend on."""
+    """Return for each input whether one of the outputs marked True depends on it."""
     return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # JAX 0.10 to 0.12
 
 
@@ -81,13 +82,16 @@ def is_tracing() -> bool:
 
 
 def bind_axis(name: Hashable) -> AbstractContextManager[None]:
-    """Return a context in which an axis of size 1 is bound; a name is any hashable."""
+    """Return a context in which an axis of size 1 is bound, with any hashable name."""
     return extend_axis_env_nd([(name, 1)])
 
 
 def without_axis(name: str) -> AbstractContextManager[None]:
-    """Return a context in which `jax.shard_map` takes all axes of a mesh but one."""
-    names: Any = [name]  # JAX's annotation asks for one name
+    """Return a context in which `jax.shard_map` does not take this axis of the mesh.
+
+    By default it makes all axes of a mesh manual.
+    """
+    names: Any = [name]  # a list, although JAX's annotation says one name
     return add_explicit_mesh_axis_names(names)
 
 
@@ -116,12 +120,12 @@ def detects_cluster(method: str | None) -> bool:
 
 
 def read_arguments(compiled: Any) -> list[int]:
-    """Return the numbers of those leaves of its arguments that a program reads."""
+    """Return the indices of the argument leaves that a compiled program reads."""
     return sorted(compiled._executable._kept_var_idx)  # JAX 0.10 to 0.12
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:
-    """Return compiler options for a program that runs too seldom to be optimized.
+    """Return compiler options for a program that runs too rarely to be optimized.
 
     ``level`` is the optimization level. At 1, convolutions run ten times as fast as at
     0, and a loss with its gradient takes 1.5 times as long to compile. Returns None for

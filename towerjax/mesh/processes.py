@@ -24,13 +24,14 @@ _PATIENCE_S = 10
 
 def print_line(text: str) -> None:
     """Print a line to stderr that begins with "towerjax:"."""
-    # The line is one write, which a line of another thread cannot tear.
+    # The line is written by one call, so that lines of other threads cannot mix with
+    # it.
     print(f"towerjax: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Call a function in a thread if the block takes longer than ``seconds``."""
+    """Call a function, in a thread, if the block takes longer than ``seconds``."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -98,7 +99,10 @@ def from_first_process(tree: PyTree) -> PyTree:
 
 
 def is_preempted(number: int) -> bool:
-    """Return whether a process got SIGTERM, and JAX chose this step to stop at."""
+    """Return whether JAX chose step ``number`` as the one to stop at.
+
+    JAX chooses one step for all processes after any of them got SIGTERM.
+    """
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
         return False
@@ -110,7 +114,7 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values through the coordinator.
+    """An all-gather of small host values through the job's coordinator.
 
     It does not use the devices, so it need not wait for a step that runs.
     """
@@ -123,13 +127,15 @@ class Exchange:
         self._round = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of each process in this round, in the order of processes."""
+        """Return the values that all processes give in this round, in process order."""
         prefix = f"towerjax/{self._name}/{self._round}"
         mine = jax.process_index()
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
-        if self._round > 1:  # all processes have read the round before the last
+        # A process that takes part in this round has read the last one. So all have
+        # read the round before the last, which is deleted.
+        if self._round > 1:
             old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
             self._client.key_value_delete(old)
         self._round += 1
@@ -155,7 +161,11 @@ class Exchange:
 
 
 def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says") -> Any:
-    """Call ``make`` on process 0; return its JSON value, or raise, on every process."""
+    """Call ``make`` on process 0, and return its value on every process.
+
+    The value goes through JSON. If ``make`` raises, every process raises; ``says``
+    begins the error on the others.
+    """
     if jax.process_count() == 1:
         return make()
     failure = None
@@ -163,7 +173,8 @@ def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says")
     if jax.process_index() == 0:
         try:
             message = json.dumps({"value": make()}).encode()
-        except Exception as error:  # raised below, after the others got it
+        # Raised below, after the other processes got its text.
+        except Exception as error:
             failure = error
             message = json.dumps({"error": str(error)}).encode()
     size = int(from_first_process(np.array(len(message))))

@@ -19,11 +19,13 @@ Keys: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
-    """`PartitionSpec`s of parameters, by their path in the tree or by a function."""
+    """The `PartitionSpec` of each parameter, by its path or by a function."""
 
-    # Each path names a leaf that has the spec, or a subtree whose leaves all have it.
+    # Pairs of a path and a spec. The path leads to a leaf, or to a subtree whose leaves
+    # all have the spec.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
-    # It maps a leaf's name and the leaf to a spec. None means that ``by_keys`` is used.
+    # A function of a leaf's name and the leaf, which returns the spec. If it is None,
+    # ``by_keys`` is used.
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:
@@ -50,7 +52,7 @@ class Specs:
 
         pairs = []
         for path, x in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-            spec = getattr(x, "spec", x)  # a NamedSharding has a spec
+            spec = getattr(x, "spec", x)  # takes the spec out of a NamedSharding
             if not isinstance(spec, PartitionSpec | None):
                 raise ValueError(
                     f"{leaf_name('specs', path)} is {x!r:.200}. specs= must be a tree"
@@ -78,7 +80,7 @@ class Specs:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
             else:
-                # If several paths lead to the leaf, the longest one counts.
+                # If several paths match the leaf, the longest one counts.
                 fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
                 if not fits:
                     raise ValueError(
@@ -105,10 +107,11 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """Return a spec for each leaf: that of the parameter it belongs to.
+    """Return a spec for each leaf: that of the parameter to which the leaf belongs.
 
-    A leaf of the optimizer's state belongs to the parameter that has its shape, and
-    whose path ends its own path. A leaf without such a parameter is not split.
+    A leaf of the optimizer's state belongs to a parameter of the same shape if the
+    leaf's path ends with the parameter's path. A leaf without such a parameter is not
+    split.
     """
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
@@ -122,7 +125,7 @@ def specs_like(
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the axes that an entry of a spec names."""
+    """Return the names of the axes in one entry of a spec; none for None."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -35,7 +35,7 @@ _LARGE = 2**20
 
 
 def refuse_leaked(root: str, tree: PyTree) -> None:
-    """Raise for a tracer that outlived its trace."""
+    """Raise for a tracer whose trace has ended."""
     with sorted_keys(root, tree):
         is_of_trace = has_tracers(tree)
     if is_of_trace and not is_tracing():
@@ -50,7 +50,7 @@ def refuse_leaked(root: str, tree: PyTree) -> None:
 
 
 def refuse_traced(root: str, tree: PyTree) -> None:
-    """Raise if a step, which places and donates, gets a tracer."""
+    """Raise if a step is called with a tracer; a step places and donates arrays."""
     refuse_leaked(root, tree)
     if has_tracers(tree):
         raise ValueError(
@@ -63,7 +63,7 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Return a copy of process 0's values on the devices, which may be donated.
+    """Return a copy of process 0's values on the devices; it may be donated.
 
     All processes call this.
     """
@@ -85,7 +85,10 @@ def place(
 def place_own(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Copy each process's own values to its devices; a thread may call this."""
+    """Copy each process's own values to its devices.
+
+    It does not communicate, so a prefetch thread may call it.
+    """
     placement.require_present()
     shardings = placement.shardings(layouts, tree, params)
     if placement.num_processes == 1:
@@ -94,10 +97,12 @@ def place_own(
 
 
 def copy_to_host(leaf: Any) -> Any:
-    """Return a new NumPy array, of a dtype that devices hold; a key stays a key."""
-    if is_key(leaf):  # the copy() of a key would compile a program
+    """Return a new NumPy array of a dtype that devices hold; a key gives a key."""
+    if is_key(leaf):  # copy() of a key would compile a program
         data = key_data(leaf)
-        if _is_global(data):  # one process alone cannot copy it there
+        # A single process cannot copy a global array to devices, so the copy stays on
+        # the host.
+        if _is_global(data):
             on_host: Any = np.array(readable(data))
             return like_key(on_host, leaf)
         return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
@@ -112,7 +117,10 @@ def _is_global(leaf: Any) -> bool:
 
 
 def is_split(leaf: Any) -> bool:
-    """Return whether processes hold different shards, so that none can read all."""
+    """Return whether processes hold different shards of the leaf.
+
+    No process can then read all of it.
+    """
     return _is_global(leaf) and not leaf.is_fully_replicated
 
 
@@ -129,7 +137,7 @@ _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
 
 
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Make a global array; this process places the shards of its own devices."""
+    """Make a global array; this process places the shards of its own devices only."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -163,12 +171,13 @@ def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
         return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
-    # XLA fails to copy an array without elements, or one piece to several devices.
+    # XLA cannot copy an array without elements, or one shard to several devices. Such
+    # an array is copied here, aligned, and then shared.
     has_copies = len(sharding.mesh.axis_names) > 1
     if not 0 < x.nbytes < _LARGE or has_copies:
         return put(_copy_aligned(x, dtype), sharding, shared=True)
-    # The order is C, because XLA cannot copy an array whose elements share memory, such
-    # as a result of ``broadcast_to``.
+    # The memory order must be C, because XLA cannot copy an array whose elements share
+    # memory, such as a result of ``broadcast_to``.
     return put(x.astype(dtype, order="C", copy=False), sharding)
 
 
@@ -182,11 +191,12 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """Return a function that makes a program's argument of an array like ``x``.
+    """Return a function that turns an array like ``x`` into a program's argument.
 
-    Returns None if such an array is an argument already.
+    Returns None if such an array can be passed as it is.
     """
-    # A program of one device places a copy of few rows in less time than `put` does.
+    # On one device, the program itself places a small host array faster than `put`. So
+    # it gets a copy in NumPy.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
     if has_sharding(x, sharding):
@@ -195,7 +205,7 @@ def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] 
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
-    """Make global arrays from the rows of each process's own towers."""
+    """Make global arrays, to which each process gives the rows of its own towers."""
     placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
@@ -205,7 +215,10 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """Return ``out``; if it is on several CPUs, wait for it. See `bound_in_flight`."""
+    """Return ``out``; wait for it first if it lies on several CPU devices.
+
+    `bound_in_flight` says why.
+    """
     for x in jax.tree.leaves(out):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             devices = x.sharding.device_set
@@ -215,7 +228,7 @@ def wait_on_cpus(out: PyTree) -> PyTree:
 
 
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
-    """Return the tree, replicated, so that the host of each process can read it."""
+    """Return the tree, replicated, so that each process can read all of it."""
     if placement.num_processes == 1:
         return tree
     mirrored = placement.sharding(Layout.MIRRORED)

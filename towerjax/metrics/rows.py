@@ -48,22 +48,26 @@ def quotient(total: Any, weight: Any) -> Any:
     """Return ``total / weight`` as `ratio` does, for arrays that were checked."""
     library = library_of(total, weight)
     empty = weight == 0
-    with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
+    # A complex sum is divided by a real weight.
+    with jax.numpy_dtype_promotion("standard"):
         return library.where(empty, 0.0, total / library.where(empty, 1, weight))
 
 
 def is_known(x: Any) -> bool:
-    """Return whether the values are on the host, so that they can be checked now."""
+    """Return whether the values are on the host, so that they can be checked now.
+
+    Arrays of JAX are not: they may be tracers.
+    """
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
 def as_array(x: Any) -> Any:
-    """Return a list as a NumPy array; anything else in native byte order."""
+    """Return a list as a NumPy array, and an array in the machine's byte order."""
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
 def as_floats(x: Any) -> jax.Array:
-    """Return the array as floats to be averaged; raise unless it has numbers."""
+    """Return the array as floats that can be averaged; raise unless it is numeric."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"A mean needs one array, but got {a_type(x)}. For the mean of each leaf's"
@@ -80,7 +84,7 @@ def floats_of(x: Any) -> jax.Array:
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Return two integers as unsigned numbers, and where their signs are equal."""
+    """Return two integer arrays as unsigned ones, and where their signs were equal."""
     library = np if is_known(first) and is_known(second) else jnp
     a, b = (library.asarray(native(x)) for x in (first, second))
     unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
@@ -136,14 +140,20 @@ def element_weights(
 
 
 def weights_where(which: Any, weight: jax.Array) -> jax.Array:
-    """Return the weights where ``which`` is True, and 0 elsewhere; NaN stays NaN."""
+    """Return the weights where ``which`` is True, and 0 elsewhere.
+
+    A weight NaN stays NaN everywhere, because it marks an invalid value.
+    """
     return jnp.where(which | jnp.isnan(weight), weight, 0)
 
 
 def added_at(
     shape: tuple[int, ...], places: tuple[jax.Array, ...], weights: jax.Array
 ) -> jax.Array:
-    """Add the weights at their places; the result is NaN if one of them is NaN."""
+    """Add the weights at their places in an array of this shape.
+
+    If one weight is NaN, all of the result is NaN.
+    """
     added = jnp.zeros(shape, weights.dtype).at[places].add(weights)
     return added + 0 * weights.sum()
 
@@ -169,7 +179,8 @@ class Pairs:
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
         for part, x in (("labels", labels), ("predictions", predictions)):
-            # Whole numbers can be compared, whatever number of bits they have.
+            # NumPy integers need no check, because they can be compared at any number
+            # of bits.
             is_array = isinstance(x, np.ndarray)
             if not (is_array and jnp.issubdtype(x.dtype, jnp.integer)):
                 refuse_no_numbers(f"{name}: {part}", x)
@@ -204,7 +215,7 @@ class Pairs:
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, part: Literal["labels", "predictions"]) -> jax.Array:
-        """Return the labels or predictions, which are booleans, 0 or 1, as booleans."""
+        """Return the labels or predictions as booleans; raise unless all are 0 or 1."""
         x = getattr(self, part)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."

@@ -19,12 +19,15 @@ from towerjax.types.trees import parts_of, promote_dtypes, widen_dtype
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
-_OF_COLLECTION = "_reduction_counter"  # a field of every Collection of clu
+# A field by which a Collection of clu is recognized.
+_OF_COLLECTION = "_reduction_counter"
 
 
 def looks_like_state(x: Any) -> bool:
     """Return whether the class of ``x`` has ``merge`` and ``compute``."""
-    cls = type(x)  # not the object: a flax.nnx variable forwards to its value
+    # The class is asked and not the object, because a flax.nnx variable forwards to its
+    # value.
+    cls = type(x)
     merges = getattr(cls, "merge", None)
     computes = getattr(cls, "compute", None)
     return callable(merges) and callable(computes)
@@ -46,7 +49,10 @@ def merge_parts(first: Any, second: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A metric of another library; the numbers that decide shapes are static."""
+    """A metric of another library as a metric state.
+
+    Numbers among its leaves are static, because they may decide shapes.
+    """
 
     arrays: list[Any]  # the metric's leaves, in tree order; None for each number
     # The leaves that are numbers, in tree order; None for each array.
@@ -190,7 +196,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check_metric(name: str, x: Any) -> Any:
-    """Check a tower's state, and widen its dtypes so that it can be added."""
+    """Check the metric state that a tower returned, and widen its dtypes for adding."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
         return Means(tuple(terms), drop_weak_type(x.penalty))
@@ -234,9 +240,9 @@ def has_value(x: Any) -> bool:
 
 
 def explain_misuse(x: Any) -> str:
-    """Return what ``x`` is instead of a metric state, and what to write.
+    """Return a text for an error: what ``x`` is in place of a metric state.
 
-    The text is a part of an error.
+    It also says what to write.
     """
     if isinstance(x, type):
         return f"the class {x.__name__}, not an object made from the tower's rows"
@@ -268,7 +274,7 @@ def _is_known_additive(x: Any) -> bool:
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Return whether a merge adds every leaf and does nothing else.
+    """Return whether merging two such states adds their leaves and does nothing else.
 
     The jaxpr of the merge shows this.
     """
@@ -283,7 +289,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
     try:
         jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False  # the merge in turn raises the error again
+        return False  # merging the states one after another will raise this error
     adds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
     added = {id(eqn.outvars[0]): set(map(id, eqn.invars)) for eqn in adds}
     pairs = zip(jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :], strict=True)
@@ -316,8 +322,8 @@ def merge(first: Any, second: Any) -> Any:
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         names = f"{a_type(first)} and {a_type(second)}"
         raise ValueError(
-            f"merge got {names}, which cannot be merged. Merge states that the same"
-            " call made."
+            f"merge got {names}, which cannot be merged. Merge two states of one"
+            " metric, made by calls of the same function."
         )
     return first.merge(second)
 
@@ -348,7 +354,7 @@ def compute(state: Any) -> Any:
 
 
 def merge_stacked(rows: Any) -> Any:
-    """Merge stacked states that are not additive, one after another."""
+    """Merge stacked states one after another, because they are not additive."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:

@@ -78,13 +78,16 @@ def percentage_below(
 
 
 def _is_below(values: Any, threshold: Any) -> Any:
-    """Return where values are below a threshold, which keeps its own precision."""
+    """Return where values are below a threshold, which keeps its own precision.
+
+    For example, integers below 2.5 are those up to 2.
+    """
     values = widen(values)
     if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
         return values < threshold
     limits = np.iinfo(values.dtype)
     threshold = np.asarray(threshold).item()
-    if not limits.min < threshold <= limits.max:  # it may be NaN
+    if not limits.min < threshold <= limits.max:  # a NaN threshold fails this test, too
         return np.full(values.shape, threshold > limits.max)
     return values < np.asarray(math.ceil(threshold), values.dtype)
 
@@ -151,9 +154,9 @@ def _root_of(mean: Weighted) -> Any:
     return rows.library_of(square).sqrt(square)
 
 
-# Outcomes are four weights: of true positives, false positives, false negatives and
-# true negatives. A rate is one of them, divided by the sum of it and another one. The
-# pairs are the numbers of these two outcomes.
+# Outcomes are four weights: of true positives (0), false positives (1), false negatives
+# (2) and true negatives (3). A rate is one of them, divided by the sum of it and
+# another one. Each pair has the indices of these two outcomes.
 _RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
 
 
@@ -291,12 +294,12 @@ def _mean_iou(matrix: Any) -> Any:
 
 
 def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
-    """Return labels, predictions and weights, flat; an invalid id weighs NaN."""
+    """Return flat labels, predictions and weights; an invalid id has the weight NaN."""
     check_whole(f"{pairs.name}: num_classes", num_classes)
     ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
     for name, x in pairs.ids():
-        x = widen(x)  # the cast below would wrap 64 bits
+        x = widen(x)  # checked before the cast below, which would wrap 64 bits
         valid = (x >= 0) & (x < num_classes)
         pairs.require(name, x, valid, remedy)
         ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))

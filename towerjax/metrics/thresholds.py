@@ -56,11 +56,12 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
 
     Counts are interpolated between thresholds, and not the precision.
     """
-    # This is the integral of true / above over true, along the line between two
-    # thresholds.
+    # The integral of the precision, true / above, over true, along the line between the
+    # counts at two thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
-    # Differences of the sums are not used, because rounding could make them negative.
+    # These are single buckets. Differences of cumulated sums could become negative by
+    # rounding.
     gained = yes[1:-1]
     more = yes[1:-1] + no[1:-1]
     slope = quotient(gained, more)
@@ -86,15 +87,17 @@ def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
 def _curves(
     pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
 ) -> Tally:
-    """Return the histograms over given thresholds, or over a number of even ones.
+    """Return a `Tally` of histograms of the scores.
 
-    ``value`` computes the metric from the merged histograms.
+    The thresholds are given, or are a number of evenly spaced ones. ``value`` computes
+    the metric from the merged histograms.
     """
     edges: Any = thresholds
     if not isinstance(thresholds, tuple):
         check_whole(f"{pairs.name}: num_thresholds", thresholds, 2)
         edges = np.arange(1, thresholds - 1) / (thresholds - 1)
-    if value is not _rates:  # all scores pass the first, none the last
+    # Every score is above the first edge, and none above the last.
+    if value is not _rates:
         edges = np.concatenate([[-1e-7], edges, [1 + 1e-7]])
     scores = pairs.predictions
     dtype = jnp.result_type(pairs.predictions)
@@ -175,7 +178,10 @@ def auc(
 def _at_nearest(
     pairs: Pairs, rate: str, fixed_rate: str, wanted: float, num_thresholds: int
 ) -> Tally:
-    """Return histograms whose value is one rate where another one is ``wanted``."""
+    """Return a `Tally` whose value is one rate, at the threshold chosen by another.
+
+    The threshold is the one at which ``fixed_rate`` is nearest to ``wanted``.
+    """
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(
             f"{pairs.name} got {fixed_rate}={wanted!r}, which must be between 0 and 1."

@@ -25,7 +25,7 @@ from towerjax.types.version import page
 
 
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
-    """Raise if a weight could belong to the leading dims or to the last ones."""
+    """Raise if a weight could belong to the leading dims or to the last dims."""
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
@@ -37,9 +37,9 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
 
 
 class _LossTerm:
-    """The operators of a loss term that follow from its ``+`` and ``*``."""
+    """Operators of a loss term, such as ``-``, that follow from its ``+`` and ``*``."""
 
-    __array_ufunc__ = None  # NumPy numbers then call __radd__, __rmul__
+    __array_ufunc__ = None  # None makes NumPy numbers call __radd__, __rmul__
 
     def __neg__(self: Any) -> Any:
         return self * -1
@@ -67,7 +67,7 @@ class _LossTerm:
 
 
 class _NamesOfWeighted(type):
-    """The class of `Weighted`; its error for a missing name says what to write."""
+    """The metaclass of `Weighted`: its error for a missing name says what to write."""
 
     if not TYPE_CHECKING:
 
@@ -204,7 +204,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """Return the mean; NumPy divides NumPy arrays, in their own dtype."""
+        """Return the mean; NumPy arrays are divided by NumPy, in their own dtype."""
         kinds = np.ndarray | np.generic
         totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
@@ -223,9 +223,9 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         _refuse_unclear(jax.tree.leaves(total), weight.shape)
         if jax.tree_util.all_leaves([total]):
             return quotient(jnp.asarray(total), weight)
-        # One reciprocal is taken, behind a barrier. XLA turns only some divisions by a
-        # scalar into products with its reciprocal, and then bits depend on the number
-        # of devices.
+        # The tree is multiplied by one reciprocal, which a barrier keeps as it is.
+        # Otherwise XLA would turn only some divisions into products, and bits would
+        # depend on the number of devices.
         scale = lax.optimization_barrier(quotient(1.0, weight))
         return map_values(lambda x: x * scale.astype(x.dtype), total)
 
@@ -236,8 +236,8 @@ def mean_of(
     """Return `Weighted.mean` of floats and weights that are already checked."""
 
     def weighted_sum(x: jax.Array) -> jax.Array:
-        # Functions of lax are used, because each function of jnp is traced by itself,
-        # which makes a step's first call slower.
+        # Functions of lax are used, because JAX traces each function of jnp as a
+        # function of its own, which makes a step's first call slower.
         weights_of_dtype = weights.astype(x.dtype)
         zero = lax.full_like(x, 0)
         weights_of_dtype = lax.broadcast_in_dim(

@@ -31,7 +31,7 @@ from towerjax.types.refusals import types_of
 
 Builder: TypeAlias = Callable[..., Any] | str
 _WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
-_KEPT_BYTES = 2000  # of a failed worker's output, for its record
+_KEPT_BYTES = 2000  # so much of a failed worker's output is recorded
 _NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -146,7 +146,7 @@ def resolve(name: str, example: str) -> Any:
         raise NoSuchName(f"{name}: {error}.") from error
     except ModuleNotFoundError as error:
         if not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
-            raise  # the module exists, but imports one that does not
+            raise  # the module exists, but one that it imports does not
         raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
 
 
@@ -161,7 +161,7 @@ def describe_machine() -> Line:
 
 
 def _measured(work: Line, config: Config, timeout_s: float) -> Line:
-    """Time a configuration in its own process, and return its record."""
+    """Time a configuration in a process of its own, and return its record."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         record = pathlib.Path(folder, "record")
         try:
@@ -186,14 +186,17 @@ def _measured(work: Line, config: Config, timeout_s: float) -> Line:
 
 
 def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
-    """Return the environment of a worker: CPU devices, compilation cache, memory."""
+    """Return the environment variables of a worker's process.
+
+    They choose the number of CPU devices, the compilation cache and how memory is kept.
+    """
     caches = environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
     devices = config.get("devices", config.get("towers"))
     return {
         "JAX_COMPILATION_CACHE_DIR": os.path.join(caches, "towerjax", "bench"),
-        # By chance, glibc returns large blocks to the system at once or not. Fresh
-        # pages can then cost more time than the step, which is not the contender's
-        # time.
+        # Without these settings glibc may or may not return large blocks to the system
+        # at once. New pages can then cost more time than the step, and say nothing
+        # about the contender.
         "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
         "MALLOC_TOP_PAD_": str(64 << 20),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
@@ -205,21 +208,22 @@ def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the job on the standard input, and write its record to a file."""
+    """Run the job that the standard input describes; write its record to a file."""
     sys.path.insert(0, "")
     pathlib.Path(sys.argv[1]).write_text(json.dumps(recorded(json.load(sys.stdin))))
 
 
 def recorded(job: Line) -> Line:
-    """Do a job, and return its record, also if the job failed."""
+    """Do a job and return its record; if it fails, the record says so."""
     start = time.perf_counter()
     load = round(os.getloadavg()[0], 2)
     try:
         record = {"status": "ok", **_timed(job)}
     except NoSuchName as error:
         record = {"status": "mistyped", "error": str(error)}
-    except Exception as error:  # any error is recorded, and the sweep continues
-        cause = error.__cause__ or error  # if a module cannot be imported
+    # Any error is recorded, and the next configuration goes on.
+    except Exception as error:
+        cause = error.__cause__ or error  # the cause may be a missing module
         is_there = not isinstance(cause, ModuleNotFoundError | NotImplementedError)
         status = "failed" if is_there else "not available"
         record = {"status": status, "error": f"{type(error).__name__}: {error}"}
@@ -228,7 +232,7 @@ def recorded(job: Line) -> Line:
 
 @dataclasses.dataclass
 class Contender:
-    """A step, its state and its batch."""
+    """One of the implementations that are timed: a step, its state and its batch."""
 
     call: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # like a step
     state: PyTree
@@ -241,7 +245,7 @@ class Contender:
         return self.state, self.out
 
     def loss(self) -> float:
-        """Return the loss of one call; NaN if it has none."""
+        """Run one call and return its loss; NaN if its results have none."""
         jax.block_until_ready(self.run())
         loss = self.out.get("loss") if isinstance(self.out, Mapping) else self.out
         return float("nan") if loss is None else float(np.mean(np.asarray(loss, float)))
@@ -305,9 +309,10 @@ def check_losses(
 
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
-    """Return the medians and ratios, from each contender's seconds.
+    """Return medians and ratios, made from each contender's seconds.
 
-    The seconds are ``[rounds, 1 or 2]``: to the end of a call, and to its return.
+    The seconds are ``[rounds, 1 or 2]``: the time until a call's results are there, and
+    if known the time until the call returns.
     """
     own_seconds = seconds[""]
     values = {"step_s": own_seconds[:, 0], "return_s": own_seconds[:, -1]}

@@ -27,7 +27,7 @@ Grid: TypeAlias = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]
 
 
 def configs_of(grid: Any) -> list[Config]:
-    """Return the checked configurations of a grid, each once."""
+    """Return the configurations of a grid, checked and without repetitions."""
     if isinstance(grid, Mapping):
         lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
         product = itertools.product(*lists)
@@ -61,9 +61,9 @@ def describe(config: Config) -> str:
 
 
 def key_text(key: Any) -> str:
-    """Return a configuration as text, by which its record is found.
+    """Return a configuration as the text by which its record is found.
 
-    The numbers 0 and 0.0 and False differ, while two NaN are equal.
+    The numbers 0 and 0.0 and False give different texts, while two NaN give the same.
     """
     return json.dumps(as_json(key), sort_keys=True)
 

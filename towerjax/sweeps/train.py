@@ -41,16 +41,16 @@ class Member:
     """One training of a sweep."""
 
     config: Config  # the arguments of build
-    metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # [n, ...] each
+    metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # by name, [n, ...]
     evaluation: dict[str, Any]  # metrics of the last state; may be empty
     order: str  # "together", "in_turn", or "alone" if no other shared its program
-    seconds: float  # training and compiling; an equal share
+    seconds: float  # its share of the time of training and compiling
 
     @classmethod
     def of(cls, record: dict[str, Any], config: Config) -> "Member":
         """Make a member from the record of a configuration.
 
-        In a record infinity is a text.
+        JSON records have infinity as a text, which is converted.
         """
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
         values = record["evaluation"] or {}
@@ -249,7 +249,7 @@ def sweep(
     traced = traced_names(configs, static)
     check_function("build", build, "build(**config)", takes=False)
     check_takes("build(**config)", build, **configs[0])
-    if evaluate is not None:  # otherwise training would end with the error
+    if evaluate is not None:  # checked now, and not after the training
         form = "evaluate(state, **config)"
         check_function("evaluate", evaluate, form, takes=False)
         check_takes(form, evaluate, None, **configs[0])
@@ -284,13 +284,13 @@ class _Work:
     traced: Mapping[str, Any]
 
     def is_done(self, record: Line | None) -> bool:
-        """Return whether a record of the file has everything that is asked for."""
+        """Return whether a record of the file has all that this sweep asks for."""
         if not record:
             return False
         return not self.evaluate or record["evaluation"] is not None
 
     def records(self, fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
-        """Train members that differ in traced numbers only; yield each one's record."""
+        """Train members that differ in traced numbers only; yield a record for each."""
         order = self.order if len(todo) > 1 else "alone"
         columns = {
             name: np.array([config[name] for config in todo], dtype)
@@ -342,7 +342,7 @@ def _train_all(
 def _groups_of(
     columns: Numbers, todo: Sequence[Config], order: str
 ) -> list[tuple[Numbers, Sequence[Config]]]:
-    """Return the members that are trained at once, with their traced numbers."""
+    """Return the groups of members that one call trains, with their traced numbers."""
     if order == "together":
         return [(columns, todo)]
     groups: list[tuple[Numbers, Sequence[Config]]] = []
@@ -357,8 +357,8 @@ def _programs(
 ) -> Iterable[tuple[Config, list[Config]]]:
     """Return the groups of members that share a program.
 
-    Members of a group differ in traced numbers only. With each group stand the
-    configuration values that its members share.
+    Members of a group differ in traced numbers only. Each group comes with the values
+    that its members have in common.
     """
     programs: dict[str, tuple[Config, list[Config]]] = {}
     for config in configs:
@@ -412,10 +412,11 @@ def _trained(
     train: Callable[[Step, TrainState], tuple[TrainState, History]],
     evaluate: Evaluate | None,
 ) -> Iterator[Line]:
-    """Train members with these numbers, and yield the record of each."""
+    """Train members with these numbers by one call; yield a record for each."""
     start_s = time.perf_counter()
     step = members.step
-    start_s -= step.checked.seconds  # the members before took these
+    # Earlier members had this time of proof and audit counted.
+    start_s -= step.checked.seconds
     try:
         state, history = train(step, members.begin(numbers))
     except BaseException as error:
@@ -428,7 +429,8 @@ def _trained(
         metrics = {k: members.of_member(x, i) for k, x in history.metrics.items()}
         member = members.member(state, i)
         evaluation = None
-        if failed is None or isinstance(failed, Exception):  # Ctrl-C ends it
+        # After Ctrl-C nothing is evaluated.
+        if failed is None or isinstance(failed, Exception):
             evaluation, error = _evaluation_or_error(evaluate, member, config)
             is_graver = failed is None or not isinstance(error, Exception)
             if error is not None and is_graver:

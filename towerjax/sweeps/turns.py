@@ -15,7 +15,7 @@ from towerjax.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A median of rounds, and the ends of its 95% interval."""
+    """A median over rounds, and the ends of its 95% confidence interval."""
 
     median: float
     low: float
@@ -54,10 +54,11 @@ _Timed = TypeVar("_Timed")
 def in_turns(
     contenders: Sequence[Runs], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Time calls in turns; return seconds to their end and return.
+    """Time calls of each contender in turns.
 
-    The result is ``[rounds, contenders, 2]``. ``trim`` is the share of the fastest, and
-    of the slowest, calls of a turn that is left out.
+    The result is ``[rounds, contenders, 2]``: the seconds of a call until its results
+    are there, and until it returns. ``trim`` is the share of a turn's fastest calls,
+    and also of its slowest, that is left out.
     """
 
     def turn(contender: Runs) -> np.ndarray:
@@ -71,7 +72,7 @@ def in_turns(
 def take_turns(
     contenders: Sequence[_Timed], rounds: int, turn: Callable[[_Timed], ArrayLike]
 ) -> np.ndarray:
-    """Take turns in rounds, of which every second one is in reversed order.
+    """Give each contender a turn in each round; every second round is reversed.
 
     Returns the results of ``turn``, ``[rounds, contenders, ...]``.
     """

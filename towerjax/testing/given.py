@@ -91,5 +91,5 @@ def placed(tree: PyTree, devices: Sequence[Device], *spec: str) -> PyTree:
 
 
 def _of_arrays(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Apply ``fn`` to the arrays and numbers of a tree; other leaves stay."""
+    """Apply ``fn`` to the arrays and numbers of a tree, and to no other leaf."""
     return jax.tree.map(lambda x: fn(x) if isinstance(x, NUMBER_TYPES) else x, tree)

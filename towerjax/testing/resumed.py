@@ -77,14 +77,15 @@ class ResumedReport:
 
 
 class _Stages(NamedTuple):
-    """Arrays by name, from the stages of one process; empty for a stage not seen."""
+    """The named arrays of each stage of a process; a stage not seen is empty."""
 
     initial: _Leaves  # the state that ``make`` returned
     between: _Leaves  # the state where training is stopped, or resumed
-    batches: _Leaves  # the batches of the steps after it
+    batches: _Leaves  # the batches of the steps after ``between``
     results: _Leaves  # what these steps returned
     end: _Leaves  # the state at the end
-    came_twice: bool | None = None  # whether a batch did; None if none was seen
+    # Whether a batch was seen twice; None if no batch was seen.
+    came_twice: bool | None = None
 
 
 class _Training(NamedTuple):
@@ -193,7 +194,7 @@ def _differences(
     steps: tuple[int, ...],
     rtol: float,
 ) -> tuple[list[Refuted], list[str]]:
-    """Return the leaves that differ, each where it first differs, and advice."""
+    """Return the leaves that differ, each at its first stage that does, and advice."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
     saved = stopped.between
@@ -229,7 +230,7 @@ def _differences(
 def _unlike(
     got: _Leaves, want: _Leaves, got_is: str, want_is: str, rtol: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of each leaf that differs, and a text on how."""
+    """Yield each leaf that differs: its name, and a text that says how."""
     for name in {**want, **got}:
         if name not in got or name not in want:
             missing = got_is if name not in got else want_is
@@ -342,7 +343,7 @@ class _Loop:
         return batch, gave
 
     def seen(self, numbers: range, initial: _Leaves, between: _Leaves) -> _Stages:
-        """Do these steps, and return the stages of the process."""
+        """Do these steps, and return what is known of the process by stages."""
         batches = _Leaves()
         results = _Leaves()
         for number in numbers:

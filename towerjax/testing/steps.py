@@ -28,12 +28,12 @@ from towerjax.types.trees import key_data, named_leaves
 
 @runtime_checkable
 class RunsOnOneTower(Protocol):
-    """An object, such as a model, that can make itself run on one tower."""
+    """An object, such as a model, from which a copy on one tower can be made."""
 
     strategy: Strategy
 
     def on_one_tower(self, strategy: Strategy) -> Any:
-        """Return the object, made anew on a strategy of one tower."""
+        """Return a copy of the object for a strategy of one tower."""
 
 
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
@@ -138,8 +138,8 @@ def assert_replicates(
         return towers
 
     def rows_of(number: int) -> int:
-        # Unequal row counts are chosen, because a mean of means is right for equal
-        # ones.
+        # Towers get unequal numbers of rows, because with equal ones even a wrong mean
+        # of the towers' means is right.
         more = padding and number > 1
         return number * (examples // number + 1) if more else examples
 
@@ -242,8 +242,8 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
         if jnp.issubdtype(b.dtype, jnp.floating):
             info = jnp.finfo(b.dtype)
             size = max(abs(float(a[at])), abs(float(b[at])), float(info.tiny))
-            # This is the distance of neighbouring floats of this size. ``np.spacing``
-            # lacks bfloat16.
+            # The distance of neighbouring floats of this size. ``np.spacing`` cannot
+            # compute it for bfloat16.
             spacing = 2.0 ** np.floor(np.log2(size)) * float(info.eps)
             text += f" = {gap[at] / spacing:.2g} ulps"
     if a.ndim:
@@ -292,7 +292,8 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         )
     strategy = on_one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
-    # This placer accepts the batches of a step of several towers.
+    # One tower gets the batches of a step of several towers, so they are padded as for
+    # that step.
     placer = Placer(
         strategy.placement, remainder=options.remainder, calls=step.num_calls
     )

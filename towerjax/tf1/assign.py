@@ -104,7 +104,7 @@ def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable
 
 
 def assign_sub(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """Return the mirrored variable minus a value; it refuses what `assign_add` does."""
+    """Return the mirrored variable minus a value; see `assign_add` for errors."""
     return _combine(self, variable, value, operator.sub, "-")
 
 

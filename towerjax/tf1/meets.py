@@ -142,10 +142,10 @@ def parameters_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
-    """Return for each leaf by how much a meet multiplies its number of rows.
+    """Return for each leaf the factor by which a `meet` multiplies its rows.
 
-    It is ``count`` for rows of a table, which are concatenated, and 0 for an added
-    leaf.
+    It is ``count`` for rows of a table, which are concatenated, and 0 for a leaf that
+    is added and keeps its shape.
     """
     parts = jax.tree.leaves(tree, is_leaf=is_rows_of_table)
     counts = [count * is_rows_of_table(x) for x in parts]

@@ -34,13 +34,13 @@ from towerjax.proof.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
 
-SCREEN = 16  # the most lines of one answer
+SCREEN = 16  # the largest number of lines that one answer shows
 _NOT_RUN = "{} without a run; --run runs it, too"
 
 
 @dataclasses.dataclass
 class Looked:
-    """The findings of a check so far.
+    """What a check has found so far.
 
     Attributes:
       texts: Texts for a person about things that are not faults.
@@ -106,9 +106,9 @@ def check_program(
 def _prove(
     prove: Callable[[], tuple[ProgramReport | None, str]], looked: Looked
 ) -> bool:
-    """Prove what can be proved; return whether nothing is left to run.
+    """Prove what can be proved, and add the findings to ``looked``.
 
-    The findings are added to ``looked``.
+    Returns whether nothing is left to be checked by a run.
     """
     try:
         proof, why = prove()

@@ -40,7 +40,8 @@ FAULT = 1  # the command ran, and found a fault or a failed run
 USAGE = 2  # wrong arguments, or an invalid value; nothing was done
 NOT_STARTED = 126  # the system refused a file or a program
 INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
-CLOSED = 128 + 13  # nobody reads the output: as if SIGPIPE ended this
+# The output's reader is gone; the code is as if SIGPIPE had ended this.
+CLOSED = 128 + 13
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Instead(argparse.Action):
-    """An option that other launchers have; its error names ours."""
+    """An option of other launchers, whose error names our option for the same thing."""
 
     def __call__(
         self,
@@ -106,8 +107,8 @@ def run_parsed(options: argparse.Namespace) -> int:
     try:
         return run(**arguments)
     except BrokenPipeError:
-        # Nobody reads the output any more, so Python must not flush into the closed
-        # pipe at exit.
+        # The reader of the output is gone. Python would flush into the closed pipe at
+        # its exit, so the output is sent to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except KeyboardInterrupt:
@@ -288,7 +289,10 @@ def report(
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
-    """Call a named function; return its step and the step's arguments, checked."""
+    """Call the function that ``make_step`` names; check and return its results.
+
+    They are a step and the step's two arguments.
+    """
     function = resolve(make_step, "train:make_step")
     if isinstance(function, Step):
         raise ValueError(
@@ -299,7 +303,7 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
         raise ValueError(f"{make_step} is not a function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
-    for x in strategy:  # the compiler may be missing
+    for x in strategy:  # raises here if the compiler is not installed
         if isinstance(x.devices, Absent):
             x.devices.jax_devices()
     match returned := function(*strategy):

@@ -1,4 +1,4 @@
-"""The faults that a check found: as annotations for GitHub, and those meant to stay."""
+"""The faults that a check found: shown on GitHub, and compared with a baseline."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from towerjax.check.programs.words import Words
 
 _SHOWN = 3  # the most faults of one kind that are shown
 _LINE = re.compile(r"(\S+\.py):(\d+)")
-_WORSE = 2  # a difference this many times the meant one is a new fault
+_WORSE = 2  # A difference is a new fault if it is this many times that of the baseline.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,10 @@ class Fault:
         return "\n".join([self.text, *self.advice.splitlines()])
 
     def is_meant_by(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether a baseline's entry has this fault, and it got no worse."""
+        """Return whether a baseline's entry is this fault, which has become no worse.
+
+        An entry of a baseline is a fault that is meant to stay.
+        """
         if (self.kind, self.leaf) != (entry["kind"], entry["leaf"]):
             return False
         if self.relative is None:
@@ -53,7 +56,7 @@ def _without_lines(text: str) -> str:
 
 
 def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
-    """Yield a text for people, for each kind of fault."""
+    """Yield a text for people about the faults of each kind."""
     heads = {
         "proof": NOT_THE_SAME,
         "equality": words.depends,
@@ -88,9 +91,9 @@ def _annotation(fault: Fault) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """Return the text with signs escaped that end a message of a GitHub workflow.
+    """Return the text with those characters escaped that end a GitHub message.
 
-    They are line ends, and the signs in ``more``, which would end a property.
+    They are line ends, and the characters in ``more``, which would end a property.
     """
     for sign in f"%\r\n{more}":
         text = text.replace(sign, f"%{ord(sign):02X}")
@@ -131,7 +134,11 @@ def write_baseline(file: str, make: str, faults: Sequence[Fault]) -> None:
 def split_meant(
     faults: Sequence[Fault], entries: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Fault], list[Fault], list[Mapping[str, Any]]]:
-    """Return the faults that are not meant, those that are, and unused entries."""
+    """Split faults by a baseline's entries.
+
+    Returns the faults that are not in the baseline, those that are, and the entries
+    that no fault matches.
+    """
     meant = [x for x in faults if any(x.is_meant_by(y) for y in entries)]
     left = [y for y in entries if not any(_is_of(x, y) for x in faults)]
     return [x for x in faults if x not in meant], meant, left

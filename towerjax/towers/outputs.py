@@ -154,8 +154,8 @@ def _check_loss(loss: Weighted) -> Weighted:
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(
-            f"The loss has dtype {total.dtype}, which has no gradient. Return a"
-            " floating loss."
+            f"The loss has dtype {total.dtype}, which has no gradient. Return a loss of"
+            " a floating dtype, such as float32."
         )
     wide = widen_dtype(total.dtype)
     total = total.astype(wide)

@@ -66,19 +66,13 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options only, because a cached placement holds devices.
-
-        Devices do not pickle.
-        """
+        """Return the options alone, as a cached placement's devices do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class of strategies that are derived from this one.
-
-        It is ``plain``, unless a subclass adds methods to it.
-        """
+        """Return the class for a strategy like this one: ``plain``, or its subclass."""
         return plain
 
     @property

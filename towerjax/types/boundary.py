@@ -33,9 +33,9 @@ def api_boundary(fn: _F) -> _F:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:  # Ctrl-C, too
-            # A second Ctrl-C here would replace the first error, and its ``state``. It
-            # is not suppressed by `contextlib.suppress`, whose call would leave a gap
-            # for another Ctrl-C.
+            # A second Ctrl-C during this would replace the first error, which may hold
+            # a ``state``. `contextlib.suppress` cannot be used: Ctrl-C could arrive
+            # during its own call.
             try:
                 explain(error, fn)
                 tidy(error)
@@ -52,7 +52,7 @@ def api_boundary(fn: _F) -> _F:
 
 
 def api_boundaries(cls: _C) -> _C:
-    """Return the class, with each of its own public methods as an `api_boundary`."""
+    """Return the class with each public method that it defines as an `api_boundary`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:
@@ -61,8 +61,8 @@ def api_boundaries(cls: _C) -> _C:
 
 
 def _tidy(error: BaseException | None) -> None:
-    """Drop frames of libraries from the traceback of an error and of its causes."""
-    config: Any = jax.config  # the stub lacks its options
+    """Remove the frames of libraries from the traceback of an error and its causes."""
+    config: Any = jax.config  # Any, since JAX's stub lacks the options
     seen: set[int] = set()
     while error and config.jax_traceback_filtering != "off" and id(error) not in seen:
         seen.add(id(error))
@@ -73,9 +73,9 @@ def _tidy(error: BaseException | None) -> None:
 def _of_others(
     trace: types.TracebackType | None, below_ours: bool = False
 ) -> types.TracebackType | None:
-    """Return the traceback without frames of towerjax and JAX.
+    """Return the traceback without the frames of towerjax and JAX.
 
-    Frames of Python's own library that they call are left out, too.
+    Frames of Python's own library that these call are left out, too.
     """
     if trace is None:
         return None
@@ -89,9 +89,9 @@ def _of_others(
 
 
 def warn_if_dropped(call: str, advice: str) -> None:
-    """Warn if the user's line calls towerjax and drops the result.
+    """Warn if the user's line calls towerjax and does not use the result.
 
-    If a call is a whole statement, Python's next instruction drops its result.
+    Python's next instruction then drops the result.
     """
     frame = sys._getframe(1)
     while frame.f_back and _package_of(frame) == "towerjax":
@@ -110,8 +110,8 @@ def _package_of(frame: types.FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-# Frames of decorators, cached properties and finalizers may lie between towerjax and
-# the user's line.
+# Modules whose frames may lie between towerjax and the user's line, such as those of
+# decorators, cached properties and finalizers.
 _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
 

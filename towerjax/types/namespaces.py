@@ -18,7 +18,7 @@ _MODULES = {"layers": ["sparse"], "tf1": ["estimator"], "tools": ["testing"]}
 
 
 def furnish(space: ModuleType) -> ModuleType:
-    """Give a public module a ``__dir__``, and advice on names that it lacks.
+    """Give a public module a ``__dir__``, and errors for missing names with advice.
 
     Public modules inside it get both, too.
     """
@@ -39,7 +39,7 @@ def furnish(space: ModuleType) -> ModuleType:
 
 
 class Package(ModuleType):
-    """The module of a package, which furnishes each namespace that is imported.
+    """A package's module, which calls `furnish` for each namespace that is imported.
 
     Python sets a submodule as an attribute of its package, whoever imports it, so
     ``__setattr__`` sees each of them.
@@ -78,7 +78,7 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 def _note_on(name: str) -> str:
-    """Return what to write in place of a name that a namespace lacks."""
+    """Return advice on a name that a namespace lacks: what to write in its place."""
     if known := moved.RENAMED.get(name) or advice_on_name(name):
         return known
     if place := next(_places_of(name), None):

@@ -95,7 +95,7 @@ _NO_PLATFORM = (
     "JAX_PLATFORMS (or jax_platforms) names a platform that this machine lacks, or"
     " whose driver JAX cannot use. Leave it out, or write JAX_PLATFORMS=cpu."
 )
-# This maps a pattern of the text of JAX's error to advice.
+# Advice on errors of JAX, by a pattern of the error's text.
 _TEXTS = {
     r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
         "Out of memory: build the step with micro_batches=2 or more; use jax.checkpoint"
@@ -140,8 +140,8 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
     if trace is not None:
         code = trace.tb_frame.f_code
         module = trace.tb_frame.f_globals.get("__name__", "")
-        # JAX may have dropped its own frames. Then the last frame is ours and is at a
-        # call, and not at a ``raise``.
+        # The error is our own if our last frame is at a ``raise``. If JAX has dropped
+        # its frames from an error of JAX, our last frame is at a call.
         raises = code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
         if raises and module.partition(".")[0] == "towerjax":
             return None
@@ -149,7 +149,7 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
 
 
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
-    """Add advice, as a note, to an error that says only what failed."""
+    """Add advice, as a note, to an error that does not say what to write."""
     frames = traceback.extract_tb(error.__traceback__)
     text = str(error)
     line = (frames[-1].line or "") if frames else ""
@@ -199,7 +199,7 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
 
 def _example_of(fn: Callable[..., Any]) -> str:
     """Return a call of a function or its class, from the example in its docstring."""
-    from doctest import DocTestParser  # a slow import, of a debugger
+    from doctest import DocTestParser  # imports a debugger, which is slow
 
     name, is_method, _ = fn.__qualname__.partition(".")
     doc = inspect.getdoc(fn.__globals__.get(name) if is_method else fn) or ""
@@ -209,7 +209,7 @@ def _example_of(fn: Callable[..., Any]) -> str:
 
 
 def _of_unpacked(error: Exception) -> str:
-    """Return advice if a user's line unpacks a dict, which gives its keys; or ""."""
+    """Return advice if the user's line unpacks a dict, which yields keys; else ""."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if frame.f_globals.get("__name__", "").partition(".")[0] in ("towerjax", "jax"):
@@ -228,9 +228,9 @@ def _of_unpacked(error: Exception) -> str:
 
 
 def _of_value(error: Exception) -> str:
-    """Return the keys that exist, if a user's line asks for a missing one; or "".
+    """Return what a value has, if the user's line asks for what it lacks; else "".
 
-    For a missing attribute it returns what the value is.
+    For a missing key these are the keys; for a missing attribute, what the value is.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = traceback.extract_tb(error.__traceback__)
@@ -256,7 +256,7 @@ def _of_value(error: Exception) -> str:
 
 @contextlib.contextmanager
 def noted(note: str | None) -> Iterator[None]:
-    """Add a note, if any, to the error of a missing attribute in this block."""
+    """Add a note, unless it is None, to an AttributeError raised in this block."""
     try:
         yield
     except AttributeError as error:
@@ -272,7 +272,8 @@ def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str
     """
 
     def get(self: Any, name: str) -> Any:
-        # The attribute is read once more, because a property may have raised the error.
+        # The attribute is read again, because the error may come from a property's own
+        # code.
         with noted(notes.get(name) or note or _NAMES.get(name)):
             return object.__getattribute__(self, name)
 
@@ -296,7 +297,7 @@ _OF_NO_STEP = (
 
 
 class Named(dict[str, Any]):
-    """A dict of metrics; its error for a missing name lists the others."""
+    """A dict of metrics, whose error for a missing name lists the names that it has."""
 
     def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
         super().__init__(metrics)
@@ -321,7 +322,10 @@ jax.tree_util.register_pytree_node(
 
 
 def frozen(cls: _Class) -> _Class:
-    """Return the frozen dataclass, with advice in its error for an assignment."""
+    """Return the frozen dataclass ``cls``, changed to give advice in one error.
+
+    The error for an assignment to a field then says to use ``replace``.
+    """
     refuse: Any = cls.__setattr__
 
     def assign(self: Any, name: str, value: Any) -> None:

@@ -31,7 +31,7 @@ def is_whole(number: Any) -> bool:
 
 
 def is_one_real(value: Any) -> bool:
-    """Return whether a value is one real number, also of NumPy, ml_dtypes or JAX."""
+    """Return whether a value is a real number, of Python, NumPy, ml_dtypes or JAX."""
     if not jax.tree_util.all_leaves([value]):
         return False
     array = np.asarray(value)
@@ -60,7 +60,7 @@ def check_whole(
 
 
 def cast_ints(options: Any) -> None:
-    """Convert a dataclass's NumPy integers, which may wrap, to Python integers."""
+    """Convert a dataclass's NumPy integers to Python integers, which never overflow."""
     for name, value in vars(options).items():
         if isinstance(value, np.integer):
             object.__setattr__(options, name, int(value))
@@ -84,7 +84,10 @@ def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
-    """Return the items of a list or similar, as a tuple; raise for text and others."""
+    """Return the items of a list, tuple or similar, as a tuple; raise for text.
+
+    Raises for other values, too.
+    """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         example = example or f"[{value!r:.200}]"
         refuse_option(name, value, f"a list: write {name}={example}")
@@ -122,9 +125,9 @@ def check_flag(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def opening(name: str, path: Any) -> Iterator[None]:
-    """Explain an error in this block: which option's file cannot be written.
+    """Explain an error of opening a file in this block.
 
-    The error also says why.
+    The error then names the option with the file's path, and says why it failed.
     """
     try:
         yield
@@ -163,7 +166,10 @@ def check_callable(name: str, value: Any, form: str) -> None:
 
 
 def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a function can be called with these arguments."""
+    """Raise unless ``fn`` can be called with these arguments.
+
+    ``form`` shows the expected call in the error.
+    """
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # compiled functions may have no signature
@@ -182,9 +188,9 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
-    """Return whether a function takes the arguments of these names elsewhere.
+    """Return whether a function takes arguments of these names in another order.
 
-    Single letters stand for the name that begins with them: ``lambda b, p, t``.
+    A single letter stands for a name that begins with it: ``lambda b, p, t``.
     """
     initials = {name[0]: name for name in names}
     are_letters = all(name in initials for name in taken) and len(initials) == len(

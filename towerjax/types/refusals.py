@@ -26,15 +26,15 @@ _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
-    """Return a test for dtypes whose elements have less than a byte.
+    """Return a test for dtypes with elements of less than a byte.
 
-    Such elements are packed.
+    Several elements then share a byte.
     """
     info = jnp.finfo if kind is jnp.inexact else jnp.iinfo
     return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
 
 
-# Each entry has a test for dtypes that no device holds, and what to write instead.
+# A test for dtypes that no device holds, and what to write instead.
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
     (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),
@@ -49,7 +49,7 @@ _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (_is_narrow(jnp.unsignedinteger), "cast it, x.astype(np.uint8)"),
     (_is_narrow(jnp.signedinteger), "cast it, x.astype(np.int8)"),
 ]
-# Tests for objects that hold rows, each with how to make arrays of them.
+# A test for objects that hold rows but are no arrays, and how to make arrays of them.
 _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda x: hasattr(x, "numpy"),
@@ -67,7 +67,10 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
-    """Return why no device can hold a leaf, and what to write; None if one can."""
+    """Return why no device can hold a leaf, and what to write.
+
+    Returns None if devices can hold it.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
     if is_deleted(leaf):
@@ -99,7 +102,10 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
 
 def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
-    """Return why a leaf has no row per example, and what to write; None if it has."""
+    """Return why a leaf has no row for each example, and what to write.
+
+    Returns None if it has rows.
+    """
     if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
         return problem_of(leaf, shapes=shapes) or scalar
@@ -113,7 +119,7 @@ def _advice_on(dtype: Any) -> str | None:
 
 
 def overflow_of(leaf: Any) -> Any:
-    """Return an element that would overflow on devices, or None.
+    """Return an element of the leaf that devices cannot hold, or None.
 
     An example is 2**40 where devices have 32 bits.
     """
@@ -148,9 +154,9 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
 
 
 def together(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Return one ``"name is problem"`` per leaf; leaves of one list share a text.
+    """Return a text ``"name is problem"`` per leaf.
 
-    Leaves with the same problem share one, too.
+    Leaves with the same problem, and leaves of one list, share a text.
     """
     lists = collections.defaultdict(list)
     for name, problem in named:
@@ -166,7 +172,7 @@ def together(named: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def refuse_no_numbers(name: str, x: Any) -> None:
-    """Raise if ``x`` is not an array of JAX, NumPy or another library."""
+    """Raise unless ``x`` is a numeric array of JAX, NumPy or another library."""
     ours = np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
     is_ours = not is_array or isinstance(x, ours)
@@ -196,7 +202,7 @@ def shown(x: Any) -> str:
 
 
 def few(items: Iterable[Any]) -> list[str]:
-    """Return the first eight items as texts, and a text with the number of others."""
+    """Return the first eight items as texts, and how many others there are."""
     texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
@@ -208,9 +214,9 @@ def listed(items: Iterable[Any]) -> str:
 
 
 def unlike(actual: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return a text per leaf whose description differs from the expected one.
+    """Return a text for each leaf that differs from what is expected.
 
-    Both arguments map the name of a leaf to its description.
+    Both arguments map a leaf's name to a description, such as its shape.
     """
     if actual == expected:
         return []
@@ -231,7 +237,10 @@ def differences(
     expected: PyTree,
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """Return the leaves that differ; if none does, the first container that differs."""
+    """Return texts on the leaves that differ.
+
+    If no leaf differs, the one text is on the first container that differs.
+    """
     try:
         leaves, treedef = jax.tree.flatten(actual)
     except ValueError:
@@ -239,7 +248,7 @@ def differences(
         raise
     others, other = jax.tree.flatten(expected)
     if treedef == other and _have_one_type(leaves, others):
-        return []  # names are needed for the error only
+        return []  # equal trees return early, because naming leaves is slow
     texts = unlike(
         {name: describe(x) for name, x in named_leaves(root, actual)},
         {name: describe(x) for name, x in named_leaves(root, expected)},
@@ -252,7 +261,7 @@ def differences(
 
 
 def _have_one_type(leaves: list[Any], others: list[Any]) -> bool:
-    """Return whether leaves are arrays of the shapes and dtypes of others."""
+    """Return whether arrays have the same shapes and dtypes as ``others``."""
     pairs = zip(leaves, others, strict=True)
     same = [
         getattr(x, "dtype", None) == getattr(y, "dtype", "none") and x.shape == y.shape
@@ -275,10 +284,15 @@ def check_like(
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """Return ``after`` without weak types; raise unless its types are as ``before``."""
+    """Return ``after`` without weak types; raise if a type has changed.
+
+    The trees, shapes and dtypes must be those of ``before``. ``culprit`` names the
+    function to look at.
+    """
     fault = "The step would change the type of its state, and so compile anew each time"
     check_like(root, after, before, fault, f"Look at {culprit}.")
-    # Values that were computed with Python numbers have a weak type, which is dropped.
+    # JAX gives values that were computed from Python numbers a weak type. It is
+    # dropped.
     after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
@@ -296,5 +310,8 @@ class Portable(Exception):
     """An error that can be copied and pickled with its text, attributes and notes."""
 
     def __reduce__(self) -> Any:
-        """Return how to make a copy: text and attributes, without the constructor."""
+        """Return what copying and pickling need: text and attributes.
+
+        The copy is made without a call of the constructor.
+        """
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 120
-# If a page is narrower, rows scroll and do not break.
+# On a narrow page rows scroll sideways and are not broken.
 _FORM = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
     'font-family:monospace">{code}</pre>'
@@ -35,11 +35,11 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    note: str = ""  # under it
+    note: str = ""  # shown under the table
 
     @property
     def is_number(self) -> tuple[bool, ...]:
-        """For each column, whether every cell begins like a number."""
+        """Whether a column holds numbers: all of its cells begin like one."""
         return tuple(
             all(row[i][:1] in "+-" or row[i][0].isdecimal() for row in self.rows)
             for i in range(len(self.head))
@@ -63,9 +63,9 @@ def as_text(tables: Sequence[Table]) -> Lines:
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
-    """Return what rich shows for tables, as ``_repr_mimebundle_`` returns it."""
+    """Return tables as rich shows them, for ``_repr_mimebundle_``."""
     from rich.table import Table as RichTable
-    from rich.text import Text  # rich reads no markup in a Text
+    from rich.text import Text  # In a Text rich does not read brackets as markup.
 
     shown = []
     for table in tables:
@@ -82,7 +82,7 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
 
 def drawn(*values: Any) -> dict[str, str]:
-    """Return the texts and HTML that rich renders, for ``_repr_mimebundle_``."""
+    """Return values as rich shows them, as text and HTML, for ``_repr_mimebundle_``."""
     from rich.console import Console
 
     console = Console(

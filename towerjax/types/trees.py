@@ -19,12 +19,15 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
 
 
 def key_name(entry: Any) -> str:
-    """Return an entry of a key path as one word."""
+    """Return one entry of a key path as text: the key, index or attribute."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
 def name_by_key(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf in a tree whose first key already names the value."""
+    """Return the name of a leaf whose first key already names the value.
+
+    Unlike `leaf_name` it needs no root.
+    """
     name = leaf_name("", path)
     if name.startswith("['"):
         return name.removeprefix("['").replace("']", "", 1)
@@ -59,7 +62,10 @@ def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def sorted_keys(root: str, tree: PyTree) -> Iterator[None]:
-    """Raise in this block an error that names the dict whose keys JAX cannot sort."""
+    """Explain JAX's error in this block if a dict has keys that cannot be sorted.
+
+    The error then names the dict.
+    """
     try:
         yield
     except ValueError:
@@ -89,7 +95,7 @@ def _is_unsortable(x: Any) -> bool:
 
 
 def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """Return a test for instances of ``kind`` that calls none of the class's code."""
+    """Return a test for instances of ``kind`` that runs no code of their class."""
     return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
 
 
@@ -106,7 +112,10 @@ def parts_of(kind: Any, tree: PyTree) -> list[Any]:
 
 
 def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
-    """Return the tree with its nodes of class ``kind`` replaced, in tree order."""
+    """Return the tree with its nodes of class ``kind`` replaced, in tree order.
+
+    ``new`` has the nodes to put in their places.
+    """
     left = iter(new)
     return map_parts(kind, lambda _: next(left), tree)
 
@@ -117,7 +126,10 @@ def has_tracers(tree: PyTree) -> bool:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Return whether any leaf is a tracer, or a new array would be one."""
+    """Return whether a leaf is a tracer, or JAX is tracing a function.
+
+    While it traces, each new array is a tracer, too.
+    """
     return has_tracers((tree, jax.device_put(np.int32(0))))
 
 
@@ -128,7 +140,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def held_dtype(dtype: Any) -> Any:
-    """Return the dtype that an array of ``dtype`` has on a device."""
+    """Return the dtype that an array of ``dtype`` gets when placed on a device."""
     return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
 
 
@@ -149,7 +161,7 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 def native(leaf: Any) -> Any:
-    """Return an array in native byte order, the only one that JAX takes."""
+    """Return the leaf with arrays in the machine's byte order, which JAX requires."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
         return leaf.astype(leaf.dtype.newbyteorder("="))
     return leaf
@@ -165,7 +177,7 @@ def own_array(leaf: Any) -> jax.Array:
 def widen_dtype(dtype: Any) -> Any:
     """Return the dtype in which values of ``dtype`` are added: float32 or wider."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
-        return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
+        return jnp.dtype(jnp.float32)  # JAX would not promote a float of 8 bits
     return promote_dtypes(dtype, jnp.float32)
 
 
@@ -190,14 +202,14 @@ def key_data(x: jax.Array) -> jax.Array:
 
 
 def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """Return the words ``data`` as a typed key if ``x`` is one; undo `key_data`."""
+    """Return ``data`` as a random key if ``x`` is one; the inverse of `key_data`."""
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
-    """Return the names of all leaves of several trees, each from its root.
+    """Return the names of all leaves of several trees, each with its root in front.
 
     If a root is "", the tree's first keys name its leaves.
     """

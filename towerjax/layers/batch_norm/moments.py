@@ -31,7 +31,7 @@ _NOT_TAKEN = ("axis_name", "axis_index_groups", "force_float32_reductions")
 
 
 def check_options(layer: Any) -> None:
-    """Raise unless a batch norm over towers has the layer's options."""
+    """Raise if an option of the batch norm layer is not valid."""
     for name in _NOT_TAKEN:
         if getattr(layer, name, None) not in (None, True):
             raise TypeError(f"TowerBatchNorm does not support {name}.")
@@ -43,7 +43,10 @@ def check_options(layer: Any) -> None:
 def check_call(
     layer: Any, x: ArrayLike, tower: Tower | None
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return the input as an array, and its feature dims; raise if it is wrong."""
+    """Return the input as an array, and the dims of its features.
+
+    Raises if the input or the tower does not fit the layer.
+    """
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
             f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with the"
@@ -122,7 +125,10 @@ def _weights(
     mask: jax.typing.ArrayLike | None,
     axes: tuple[int, ...],
 ) -> jax.Array | None:
-    """Return the elements' weights, with as many dims as ``x``; None if all are 1."""
+    """Return the weight of each element; None if all are 1.
+
+    The result can be broadcast to ``x``.
+    """
     weight = None if mask is None else _check_mask(x, mask)
     # Outside a step a tower has no weights, so the mask alone says which rows count.
     if tower is None or (mask is not None and not is_in_step(tower)):
@@ -165,7 +171,8 @@ def _moments(
     if weight is None:
         weight = jnp.ones((1,) * x.ndim, x.dtype)
     else:
-        # A product with 0 would keep NaN, and in the gradient, too.
+        # Padding is replaced by 0 and not multiplied by 0, because NaN times 0 is NaN,
+        # in the gradient too.
         x = jnp.where(weight != 0, x, 0)
     repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
     added = functools.partial(jnp.sum, axis=over, keepdims=True)
@@ -178,7 +185,7 @@ def _moments(
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
-    """Add the arrays over towers, by one reduction of their concatenation."""
+    """Add several arrays over towers, by a single reduction of all of them."""
     if tower is None:
         return parts
     joined, taken_apart = ravel_pytree(parts)

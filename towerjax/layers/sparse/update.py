@@ -114,7 +114,10 @@ def _update_rows(
     params: PyTree,
     owners: list[int | None],
 ) -> tuple[PyTree, PyTree]:
-    """Do one update by an optimizer that sees only the rows in ``grads``."""
+    """Do one update by an optimizer that sees only the rows in ``grads``.
+
+    ``owners`` has for each leaf of the state the index of the table whose rows it has.
+    """
     named, treedef = _named_rows(grads)
     inner = [x for _, x in named]
     indices = {}
@@ -145,7 +148,8 @@ def _update_rows(
     after = map(scatter, state, jax.tree.leaves(after), owners)
     out = treedef.flatten_up_to(updates)
     for i, at in indices.items():
-        # A padding row becomes a row of zeros at an index that exists.
+        # Padding rows have an index that does not exist. They get a valid one, with
+        # zeros.
         values = out[i]
         shape = np.shape(wholes[i])
         exist = at < shape[0]
@@ -158,10 +162,11 @@ def _update_rows(
 def _owners(
     init: Any, params: PyTree, opt_state: PyTree, names: Mapping[int, str]
 ) -> list[int | None]:
-    """Return for each leaf of the state the table whose rows it has, or None.
+    """Return for each leaf of the state the index of the table that it belongs to.
 
-    A leaf has a table's rows if its shape changes when the table is a row longer. This
-    is found by ``eval_shape``, so it also works for ``masked`` and ``partition``.
+    The index is None for a leaf that belongs to no table. A leaf belongs to a table if
+    its shape changes when the table is a row longer. This is found by ``eval_shape``,
+    so it also works for ``masked`` and ``partition``.
     """
     structs, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
 

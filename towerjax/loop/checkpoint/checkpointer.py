@@ -147,7 +147,7 @@ class Checkpointer:
         try:
             return CheckpointRecord.read(self._folder(number))
         except CheckpointError:
-            self._folder(number)  # raises if another run has deleted it
+            self._folder(number)  # raises a better error if the checkpoint was deleted
             raise
 
     def restore(
@@ -200,8 +200,8 @@ class Checkpointer:
             at = where / folder.ARRAYS
             return record.restore_leaves(at, leaves, state, placement)
         except CheckpointError:
-            # With several processes this is not done, because not all of them may have
-            # to read again.
+            # Another run deleted the checkpoint, or saved a newer one. Several
+            # processes do not try again, because perhaps not all of them would.
             if placement.num_processes == 1 and self._is_passed(chosen, number):
                 return self.restore(step, state, number=number)
             raise
@@ -322,9 +322,10 @@ class Checkpointer:
             yield Saving(options, step, point.state, source, stack), point
 
     def _is_passed(self, chosen: int, number: int | None) -> bool:
-        """Return whether a checkpoint was deleted, or is not the newest any more.
+        """Return whether a checkpoint was deleted, or is no longer the newest.
 
-        The second counts only if ``number`` is None, which asks for the newest.
+        ``number`` is None if the caller asked for the newest; otherwise only deletion
+        counts.
         """
         steps = self.steps
         return chosen not in steps or number is None and chosen != steps[-1]
@@ -357,7 +358,8 @@ class Saving:
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        self._check_lock: Callable[[], None] = lambda: None  # process 0 sets it
+        # Process 0, which locks the folder, replaces this by a real check.
+        self._check_lock: Callable[[], None] = lambda: None
 
         def lock() -> None:
             held = folder.lock(options.path, needed)
@@ -372,17 +374,20 @@ class Saving:
         stack.enter_context(quiet_orbax())
         self._files = open_manager(options.path, self._seal, self)
         stack.callback(self._close)
-        # A thread pool is used, because Python takes a thread for ended if Ctrl-C
+        # A pool runs the thread, because Python takes a thread for ended if Ctrl-C
         # interrupts its `join`.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
-        stack.callback(self._thread.shutdown)  # called first: no write follows
+        # Callbacks run last to first, so writing ends before files are closed.
+        stack.callback(self._thread.shutdown)
         self._written: concurrent.futures.Future[None] | None = None
         # The checkpoint that was saved last, or is being written. At first there is
         # none.
         self._last = CheckpointRecord(-1, "", 0, (), ())
         self.is_resumed = False
-        self.differs: list[str] = []  # changes since the checkpoint, as texts
-        self._from: CheckpointRecord | None = None  # the one that was resumed
+        # Texts on what has changed since the resumed checkpoint.
+        self.differs: list[str] = []
+        # The record of the resumed checkpoint.
+        self._from: CheckpointRecord | None = None
         self._programs = ProgramsOfRun(step)
         costs = call_on_first_process(lambda: [*record.costs_of(options).items()])
         self._best, self._lowest = min(
@@ -434,10 +439,10 @@ class Saving:
         self._from = saved
 
     def compare_programs(self) -> str:
-        """Return how programs differ from those before the checkpoint, as text.
+        """Return, as text, how the programs differ from those before the checkpoint.
 
-        The text is "" from the second call on. It is also "" if something else differs
-        on which programs depend, such as the strategy.
+        The text is "" from the second call on. It is also "" if something else has
+        changed on which programs depend, such as the strategy.
         """
         saved = self._from
         self._from = None
@@ -461,7 +466,7 @@ class Saving:
         self._source.go_to(Position(used, cursor))
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
-        """Return whether an evaluation is the best so far, and must be saved."""
+        """Return whether an evaluation is better than all before, and must be saved."""
         best = self.options.best
         if best is None:
             return False
@@ -533,7 +538,7 @@ class Saving:
             folder.empty_deleted(self.options.path)
 
     def _seal(self) -> None:
-        """Write a checkpoint's table, in Orbax's thread, before Orbax commits it."""
+        """Write a checkpoint's table; Orbax's thread calls this before it commits."""
         (where,) = folder.unfinished(self.options.path)
         folder.seal(where, as_json(dataclasses.asdict(self._last)))
 
@@ -563,8 +568,9 @@ class Saving:
         try:
             yield
         except Exception as error:
-            self._check_lock()  # another run may have deleted it
-            if number in self.options.steps:  # deleting an older one failed
+            self._check_lock()  # raises if another run has taken over the folder
+            # This one was written, so deleting an older one has failed.
+            if number in self.options.steps:
                 with folder.explained("deleted from", self.options.path):
                     raise
             if jax.process_index() == 0:

@@ -28,12 +28,13 @@ from towerjax.types.refusals import listed
 
 FORMAT = 1
 TABLE = "towerjax.json"
-ARRAYS = "default"  # the name of a step's one item in Orbax's CheckpointManager
-_MERGED = "manifest.ocdbt"  # Orbax's, once it merged the processes' files
-DELETED = ".deleted"  # a checkpoint is moved here to be deleted
-_COMMITTED = "commit_success.txt"  # the last file, in stores that cannot rename
-# Orbax changes the second file after the table is written. Neither file is needed to
-# restore.
+ARRAYS = "default"  # Orbax's name for the single item of a checkpoint
+# Orbax's index file, written after the processes' files are merged.
+_MERGED = "manifest.ocdbt"
+DELETED = ".deleted"  # the folder to which checkpoints are moved before deletion
+_COMMITTED = "commit_success.txt"  # written last in stores that cannot rename
+# Files that the table does not list. Orbax changes the second one after the table is
+# written. Neither is needed to restore.
 _NOT_READ = _COMMITTED, "_CHECKPOINT_METADATA"
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
@@ -93,8 +94,8 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
 
 
 def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
-    # The library fsspec caches the listings of a store, but other processes write
-    # there, too, and so does Orbax by TensorStore.
+    # fsspec caches the listings of a store, but other processes, and Orbax through
+    # TensorStore, write there, too. So the cache is cleared.
     backend: Any = getattr(directory, "_backend", None)
     if hasattr(backend, "fs"):
         backend.fs(directory).invalidate_cache()
@@ -106,7 +107,7 @@ def _is_committed(path: epath.Path) -> bool:
 
 
 def empty_deleted(directory: epath.Path) -> None:
-    """Delete the checkpoints that Orbax has moved to `DELETED`."""
+    """Delete for good the checkpoints that Orbax has moved to the folder `DELETED`."""
     if (directory / DELETED).exists():
         (directory / DELETED).rmtree()
 
@@ -115,12 +116,12 @@ def empty_deleted(directory: epath.Path) -> None:
 
 
 def check_directory(name: str, directory: Any) -> None:
-    """Raise unless Orbax can write checkpoints to a folder, and find them again."""
+    """Raise unless Orbax can write checkpoints to this folder, and find them again."""
     path = checked_path(name, directory, "a folder")
     if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
         form = "a folder on this machine or gs://...; Orbax writes to no other"
         refuse_option(name, directory, form)
-    # Orbax takes the whole path for a pattern when it merges its files.
+    # When Orbax merges files, it reads the whole path as a glob pattern.
     if unsafe := sorted({*os.fspath(path)} & {*"[\\"}):
         form = (
             f"a folder whose absolute path has no {' and no '.join(map(repr, unsafe))}."
@@ -165,7 +166,8 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{folder!r} is read-only")
             for path in paths:
-                if bad := _no_files(path):  # Orbax would wait for these
+                # Opening such a path would make Orbax wait for ever.
+                if bad := _no_files(path):
                     raise _damaged(path, listed(bad))
             for path in unfinished(directory):
                 path.rmtree()
@@ -193,7 +195,7 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
 
 
 def _is_at(file: int, path: epath.Path) -> bool:
-    """Return whether an open file is the one at ``path``, which may be deleted."""
+    """Return whether ``path`` still names the open file, which may be deleted."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -214,8 +216,8 @@ def _lock_locally(path: epath.Path, name: str) -> int:
             f"{str(path)!r}, which must be the lock file of a run, is a link, a pipe or"
             " a folder. Delete it, or name another folder."
         )
-    # The file is unbuffered, because a full disk would refuse a buffer once more when
-    # the file is closed.
+    # The file is opened without a buffer. On a full disk a buffer would raise again
+    # when the file is closed.
     file = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666
     )
@@ -235,7 +237,7 @@ def _lock_locally(path: epath.Path, name: str) -> int:
 
 
 def owner(directory: epath.Path) -> str:
-    """Return the name of the owner of the `lock`, as this process sees it."""
+    """Return the name in the folder's lock file, which tells who holds the `lock`."""
     with explained("read from", path := directory / ".lock"):
         return path.read_text() if path.exists() else "nobody"
 
@@ -244,7 +246,7 @@ def owner(directory: epath.Path) -> str:
 
 
 def seal(folder: epath.Path, record: dict[str, Any]) -> None:
-    """Write the table of a checkpoint, as its last file."""
+    """Write the table of a checkpoint, after all files that the table lists."""
     if not (folder / ARRAYS / _MERGED).exists():
         raise CheckpointError(
             f"Orbax did not finish {str(folder)!r}: there is no {ARRAYS}/{_MERGED}, so"
@@ -299,7 +301,8 @@ def check_files(folder: epath.Path) -> None:
         problems = _no_files(folder)
         there = {*_below(folder)}
     for name, (size, crc) in known.items():
-        is_there = name in there and _is_file(folder / name)  # may be ../../x
+        # A forged name may be ../../x.
+        is_there = name in there and _is_file(folder / name)
         with explained("read from", folder):
             actual = _checksum(folder / name) if is_there else None
         if actual is None:

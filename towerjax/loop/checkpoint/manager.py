@@ -21,7 +21,7 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
 
     in_thread = ocp.AsyncOptions(
         post_finalization_callback=seal,
-        # Otherwise two managers of one process, each in a thread, would wait for each
+        # With True, two managers in two threads of one process would wait for each
         # other.
         create_directories_asynchronously=False,
     )
@@ -36,8 +36,8 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
     )
     handler = ocp.StandardCheckpointHandler()
     manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
-    # Orbax would ask about an older step from another thread, which `is_preempted` does
-    # not allow.
+    # Orbax would ask JAX, in another thread and about an older step, whether the job
+    # was preempted. `is_preempted` allows one question for each step.
     manager.reached_preemption = lambda step: False
     return manager
 

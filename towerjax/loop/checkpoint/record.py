@@ -47,7 +47,7 @@ class Leaf:
     name: str  # such as state.params['w']
     shape: tuple[int, ...]  # including a dim over towers
     dtype: str  # the dtype's name; for a PRNG key its implementation
-    reduction: str | None = None  # only for a tower-local variable
+    reduction: str | None = None  # None unless the leaf is a tower-local variable
 
     @property
     def description(self) -> str:
@@ -69,20 +69,20 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     return leaves
 
 
-# The files have no such dtypes, so the bits are saved in another dtype.
+# Orbax's files lack these dtypes, so the bits are saved as another dtype.
 _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 
 def arrays_of(state: PyTree) -> PyTree:
     """Return the state in Orbax's form: keys as data, None for leaves of size 0."""
-    from orbax.checkpoint.tree import serialize_tree  # longer than that of towerjax
+    from orbax.checkpoint.tree import serialize_tree  # a slow import, so not at the top
 
     def numbers(x: jax.Array) -> Any:
         if not x.size:
             return None
         x = key_data(x)
-        # If an array has several copies, Orbax would compile slices of them, and save
-        # these.
+        # Of an array with several copies only one is given to Orbax. Otherwise Orbax
+        # would compile a program that slices the copies, and save the slices.
         has_copies = x.is_fully_replicated and x.is_fully_addressable
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
@@ -130,7 +130,8 @@ def restore_leaves(
     from orbax.checkpoint.tree import deserialize_tree, serialize_tree
 
     leaves, treedef = jax.tree.flatten(state)
-    pairs = list(zip(saved, leaves, strict=True))  # checked to be of the same model
+    # `check_same_model` made sure that they match.
+    pairs = list(zip(saved, leaves, strict=True))
     resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
     _refuse_unsplittable(resized)
     wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
@@ -156,10 +157,10 @@ def restore_leaves(
 
 
 def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
-    """Raise unless files have the tree's containers, and chunks that fit leaves.
+    """Raise unless the files have the tree's containers, and chunks of fitting sizes.
 
-    For a larger chunk TensorStore would ask the system for memory of its size, which
-    ends the process.
+    TensorStore asks the system for memory of a chunk's size. If a damaged file claims a
+    huge chunk, that would end the process.
     """
     from orbax.checkpoint import StandardCheckpointHandler
 
@@ -186,7 +187,7 @@ def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
 
 
 def _containers(name: str, tree: PyTree) -> dict[str, str]:
-    """Return the size of each dict and list of a tree by its name."""
+    """Return the number of items of each dict and list in a tree, by name."""
     if not isinstance(tree, dict | list):
         return {}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -197,7 +198,10 @@ def _containers(name: str, tree: PyTree) -> dict[str, str]:
 
 
 def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
-    """Raise if values saved for other towers cannot be converted to these towers."""
+    """Raise if values cannot be converted to another number of towers.
+
+    ``resized`` are the saved leaves with another number of towers.
+    """
     if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
         raise CheckpointError(
             f"{', '.join(x.name for x in bad)} cannot be restored for another number of"
@@ -329,7 +333,7 @@ def costs_of(options: Any) -> dict[int, float]:
         try:
             values[number] = options.record(number).evaluation.get(options.best)
         except CheckpointError:
-            if number in options.steps:  # it is damaged, and not deleted
+            if number in options.steps:  # a checkpoint that still exists is damaged
                 raise
     sign = sign_of("mode", options.best, options.mode)
     return {number: sign * x for number, x in values.items() if x is not None}
@@ -345,10 +349,10 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """Return texts on what has changed since a checkpoint was saved."""
+    """Return texts on what differs between a checkpoint's run and this one."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
-    if before == now:  # their devices may still differ
+    if before == now:  # equal options may still give other devices
         before = {"towers": saved.towers, "devices": _in_short(saved.devices)}
         devices = _in_short(strategy.placement.devices)
         now = {"towers": strategy.num_towers, "devices": devices}
@@ -371,7 +375,10 @@ def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode_cursor(cursor: Any) -> Any:
-    """Return the cursor in JSON's types; raise unless `decode_cursor` inverts it."""
+    """Return a batches' cursor in JSON's types.
+
+    Raises unless `decode_cursor` gives the same cursor again.
+    """
 
     def as_text(x: Any) -> dict[str, str]:
         return {"base64": base64.b64encode(x).decode()}

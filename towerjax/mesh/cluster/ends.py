@@ -12,15 +12,16 @@ from typing import Any, NoReturn
 
 from towerjax.mesh.processes import print_line
 
-_before = types.SimpleNamespace(excepthook=None, exit=None)  # one per process
+# What `end_at_once` replaced, for this process.
+_before = types.SimpleNamespace(excepthook=None, exit=None)
 
 
 class _NoticedExit(SystemExit):
-    """An exit with a failure's code; it ends the process if nothing catches it.
+    """A ``sys.exit`` with a failure, which ends the process if nothing catches it.
 
-    Once nothing has caught an exit, Python reads its ``code``, without any frame of
-    Python around. After that Python would call the functions of ``atexit``, in which
-    JAX waits for other processes.
+    After an uncaught exit, Python reads the exception's ``code`` from C code, with no
+    Python frame on the stack. That shows that nothing has caught it. Next Python would
+    call the functions of ``atexit``, in which JAX waits for other processes.
     """
 
     def __init__(self, status: Any, name: str) -> None:
@@ -32,7 +33,7 @@ class _NoticedExit(SystemExit):
     def code(self) -> Any:  # type: ignore[override]
         """The status that ``sys.exit`` was given.
 
-        If Python itself reads it, nothing has caught the exit, and the process ends
+        If no Python frame reads it, nothing has caught the exit, and the process ends
         here.
         """
         if sys._getframe().f_back is None:
@@ -57,7 +58,7 @@ def end_at_once(name: str) -> None:
             _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def leave(status: Any = None, /) -> NoReturn:
-        # In another thread ``sys.exit`` ends that thread alone.
+        # In a thread other than the main one ``sys.exit`` ends only that thread.
         is_main = threading.current_thread() is threading.main_thread()
         if status is None or status == 0 or not is_main:
             _before.exit(status)
@@ -79,7 +80,7 @@ def _end(line: str, status: Any) -> NoReturn:
     is_number = isinstance(status, int)
     try:
         print_line(line)
-        if not is_number:  # Python prints a status that is a text
+        if not is_number:  # Python's own exit prints a status that is a text, too
             print(status, file=sys.stderr)
     finally:
         _leave(status & 0xFF if is_number else 1)

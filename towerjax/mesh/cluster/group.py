@@ -14,10 +14,11 @@ from typing import IO, Any
 
 from towerjax.mesh.cluster import heartbeat
 
-# This is the first process of a job's process group, which is not the launcher's group.
-# Its input ends when the launcher dies, in whatever way. By then each process of the
-# job has joined the group, because a forked one holds the pipe until it has. The
-# process ignores signals to the group, which are for the others.
+# A small program, the first process in a job's process group, which is not the
+# launcher's group. Its input ends when the launcher dies, in whatever way; the program
+# then kills the group. By then each process of the job has joined the group, because a
+# forked process holds the input's pipe until it has joined. The program ignores signals
+# to the group, which are meant for the others.
 _WATCHDOG = """
 import os, signal, sys
 for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
@@ -46,7 +47,7 @@ def write(target: Any, text: bytes) -> None:
     target.flush()
 
 
-# The launcher forwards these signals, and they do not end the job.
+# The launcher forwards these signals to the processes, and does not end the job.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.02
 # The time to wait for the output of a process that has ended. Its children may still
@@ -61,8 +62,9 @@ AGAIN = 75
 class End:
     """How the processes of a job ended."""
 
-    code: int = 0  # the first failed process's; 128 + n for signal n
-    lost: int = 0  # processes that hung, or that others killed
+    # The exit code of the process that failed first, or 128 + n after signal n.
+    code: int = 0
+    lost: int = 0  # how many hung or were killed from outside the job
     ended_by: int | None = None  # the signal that told the launcher to end
 
 
@@ -78,7 +80,7 @@ class Timeouts:
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher itself."""
+    """Print a message of the launcher itself, as a line."""
     write(sys.stderr, f"towerjax launch: {text}\n".encode())
 
 
@@ -118,7 +120,7 @@ class _Worker:
             self.readers[-1].start()
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Count the process's steps and note its signs of life, until it ends."""
+        """Count the process's steps and note its signs of life, until the pipe ends."""
         with pipe:
             for word in pipe:
                 self.last_sign = time.monotonic()
@@ -133,7 +135,10 @@ class _Worker:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the process; a shell returns 128 + n for a child."""
+        """The signal that ended the process, or None.
+
+        A shell that ran the process returns 128 + n if signal n ended it.
+        """
         code = self.popen.returncode
         number = -code if code < 0 else code - 128
         return number if number in signal.valid_signals() else None
@@ -164,7 +169,7 @@ def run_group(
 
 
 def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
-    """Wait until all that the processes have written is forwarded."""
+    """Wait until all output of the processes is forwarded, or ``timeout_s`` is over."""
     until = time.monotonic() + timeout_s
     for worker in workers:
         for reader in worker.readers:
@@ -173,7 +178,7 @@ def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[int]:
-    """Make a process group that ends with this ``with`` block, or this process."""
+    """Make a process group that ends with this ``with`` block, or if we are killed."""
     popen = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCHDOG],
         stdin=subprocess.PIPE,
@@ -182,7 +187,7 @@ def _process_group() -> Iterator[int]:
     )
     with popen:
         assert popen.stdout is not None
-        popen.stdout.read(1)  # the watchdog now ignores signals
+        popen.stdout.read(1)  # one byte tells that the watchdog now ignores signals
         try:
             yield popen.pid
         finally:
@@ -204,7 +209,8 @@ class _Job:
     arrived: list[int]
     end: End = dataclasses.field(default_factory=End)
     kill_at: float = math.inf
-    # A process whose output nobody reads ends by SIGPIPE, which is not a loss.
+    # The signals that the launcher sent; a process that they end is not lost. SIGPIPE
+    # is among them, because it ends a process whose output nobody reads any more.
     sent: set[int] = dataclasses.field(default_factory=lambda: {signal.SIGPIPE})
 
     def run(self) -> End:
@@ -213,12 +219,14 @@ class _Job:
             time.sleep(_POLL_S)
             self._forward_signals()
             if self.kill_at == math.inf:
-                # Once processes are being ended, they do no steps, so hangs are not
-                # looked for.
+                # Hangs are not looked for once the processes are being ended, because
+                # they then do no steps.
                 self._look_for_hangs()
             over = [x for x in self.running if x.popen.poll() is not None]
-            # If two processes ended in one moment, one may have ended because the other
-            # did. The one that is the likelier cause is handled first.
+            # If two processes have ended since the last look, one may have ended
+            # because of the other. The likelier cause is handled first: a signal other
+            # than SIGABRT, then an exit code, then SIGABRT, by which JAX ends processes
+            # that wait.
             likely = {None: 1, signal.SIGABRT: 2}
             for worker in sorted(over, key=lambda x: likely.get(x.signal, 0)):
                 self._handle_end(worker)
@@ -266,7 +274,7 @@ class _Job:
         self.running.remove(worker)
         _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
-        # JAX aborts processes that wait for another one. They are not lost themselves.
+        # JAX aborts processes that wait for a lost one. They are not counted as lost.
         not_lost = self.sent | ({signal.SIGABRT} if self.end.code else set())
         if worker.signal is not None and worker.signal not in not_lost:
             self.end.lost += 1

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-# This variable holds the pipe's file descriptor and its inode number.
+# The environment variable with the pipe's file descriptor and inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
 ALIVE = b"alive\n"
 STEP = b"step\n"
@@ -13,25 +13,25 @@ _PERIOD_S = 0.1
 
 
 def pipe_name(pipe: int) -> str:
-    """Return the value of the variable `VARIABLE` for a pipe."""
+    """Return the value of `VARIABLE` that names this pipe: its descriptor and inode."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 
 def notify_launcher(word: bytes) -> bool:
-    """Send a word to the launcher; return False if no launcher listens."""
+    """Send a word, such as `ALIVE`, to the launcher; return False if none listens."""
     name = os.environ.get(VARIABLE)
     if name is None:
         return False
     pipe = int(name.partition(":")[0])
-    # A child process inherits the variable but not the pipe. In the child the
-    # descriptor belongs to another inode.
+    # A child process inherits the variable but not the pipe: in the child, the
+    # descriptor may be that of another file, with another inode number.
     with contextlib.suppress(OSError):
         return pipe_name(pipe) == name and bool(os.write(pipe, word))
     return False
 
 
 def start() -> None:
-    """Send signs of life from a daemon thread, as long as the launcher reads them."""
+    """Send signs of life from a daemon thread, until the launcher stops reading."""
 
     def beat() -> None:
         while notify_launcher(ALIVE):

@@ -23,18 +23,19 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 
 @dataclasses.dataclass(frozen=True)
 class RestartPlan:
-    """The number of processes to start, and of restarts that are left."""
+    """How many processes to start next, and how often the job may be restarted."""
 
-    processes: int  # how many the first start starts
-    towers: int | None = None  # None starts all processes each time
-    restarts: int | None = None  # how often the job may still be started again
+    processes: int  # the number of processes at the first start
+    towers: int | None = None  # None: each start starts all processes
+    restarts: int | None = None  # the restarts that are left
     lost: int = 0  # the number of processes that were lost
 
     @property
     def count(self) -> int:
-        """The number of processes to start, which divides ``towers``.
+        """The number of processes to start.
 
-        It is the largest such number of the processes that are left.
+        With ``towers`` it is the largest number that divides the towers, and needs no
+        process more than those that were not lost.
         """
         if self.towers is None:
             return self.processes
@@ -184,10 +185,13 @@ def _device_variables(devices: int | None, environ: Mapping[str, str]) -> dict:
 
 @contextlib.contextmanager
 def _collect_signals() -> Iterator[list[int]]:
-    """Yield a list to which signal handlers append; ignored signals stay ignored."""
+    """Yield a list, to which handlers add each signal that arrives in the block.
+
+    Signals that the process ignores stay ignored.
+    """
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield arrived  # Python delivers signals to the main thread only
+        yield arrived  # only Python's main thread can handle signals
         return
     heard = [n for n in _HEARD if signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(n, lambda got, _: arrived.append(got)) for n in heard]

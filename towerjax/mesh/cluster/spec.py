@@ -1,4 +1,4 @@
-"""Find and check the processes of the job, their addresses, and this one's number."""
+"""Find and check the job's processes, their addresses, and this process's index."""
 
 import dataclasses
 import itertools
@@ -27,13 +27,14 @@ def is_loopback(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Return whether this port is free; raise if it is not a port.
+    """Return whether no process listens at this port; raise if it is not a port.
 
-    JAX itself does not ask: it would share a port in use, or abort.
+    JAX does not check this: it would share a port in use, or abort.
     """
     check_whole("port", port, 1, 65535)
     with socket.socket() as probe:
-        # A port counts as free if a job that used it has just ended.
+        # With this option a port counts as free even if a job that used it has just
+        # ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -42,7 +43,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-# The launcher sets these variables, and `initialize` reads them.
+# `launch` sets these environment variables, and `initialize` reads them.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 
 
@@ -54,8 +55,8 @@ _EXAMPLE = (
     ' "task": {"type": "worker", "index": 0}}'
 )
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]+)")
-# Each text ends a sentence about a wrong part of a specification, and says what to
-# write.
+# Each text ends an error's sentence about a wrong part of a specification, and says
+# what to write.
 _NO_ADDRESS = (
     "is not an address. Write 'host:port' with a port of 1 to 65535, such as"
     " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
@@ -140,9 +141,10 @@ def parse_spec(
 def _jobs_and_task(
     spec: Any, source: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the addresses of each job, and the task that the specification names.
+    """Return a specification's addresses for each job, and the task that it names.
 
-    The task is empty if the specification names none. ``source`` begins an error.
+    The task is empty if the specification names none. ``source`` names the
+    specification at the start of an error.
     """
     jobs = spec
     task = {}
@@ -195,8 +197,8 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
 def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
     """Return the cluster that three values name.
 
-    They are a coordinator's address, a number of processes, and this process's number.
-    ``source`` begins an error.
+    They are the coordinator's address, the number of processes, and this process's
+    index. ``source`` names them at the start of an error.
     """
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(
@@ -204,7 +206,8 @@ def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
             f" {' and '.join(missing)} too, or none of them."
         )
     coordinator, num_processes, process_id = values.values()
-    if source != "explicit arguments":  # environment variables are text
+    # Environment variables are text, so they are converted.
+    if source != "explicit arguments":
         num_processes = int(num_processes)
         process_id = int(process_id)
     if not _is_address(coordinator):
@@ -214,8 +217,9 @@ def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
     return Cluster(process_id, num_processes, coordinator, source)
 
 
-# The launchers, the innermost first. Each sets variables for this process's number and
-# the number of processes, and then for both numbers on this machine.
+# Launchers, ordered so that one that may run inside another comes first. Each sets
+# variables for this process's index and the number of processes, and then for its index
+# and their number on this machine.
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -223,7 +227,7 @@ _LAUNCHERS = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-# JAX has these names for its detection of launchers.
+# JAX's names of the launchers that it can detect.
 _DETECTED = {"Slurm": "slurm", "Open MPI": "ompi"}
 # These variables say which process this is, but not how many there are.
 _RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
@@ -235,42 +239,45 @@ _MEET = (
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the innermost launcher that started several processes, and its variables.
+    """Return the innermost launcher of several processes, and its variables.
 
-    Returns None if no launcher started several.
+    Returns None if no launcher started several processes.
     """
     several = []
     for launcher, names in _LAUNCHERS.items():
         me, count = (environ.get(name, "") for name in names[:2])
         if me.isdecimal() and count.isdecimal() and int(count) > 1:
             several.append((launcher, names))
-    if len(several) > 1 and several[0][0] == "MPICH":  # `srun --mpi=pmi2` sets both
+    # `srun --mpi=pmi2` sets the variables of both.
+    if len(several) > 1 and several[0][0] == "MPICH":
         mpich, slurm = ([environ[x] for x in names[:2]] for _, names in several)
         several = several[mpich == slurm :]
     return several[0] if several else None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """Return an error text if a launcher started several processes, else None.
+    """Return an error's text if a launcher started several processes, else None.
 
-    ``but`` is the clause that says why this process would be alone.
+    ``but`` is a clause that says why this process would be alone.
     """
     return _alone(_sign_of_several(environ, _RANKS), but, _MEET)
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """Return an error text if this is one of several processes and joined no other.
+    """Return an error's text if this process should have joined the others of its job.
 
-    Returns None otherwise.
+    It is called in a process that is alone to JAX. Returns None if nothing in the
+    environment tells of other processes.
     """
     count = environ.get(VARIABLES[1], "")
     if count.isdecimal() and int(count) > 1:
         sign = f"{VARIABLES[1]}={count} {_COUNTS}", VARIABLES
     elif (tasks := _count_tasks(environ)) > 1:
         sign = f"TF_CONFIG names {tasks} processes of one job", ("TF_CONFIG",)
-    else:  # a pod's index may number separate jobs
+    else:  # a pod's index alone tells nothing: it may number separate jobs
         sign = _sign_of_several(environ, _RANKS[:1])
-    # With ``srun --pty`` only the first task has the terminal, which may run a shell.
+    # With ``srun --pty`` only the first task has the terminal. It may run a shell, in
+    # which a program is meant to run alone.
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
     if is_shell and sign is not None and sign[1][0] in _LAUNCHERS["Slurm"]:
         return None
@@ -279,7 +286,7 @@ def forgotten(environ: Mapping[str, str]) -> str | None:
 
 
 _COUNTS = "is the number of processes in a job of several"
-# A clause that says there are several processes, and the variables that tell so.
+# A clause that says that there are several processes, and the variables that show it.
 _Sign: TypeAlias = tuple[str, tuple[str, ...]] | None
 
 
@@ -317,7 +324,7 @@ def _alone(sign: _Sign, but: str, remedy: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Return the innermost launcher's cluster; None if nothing gives its address."""
+    """Return the cluster of the innermost launcher; None if its address is unknown."""
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
@@ -325,9 +332,10 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
     port = environ.get("MASTER_PORT", "")
     address = environ.get("JAX_COORDINATOR_ADDRESS")
     if not address and host and port.isdecimal():
-        # At MASTER_PORT torchrun itself may listen, so the next port is taken.
+        # torchrun itself may listen at MASTER_PORT, so the next port is taken.
         port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-        is_here = environ.get(names[3]) == environ[names[1]]  # all processes are here
+        # Whether all processes are on this machine.
+        is_here = environ.get(names[3]) == environ[names[1]]
         host = LOOPBACK if is_here else f"[{host}]" if ":" in host else host
         address = f"{host}:{port}"
     if not address:
@@ -340,13 +348,17 @@ def detection(environ: Mapping[str, str]) -> str | None:
     """Return the method by which JAX shall detect the cluster; None lets JAX choose."""
     if (launched := _innermost(environ)) is not None:
         return _DETECTED.get(launched[0], "deactivate")
-    # For a single task of Slurm, too, JAX would make a cluster, at the port that other
-    # steps of its allocation use: https://github.com/jax-ml/jax/pull/12152.
+    # JAX would make a cluster for a single task of Slurm, too. It would take a port
+    # that other steps of the same allocation use:
+    # https://github.com/jax-ml/jax/pull/12152.
     return "deactivate" if environ.get("SLURM_STEP_NUM_TASKS") == "1" else None
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the accelerators of a process that shares its machine; None for all."""
+    """Return the index of this process's accelerator, in a list; None for all of them.
+
+    A launcher's process that shares its machine with others uses one accelerator.
+    """
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     local, local_count = (environ.get(name, "") for name in launched[1][2:])

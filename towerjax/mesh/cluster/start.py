@@ -20,7 +20,8 @@ from towerjax.types.version import __version__
 _SILENCE_S = 5
 
 
-# This is the state of `initialize`. Like JAX's own state, there is one per process.
+# The cluster that this process has joined. Like JAX's own state, there is one per
+# process.
 _process = types.SimpleNamespace(cluster=None)
 
 
@@ -83,7 +84,8 @@ def initialize(
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
     named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
     if (running := _process.cluster) is not None:
-        # If JAX detected the cluster, its address is not known.
+        # If JAX detected the cluster that runs, we do not know its address, and take
+        # the named one as equal.
         known = running.coordinator or (named and named.coordinator)
         if named and named != dataclasses.replace(
             running, coordinator=known, how=named.how
@@ -109,8 +111,8 @@ def initialize(
 def shutdown() -> None:
     """Wait for the other processes and leave the job; without a job do nothing.
 
-    Every process does this by itself when it ends. Once a call returns, all processes
-    have come this far.
+    Every process does this by itself when it ends. When the call returns, all processes
+    have called it.
     """
     ends.end_as_before()
     _process.cluster = None
@@ -131,7 +133,7 @@ def require_joined() -> None:
         raise RuntimeError(text)
 
 
-# These options of JAX change what a program computes.
+# Options of JAX that change what a program computes.
 _SETTINGS = """
     jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl
     jax_threefry_partitionable
@@ -141,8 +143,8 @@ _SETTINGS = """
 def _require_same_settings() -> None:
     """Raise on every process unless versions and settings are the same on all.
 
-    The coordinator compares them as text. Programs on the devices cannot, because these
-    programs would already differ.
+    They are compared as text, through the coordinator and not by a program on the
+    devices, because the processes would compile different programs.
     """
     settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
@@ -174,7 +176,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
             _join_named(named, options)
         elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
-    # All processes have joined. Starting the devices may take longer than the timeout.
+    # All processes have joined. The next call starts the devices, which may take longer
+    # than the timeout for joining.
     me = jax.process_index()
     count = jax.process_count()
     if named is not None and (count, me) != (named.num_processes, named.process_id):
@@ -222,7 +225,7 @@ def _join_detected(options: dict[str, Any]) -> bool:
     try:
         _initialize_jax({**options, "cluster_detection_method": method})
     except (ValueError, RuntimeError) as error:
-        # If JAX was used before, the error is a RuntimeError.
+        # A RuntimeError means that JAX was used before, so the cluster may be there.
         finds_none &= isinstance(error, ValueError)
         why = "nothing says how they connect" if finds_none else f"{error}"
         _refuse_to_be_alone(why.rstrip("."), error)
@@ -237,7 +240,7 @@ def _initialize_jax(
     who: str = "this process",
     others: str = "the others of the cluster",
 ) -> None:
-    """Join the cluster; print what is waited for, and exit after the timeout."""
+    """Join the cluster; print who is waited for, and exit after the timeout."""
     limit_s = options["initialization_timeout"]
 
     def end() -> None:
@@ -250,9 +253,11 @@ def _initialize_jax(
     waits = f"{who} waits for {others} (up to {limit_s} s)"
     with (
         calls_after(min(_SILENCE_S, limit_s / 2), lambda: print_line(waits)),
-        calls_after(limit_s, end),  # no exception ends JAX's wait in C++
+        # This ends the process, because no exception ends JAX's wait in C++.
+        calls_after(limit_s, end),
     ):
-        # Our timeout ends first, because JAX's own aborts and names no missing process.
+        # JAX's timeout is longer than ours, because JAX would abort without naming the
+        # missing process.
         jax.distributed.initialize(**{**options, "initialization_timeout": limit_s + 5})
 
 

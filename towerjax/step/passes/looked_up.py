@@ -83,7 +83,7 @@ class Lookups:
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """See `Tables.zeros`."""
+        """Return zeros to add to the rows of lookups; see `Tables.zeros`."""
         lead = () if self.towers is None else (self.towers,)
         avals: list[Any] = [eqn.outvars[0].aval for eqn in self.eqns]
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
@@ -116,7 +116,7 @@ class Lookups:
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """See `Tables.gradients`."""
+        """Return the gradients; see `Tables.gradients`."""
         self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:

@@ -207,12 +207,12 @@ class TracedPass:
 
     @functools.cached_property
     def layouts(self) -> tuple[PyTree, PyTree]:
-        """The layouts of the merged results and the pass's reports, as prefix trees."""
+        """The layouts of the merged results and of the `Look`'s report, as a pair."""
         return layouts_of(self.towers.out)
 
     @property
     def out(self) -> tuple[PyTree, PyTree]:
-        """The shapes of the merged results and the pass's reports, as global values."""
+        """The shapes of the merged results and of the `Look`'s report, as a pair."""
         count = self.pass_.strategy.placement.num_towers
 
         def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

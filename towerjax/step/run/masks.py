@@ -119,7 +119,8 @@ def _is_masked(
 ) -> bool:
     """Return whether all towers know the weights of the rows that a call sends.
 
-    ``known`` are the calls that send weights, and ``sent`` names what was sent.
+    ``known`` are the calls that tell weights of rows to all towers, and ``sent`` has
+    the names of those among them that send the weights themselves.
     """
     if call.is_sum:
         return False

@@ -42,7 +42,7 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Lineage:
-    """A sequence of calls, each of which took the state that the last one returned."""
+    """A line of calls, each of which took the state that the call before returned."""
 
     at: Any  # the array ``state.step`` that the last call returned
     step_flag: Any  # an array; Any, since JAX's stub lacks is_ready

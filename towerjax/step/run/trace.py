@@ -199,7 +199,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Return the layouts of an update's arguments: as stored, and as the update reads.
+    """Return two layouts of an update's arguments: as stored, and as the update needs.
 
     ``results`` are the results of the passes.
     """

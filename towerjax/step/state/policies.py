@@ -80,10 +80,10 @@ class StatePolicy:
         *,
         copies_uncommitted: bool = False,
     ) -> TrainState:
-        """Place leaves that lie elsewhere; return the same state if none does.
+        """Place leaves that lie on other devices; return the same state if none does.
 
-        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf
-        that JAX put on the right device by default is copied, too.
+        ``root`` names the state in errors. With ``copies_uncommitted`` a leaf that JAX
+        put on the right device by default is copied, too.
         """
         return place_others(
             state,

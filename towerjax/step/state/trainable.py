@@ -61,8 +61,8 @@ def trainable_flags(
         bad = [f"{x[0]} is {d}" for x, d, yes, fits in named if yes and not fits]
         raise ValueError(
             "Each leaf of params that trains must be floating or complex, of 16 bits or"
-            f" more, because it gets a gradient, but {listed(bad)}. {advice} where it"
-            " is fixed. Cast to a narrower dtype inside the loss function."
+            f" more, because it gets a gradient, but {listed(bad)}. {advice} if the"
+            " leaf is fixed. If it trains, cast it to its narrow dtype in the loss."
         )
     return treedef.unflatten(chosen)
 

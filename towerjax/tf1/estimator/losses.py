@@ -152,7 +152,7 @@ class TowersOfStep:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a single tower has all rows at once, which makes any loss exact."""
+        """Whether a single tower has all rows at once, so that any loss is exact."""
         return self.num_calls == 1
 
     @property
@@ -162,9 +162,9 @@ class TowersOfStep:
 
     @property
     def _is_of_scalars(self) -> bool:
-        """Whether losses are scalars because several towers must return them so.
+        """Whether several towers must return scalar losses.
 
-        A single tower then treats its loss in the same way.
+        The loss of a single tower is then reduced in the same way.
         """
         return self.compat == "tf1" or self.reduction in _OF_SCALARS
 

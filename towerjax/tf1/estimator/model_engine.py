@@ -52,7 +52,7 @@ from towerjax.types.trees import shapes_of
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Hooks:
-    """The hooks of a spec, as a pytree without leaves."""
+    """The hooks of a spec, as a pytree without leaves, so that JAX can return it."""
 
     value: tuple[ModelHook, ...]
 

@@ -73,7 +73,7 @@ class RegressionOutput:
 
 @jax.tree_util.register_static
 class ClassNames(tuple[str, ...]):
-    """The names of classes, as a pytree without leaves."""
+    """The names of classes, as a pytree without leaves, so that JAX can return it."""
 
 
 @jax.tree_util.register_dataclass

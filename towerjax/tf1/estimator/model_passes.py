@@ -1,4 +1,4 @@
-"""The passes of a model function: one traces it, and one ends wherever towers meet."""
+"""The passes of a model function: the first traces it, the others compute it."""
 
 import dataclasses
 import functools
