@@ -24,7 +24,7 @@ from towerjax.check.programs.traced import (
 from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
 from towerjax.jaxprs.flow import is_ref
 from towerjax.proof.equal.causes import Causes
-from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes, failed
 from towerjax.proof.equal.kinds import (
     Copy,
     Kind,
@@ -97,6 +97,8 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
         of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
         of_results = [(Says.UNKNOWN, str(error))] * len(leaves)
+    except Exception as error:  # A fault of the proof must not end a user's check.
+        of_results = [(Says.UNKNOWN, failed(error))] * len(leaves)
     return [
         Equality(name, says, words.nouns.told(why))
         for (name, x), (says, why) in zip(leaves, of_results, strict=True)

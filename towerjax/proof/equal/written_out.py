@@ -489,6 +489,8 @@ def _chained(name: str, start: Kind, total: Kind) -> Kind:
 
 def _have_like_results(node: Node, other: Node, sizes: Sizes) -> bool:
     """Return whether results have the same shapes, except for rows or micro-batches."""
+    if len(node.outs) != len(other.outs):  # an unstack of more micro-batches
+        return False
     for x, y in zip(node.eqn.outvars, other.eqn.outvars, strict=True):
         if is_ref(x) or is_ref(y):
             continue
