@@ -399,7 +399,7 @@ class Additive:
         if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
             raise ValueError(
                 f"{mine!r} cannot be merged with {others!r}: different options made"
-                " them. Merge states that the same call made."
+                " them. Merge states of one metric, made with the same options."
             )
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
