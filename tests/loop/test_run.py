@@ -186,7 +186,7 @@ def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train
     state = train_step.init(state.params, local=local)
     with pytest.raises(ValueError, match="than 3: .*tj.towers.restored_values") as told:
         evaluate(state, data)
-    text = "tj.towers.saved_values(state)), which eval_params= of tj.run may do"
+    text = "tj.towers.saved_values(state)). For an evaluation in tj.run, do this in the"
     assert text in str(told.value)
     saved = tj.towers.saved_values(state)
     moved = tj.towers.restored_values(evaluate.strategy, state, saved)

@@ -214,14 +214,16 @@ class _Kept:
 
 
 class Source(Iterator[PyTree]):
-    """The batches of a run; it can go back to the last used batch.
+    """The batches of a run, which can continue just after the last used batch.
+
+    So no batch is lost that was only fetched in advance.
 
     Attributes:
-      has_cursor: Whether the batches tell their position themselves, so that another
-        process can go to it.
+      has_cursor: Whether the data set reports its position, so that another process can
+        continue there.
       is_reproducible: Whether a restarted job is known to get the same batches.
       prefetches: Whether a thread of their own places them in advance.
-      used_before: The number of batches before the next one, earlier runs included.
+      used_before: The number of batches that this run and earlier ones have used.
       last: The position after the last batch that steps have used.
     """
 
@@ -394,8 +396,8 @@ class Stream(Iterator[Placed]):
         try:
             if self._depth:
                 return self._next_of_thread()
-            # A loop takes the element and not ``next()``, because Ctrl-C after the call
-            # of ``next()`` would lose the element.
+            # With ``next()`` in place of a loop, an element would be lost if Ctrl-C
+            # came between the call of ``next()`` and the assignment of its result.
             for element, after in self._made:
                 self._after = after
                 return element

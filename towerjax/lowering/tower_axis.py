@@ -119,7 +119,11 @@ def run_lowered(
     name: str,
     *args: PyTree,
 ) -> PyTree:
-    """Run a function of one tower by its program, lowered to these devices."""
+    """Run ``tower_fn`` on all towers, by one program that is made for their devices.
+
+    The program is traced at the first call and kept in ``programs``. Errors name it
+    ``name``.
+    """
     program, tree = lowered_program(tower_fn, axes, programs, name, args)
     return evaluate_program(program, tree, args)
 

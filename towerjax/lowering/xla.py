@@ -117,9 +117,8 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
 
 
 # This matches a sharding constraint that leaves all dims open. JAX writes one behind
-# each operation where some axes of a mesh are manual. XLA does not look through such a
-# constraint. It then merges two factors of a product into one only if there is a single
-# group of devices.
+# each operation where some axes of a mesh are manual. XLA simplifies products across
+# such a constraint on one group of devices, and not on several, so that bits differ.
 _OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
 # These are never merged: they have effects, or their regions are computations.

@@ -182,7 +182,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """Return one mark for each result, and for each Ref that an equation may write."""
+    """Return ``mark`` once for each result and for each Ref that ``eqn`` may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 

@@ -221,8 +221,8 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         left = [without_coordinate(x.along, over) for x in ins]
         pairs = zip(outs, left, strict=True)
         return [x._replace(along=a) if is_over_towers else x for x, a in pairs]
-    # Any other collective may mix the coordinates, so a value that depended on one of
-    # them may then depend on both.
+    # A tower's coordinates are its device, and its number there. Any other collective
+    # may mix them, so a value that depended on one may then depend on both.
     marks = [m._replace(along=ALL if m.along else NOTHING) for m in ins]
     if is_over_towers and not _keeps_equals(eqn, name, of_axis, num_towers):
         marks.append(Mark(ALL, name, site))

@@ -52,7 +52,10 @@ class MultiStepContext:
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Call ``fn`` for each tower, as the strategy does; it may set outputs here."""
+        """Call ``fn`` for each tower, like the strategy's method of this name.
+
+        In addition ``fn`` may call `set_last_step_output` of this object.
+        """
         reductions = {}
 
         def tower_fn(tower: tj.Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -226,7 +226,7 @@ def of_a_python_number(devices):
     (of_object, r"it changes fn.self.total in place"),
     (of_a_list, r"the structure of args in place"),
     (of_one_array_twice, r"it changes args\[0\]\['w'\] in place"),
-    (of_a_ref, r"it takes a Ref"),
+    (of_a_ref, r"the function takes a Ref"),
     (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a Python number"),
 ], ids=["changed of an object", "a list", "twice", "a Ref", "a number of Python"],
 )  # fmt: skip

@@ -200,7 +200,7 @@ def _pairs(
     if names := [name for name in others if both[name].is_returned]:
         raise ValueError(
             f"{named} the program returns different results: {listed(names)}. Return"
-            " the same for each number."
+            " results of the same names in each run."
         )
     pairs: dict[str, tuple[Any, Any]] = dict.fromkeys(others, (None, None))
     for name in [name for name in want if name in got]:

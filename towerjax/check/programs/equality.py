@@ -117,7 +117,10 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     for program in (first, second):
         jaxpr = program.traced.jaxpr.jaxpr
         if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
-            raise ProgramsDifferError("it takes a Ref, which it may write")
+            raise ProgramsDifferError(
+                "the function takes a Ref, which it may write, and the proof does not"
+                " follow writes"
+            )
         if program.unseen:
             raise ProgramsDifferError(
                 f"it changes {listed(program.unseen)} in place, which the proof does"

@@ -103,7 +103,7 @@ def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
         return None
     fits = isinstance(before, SAME_FOR_ALL | end.extreme) and before.power == end.power
     if not (isinstance(start, SoFar) and start.carry == end.carry and fits):
-        raise NotOfOneKindError(f"no rule for a loop that starts at {before}")
+        raise NotOfOneKindError(f"no rule for a loop whose carry starts as {before}")
     return end.extreme(end.power)
 
 

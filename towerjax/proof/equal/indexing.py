@@ -305,7 +305,9 @@ def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
     x = _as_array(pair, x)
     _refuse_fill(pair, x)
     if pair.rows_in[0] is None:
-        raise NotOfOneKindError("elements are indexed by the numbers of {its} rows")
+        raise NotOfOneKindError(
+            "a replicated array is indexed by the positions of {its} rows in the batch"
+        )
     if _has_plain_rows(pair, x, at) and _is_by_own_number(pair):
         return x
     raise NotOfOneKindError(_AMONG_ROWS)

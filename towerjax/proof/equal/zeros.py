@@ -139,9 +139,9 @@ def _divides(x: Kind) -> bool:
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a gather is 0: those of the array it reads.
+    """Return where a gather is known to be 0: in the same places as its array.
 
-    If indices may be out of bounds, the fill value must be 0.
+    It is known nowhere if indices may be out of bounds, and the fill value is not 0.
     """
     return at[0] if fills_with_zero(pair) else NO_ZEROS
 
@@ -286,10 +286,10 @@ def _is_finite(x: Kind) -> bool:
 
 
 def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
-    """Return what is known of a result in padding rows.
+    """Return whether a result is finite in padding rows, as far as that is known.
 
-    It is what is known of the operands there, unless the equation can give infinity for
-    finite operands.
+    The result is finite if all operands are, unless the equation can give infinity for
+    finite operands, as a division can.
     """
     dtype = pair.out_dtype(result)
     is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

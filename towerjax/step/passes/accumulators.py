@@ -374,7 +374,11 @@ def _to_array(name: str, x: Any) -> jax.Array:
 
 
 def _check_leaf(name: str, x: Any, rows: int) -> Any:
-    """Check the rows of a typed leaf, and widen its dtypes so that it can be added."""
+    """Return a leaf such as `Rows`, `Sum` or a metric state, after a check.
+
+    Its rows must be ``rows``. A metric's dtypes are widened, because micro-batches and
+    towers are added up.
+    """
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):

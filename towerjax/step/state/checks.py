@@ -193,8 +193,8 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
             f" {listed(wrong_towers)}. Start anew with step.init(state.params,"
             " local=...), or for a model with model.init(tj.TrainState.create(...)). Or"
             " move the tower-local variables with tj.towers.restored_values(strategy,"
-            " state, tj.towers.saved_values(state)), which eval_params= of tj.run may"
-            " do."
+            " state, tj.towers.saved_values(state)). For an evaluation in tj.run, do"
+            " this in the function eval_params=."
         )
 
 
