@@ -77,6 +77,10 @@ def sums(w, x, flags):
 
 
 PROGRAMS = {
+    "decided": decided,
+    "sums": sums,
+    "quotients": quotients,
+    "apply_every": over_calls(optax.chain(optax.apply_every(4), optax.sgd(0.1))),
     "adam": over_calls(optax.MultiSteps(optax.adam(0.1), 4)),
     "a finite adam": over_calls(optax.MultiSteps(optax.adam(0.1), 2), finite_loss),
     "clip": over_calls(
@@ -85,10 +89,6 @@ PROGRAMS = {
         ),
         finite_loss,
     ),
-    "apply_every": over_calls(optax.chain(optax.apply_every(4), optax.sgd(0.1))),
-    "quotients": quotients,
-    "decided": decided,
-    "sums": sums,
 }
 
 
@@ -114,6 +114,7 @@ def flat_of(name):
     return flat, closed, *jax.jit(lambda *args: run(flat, args))(W, X, FLAGS)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_flat_program_has_the_results_of_the_program(name):
     flat, closed, _, results = flat_of(name)
@@ -126,6 +127,7 @@ def test_a_flat_program_has_the_results_of_the_program(name):
     assert len(flat.nodes) < 2 * len(closed.jaxpr.eqns) + 400
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_zeros_are_0_and_finite_values_are_finite(name):
     flat, _, values, _ = flat_of(name)
@@ -137,6 +139,7 @@ def test_zeros_are_0_and_finite_values_are_finite(name):
             assert np.isfinite(array).all(), value
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", ["sums", "decided", "a finite adam"])
 def test_factors_give_the_value(name):
     flat, _, values, _ = flat_of(name)
