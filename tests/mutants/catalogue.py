@@ -351,7 +351,7 @@ MODELS = (
        "if labels is None:", "train_and_evaluate::without_labels_there_are_none",
        "train_and_evaluate::predictions_are_in_order_and_without_padding[pairs]"),
     _m("M12", "predictions come out of order", "loop.evaluate:outputs_on_host",
-       "if len(running) > 1:  # fetch one while the next one runs\n"
+       "if len(running) > 1:\n"
        "                    yield jax.device_get(running.popleft())",
        "if len(running) > 1:\n"
        "                    yield jax.device_get(running.pop())",
