@@ -51,8 +51,10 @@ def quotients(w, x, flags):
     outside = x[4:5].sum() + jnp.take(x, 4, axis=0)
     by_count = jnp.take(x, (flags.sum() + 2).astype(int), axis=1)
     by_label = jnp.take(x, label + 3, axis=0)
+    turned = 1j * x
+    of_complex = (1 / (turned * turned + jnp.exp(0 * x))).real
     indexed = entropy, outside, by_count, by_label
-    divided = guarded, other_way, unguarded, positive, maximum
+    divided = of_complex, guarded, other_way, unguarded, positive, maximum
     return [0.0 * term + 1.0 for term in (*indexed, *divided, *roots, *powers)]
 
 
@@ -156,14 +158,24 @@ def test_factors_give_the_value(name):
 
 def test_what_may_divide_by_0_is_not_finite():
     flat, *_, results = flat_of("quotients")
-    names = "entropy outside by_count by_label guarded other_way unguarded positive"
-    names += " maximum root root_of_exp root_of_square negative_power square power"
+    names = "entropy outside by_count by_label of_complex guarded other_way unguarded"
+    names += (
+        " positive maximum root root_of_exp root_of_square negative_power square power"
+    )
     is_zero = [place in flat.zeros for place in zeros_of(flat)]
     told = dict(zip(names.split(), is_zero, strict=True))
     nan = {
         name for name, x in zip(told, results, strict=True) if not jnp.isfinite(x).all()
     }
-    assert nan == {"outside", "by_count", "by_label", "other_way", "unguarded", "root"}
+    assert nan == {
+        "outside",
+        "by_count",
+        "by_label",
+        "of_complex",
+        "other_way",
+        "unguarded",
+        "root",
+    }
     unknown = {name for name, is_zero in told.items() if not is_zero}
     assert unknown == nan | {"negative_power"}
 

@@ -173,9 +173,7 @@ class Loop:
         start_s = time.perf_counter()
         try:
             placed = next(stream, None)
-        # The batch is broken. The steps before it have been dispatched, so their
-        # results are recorded before the error leaves.
-        except Exception:
+        except Exception:  # raised again, after the steps before it are recorded
             self._fetch(0)
             raise
         return placed, time.perf_counter() - start_s

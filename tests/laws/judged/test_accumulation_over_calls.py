@@ -186,3 +186,15 @@ def test_a_quotient_that_may_be_infinite_is_named():
     [why] = set(report.unproved.values())
     assert "where that value is infinite or NaN, as it may be, at" in why
     assert "(masked_mean)" in why
+
+
+def test_a_step_that_prints_its_gradient_is_proved():
+    def printed(grads, _):
+        jax.debug.print("gradient {}", grads["b"])
+        return grads
+
+    def optimizer_of(n):
+        return optax.chain(optax.stateless(printed), accumulated(optax.sgd(0.1), n))
+
+    make = over_calls(optimizer_of, mean)
+    assert tj.testing.prove(make, micro_batches=NUMBERS).unproved == {}

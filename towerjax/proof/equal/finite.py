@@ -194,10 +194,10 @@ class FiniteValues:
         """Return what is known of the sign of all elements of a result."""
         name = eqn.primitive.name
         signs = [self._sign(x) for x in ins]
+        if _may_become_0(eqn) or _is_complex(eqn):
+            return Sign.ANY
         if name == "exp":
             return Sign.POSITIVE
-        if _may_become_0(eqn):
-            return Sign.ANY
         if name in (*_KEEPS_SIGN, "mul", "div") and min(signs) > Sign.ANY:
             return min(signs)
         if name in ("add", "add_any"):
@@ -222,6 +222,11 @@ def _has_an_element_in_each_window(eqn: Any) -> bool:
     pairs = zip(windows, eqn.params["padding"], strict=True)
     is_plain = {*eqn.params["base_dilation"], *eqn.params["window_dilation"]} == {1}
     return is_plain and all(max(pad) < window for window, pad in pairs)
+
+
+def _is_complex(eqn: Any) -> bool:
+    """Return whether a result is complex: its square may be negative."""
+    return any(jnp.issubdtype(x.aval.dtype, jnp.complexfloating) for x in eqn.outvars)
 
 
 def _may_become_0(eqn: Any) -> bool:

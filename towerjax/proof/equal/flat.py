@@ -123,7 +123,7 @@ class Flat:
             base: tuple(float(i == place) for i in range(count))
             for place, base in enumerate(bases)
         }
-        waiting = [x.outs[0] for base in bases for x in self.users[base]]
+        waiting = [out for base in bases for x in self.users[base] for out in x.outs]
         # A value comes after its operands, because these have lower numbers.
         heapq.heapify(waiting)
         seen = set[int]()
@@ -137,7 +137,8 @@ class Flat:
             if combined is not None:
                 factors[value] = combined
                 for user in self.users[value]:
-                    heapq.heappush(waiting, user.outs[0])
+                    for out in user.outs:  # a print has none
+                        heapq.heappush(waiting, out)
         return factors
 
     def _combined(
