@@ -1899,6 +1899,11 @@ ACCUMULATED = (
        "proof.equal.finite:FiniteValues._reads_inside",
        "and not {*sizes} & {*self._of_rows}", "",
        "flat::what_may_divide_by_0_is_not_finite"),
+    _m("A69", "a read that one micro-batch lacks is in bounds",
+       f"{_WRITTEN}Matched.results",
+       "if not self._all.assumed_finite() <= self._matched():", "if False:",
+       "accumulation_over_calls::no_wrong_accumulation_over_calls_is_proved"
+       "[0 times what is out of bounds]"),
     _m("A68", "zeros are the same as NaN", "check.comparison:_gap_of_leaf",
        "if not gap.any():", "if not gap.any() or size == 0:",
        "same_on_devices::zeros_are_not_the_same_as_what_is_not_finite"),

@@ -32,10 +32,18 @@ def masked_mean(w, x, mask):
     return total(w, x, mask) / mask.sum()
 
 
+def label_of(x):
+    return (x[:, 1] > 0).astype(jnp.int32)
+
+
+def of_table(w, x, mask):
+    return ((x @ w["a"] - jnp.take(w["a"], label_of(x)) * w["b"]) ** 2).mean()
+
+
 def cross_entropy(w, x, mask):
     logits = jnp.stack([x @ w["a"], jnp.tanh(x[:, 0] * w["b"])], axis=1)
-    labels = (x[:, 1] > 0).astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label_of(x))
+    return losses.mean()
 
 
 def parts_of(n, x):
@@ -88,6 +96,23 @@ def over_means(add_mean, loss=mean):
     return make
 
 
+def sums_and_a_read(micro_batches):
+    """The gradient of a sum, and 0 times a parameter's elements, some out of bounds."""
+
+    def train(w, x, mask):
+        result = jax.tree.map(jnp.zeros_like, w)
+        pairs = zip(
+            parts_of(micro_batches, x), parts_of(micro_batches, mask), strict=True
+        )
+        for rows, flags in pairs:
+            read = jnp.take(w["a"], label_of(rows) + micro_batches).sum()
+            grads = jax.grad(total)(w, rows, flags)
+            result = jax.tree.map(lambda a, b: a + b + 0.0 * read, result, grads)  # noqa: B023
+        return result
+
+    return jax.jit(train), (W, X, MASK)
+
+
 def accumulated(optimizer, n, **options):
     return optax.MultiSteps(optimizer, n, **options).gradient_transformation()
 
@@ -106,6 +131,7 @@ RIGHT = {
         lambda n: accumulated(optax.chain(CLIP, optax.adam(0.1)), n), mean
     ),
     "classes": over_calls(lambda n: accumulated(optax.adam(0.1), n), cross_entropy),
+    "a table": over_calls(lambda n: accumulated(optax.adam(0.1), n), of_table),
     "sums": over_calls(
         lambda n: accumulated(optax.sgd(0.1), n, use_grad_mean=False), total
     ),
@@ -152,6 +178,7 @@ WRONG = {
     "0 times a quotient": over_means(
         lambda i, a, b: a + 0.0 * b, lambda w, x, m: total(w, x, m) / m.sum()
     ),
+    "0 times what is out of bounds": sums_and_a_read,
     "differences": over_means(lambda i, a, b: b - a),
 }
 

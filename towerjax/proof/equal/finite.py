@@ -61,9 +61,13 @@ class FiniteValues:
 
     A value is a `ConstValue`, or the index of an argument or of a result. ``of_rows``
     has the sizes that a dim of a micro-batch's rows may have.
+
+    Attributes:
+      assumed: The results of gathers that are taken to be finite; see `_reads_inside`.
     """
 
     def __init__(self, arguments: Sequence[int], of_rows: Collection[int]) -> None:
+        self.assumed = set[int]()
         self._finite = {*arguments}
         self._of_rows = of_rows
         # These are values whose elements each depend on one element of an argument.
@@ -80,6 +84,8 @@ class FiniteValues:
         self._made_by |= dict.fromkeys(outs, (eqn, ins))
         if self._keeps_finite(eqn, ins, frozenset()):
             self._finite.update(outs)
+            if eqn.primitive.name == "gather" and self._number(ins[1]) is None:
+                self.assumed.update(outs)
         if eqn.primitive.name in _BY_ELEMENT and all(map(self._is_by_element, ins)):
             self._by_element.update(outs)
         self._signs |= dict.fromkeys(outs, self._sign_of_result(eqn, ins))
@@ -154,9 +160,9 @@ class FiniteValues:
     def _reads_inside(self, eqn: Any, index: Any) -> bool:
         """Return whether a gather reads no element outside of its array.
 
-        It is assumed if the indices are whole numbers in the arguments, such as labels,
-        and the array has no dim of rows: the program of one micro-batch, which is
-        assumed to be finite, reads the same elements of that array.
+        It is assumed if the indices are computed from single elements of arguments,
+        such as labels, and the array has no dim of rows. That holds if the program of
+        one micro-batch, which is assumed to be finite, has the same gather.
         """
         dims = eqn.params["dimension_numbers"].start_index_map
         sizes = [eqn.invars[0].aval.shape[i] for i in dims]

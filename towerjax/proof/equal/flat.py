@@ -97,6 +97,7 @@ class Flat:
         self.names: list[tuple[Jaxpr, Any, Any]] = []
         self.zeros: set[int] = set()
         self.not_finite: Node | None = None
+        self._times_zero = list[Any]()  # the values that are finite, times which 0 is 0
         self._made_by: dict[int, Node] = {}
         self._count = itertools.count()
         jaxpr = open_jaxpr(closed)
@@ -111,6 +112,25 @@ class Flat:
     def is_finite(self, value: Any) -> bool:
         """Return whether a value or a constant is finite if the arguments are."""
         return self._finite.is_finite(value)
+
+    def assumed_finite(self) -> set[int]:
+        """Return the results that must be finite, so that the zeros are right.
+
+        They are results of gathers, which are finite if no index is out of bounds.
+        """
+        assumed = set[int]()
+        waiting = [*self._times_zero]
+        seen = set[Any]()
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, ConstValue) or value in seen:
+                continue
+            seen.add(value)
+            if value in self._finite.assumed:
+                assumed.add(value)
+            if value in self._made_by:
+                waiting += self._made_by[value].ins
+        return assumed
 
     def linear_in(self, bases: Sequence[int]) -> dict[int, tuple[float, ...]]:
         """Return the values that are linear in the values ``bases``, with factors.
@@ -264,6 +284,8 @@ class Flat:
         others = [x for x in node.ins if not self.is_finite(x)]
         if others and self.not_finite is None:
             self.not_finite = self._first_not_finite(others[0])
+        if not others:
+            self._times_zero += node.ins
         return not others
 
     def _first_not_finite(self, value: Any) -> Node | None:

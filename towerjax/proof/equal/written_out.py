@@ -51,6 +51,9 @@ from towerjax.proof.equal.kinds import (
 from towerjax.proof.equal.walk import Walk
 
 _CHAINS = "add add_any max min".split()
+_OUT_OF_BOUNDS = (
+    "0 times a {one}'s value is not 0 where an index is out of bounds, as one may be"
+)
 _MOST_MATCHES = 6  # the most matches that are noted for one value
 _EXTREME = {"max": Maximum, "min": Minimum}
 _OTHERS = "no equations do the same for each {one}"
@@ -103,7 +106,15 @@ class Matched:
                 kinds = self._walk.kinds.setdefault(id(program), {})
                 kinds.setdefault(var, self._matches[value][0].known)
         pairs = zip(self._one.outs, self._all.outs, strict=True)
+        if not self._all.assumed_finite() <= self._matched():
+            return [_unknown(_OUT_OF_BOUNDS) for _ in pairs]
         return [self._result(*pair) for pair in pairs]
+
+    def _matched(self) -> set[int]:
+        """Return the values that are as finite as values of one micro-batch."""
+        matches = itertools.chain.from_iterable(self._matches.values())
+        known = [x for x in matches if not isinstance(x.known, Unknown)]
+        return {value for match in known for value in match.values}
 
     def _needed(self) -> list[Node]:
         """Return, in order, the equations of one micro-batch that some result needs."""
