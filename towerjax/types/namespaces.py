@@ -7,14 +7,41 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from towerjax.types import moved
 from towerjax.types.notes import advice_on_name
+from towerjax.types.version import page
 
 _SPACES = """
 cluster collectives contrib estimator layers loop metrics sparse testing tf1 tools
 towers
 """.split()
 _MODULES = {"layers": ["sparse"], "tf1": ["estimator"], "tools": ["testing"]}
+_NAMES_OF_STRATEGIES = """
+AllReduceCrossTowerOps AutoShardPolicy CentralStorageStrategy CollectiveAllReduce
+CollectiveAllReduceStrategy CommunicationOptions CoreMirroredStrategy CrossDeviceOps
+DistributeConfig DistributedValues HierarchicalCopyAllReduce IndexedSlices
+InputReplicationMode KubernetesClusterResolver MapOutput MirroredVariable Monitor
+MultiWorkerAllReduce MultiWorkerMirroredStrategy NcclAllReduce
+ONLY_FIRST_REPLICA ParameterServerStrategy PerDevice PerReplica ReduceOp
+ReductionToOneDevice ReductionToOneDeviceCrossTowerOps ReplicaLocalVariable
+SlurmClusterResolver StandardInputStep StandardSingleLossStep Step
+TFConfigClusterResolver TPUStrategy TowerContext TowerLocalVariable UpdateContext
+VariableAggregation VariableSynchronization choose_the_best
+experimental_set_strategy get_cross_tower_context get_distribution_strategy
+get_loss_reduction get_replica_context get_strategy get_tower_context
+get_update_device has_distribution_strategy has_strategy in_cross_replica_context
+regroup require_tower_context run_standard_tensorflow_server select_device
+tower_local_var_scope
+"""
+_NAMES_OF_ESTIMATORS = """
+BestExporter DNNEstimator Estimator EstimatorSpec EvalSpec FinalExporter
+InMemoryEvaluatorHook LatestExporter ModeKeys RNNClassifier RunConfig
+Scaffold ServingInputReceiver StepsExporter SyncReplicasOptimizer TrainSpec
+VariableDistributionMode add_metrics clip_gradients_by_norm export_savedmodel
+forward_features make_early_stopping_hook read_eval_metrics stop_if_higher_hook
+stop_if_lower_hook stop_if_no_decrease_hook stop_if_no_increase_hook
+"""
+
+_OF_TENSORFLOW = "What to write for each name of TensorFlow: "
 
 
 def furnish(space: ModuleType) -> ModuleType:
@@ -79,12 +106,14 @@ def _is_public(name: str, value: Any) -> bool:
 
 def _note_on(name: str) -> str:
     """Return advice on a name that a namespace lacks: what to write in its place."""
-    if known := moved.RENAMED.get(name) or advice_on_name(name):
+    if known := advice_on_name(name):
         return known
     if place := next(_places_of(name), None):
         return f"Write {place}."
-    if name in moved.OF_TENSORFLOW:
-        return moved.OF_TENSORFLOW[name]
+    if name in _NAMES_OF_STRATEGIES.split():
+        return _OF_TENSORFLOW + page("mirrored_strategy")
+    if name in _NAMES_OF_ESTIMATORS.split():
+        return _OF_TENSORFLOW + page("replicate_model_fn")
     near = difflib.get_close_matches(name, dir(sys.modules["towerjax"]), n=1)
     return f"Did you mean tj.{near[0]}?" if near else ""
 

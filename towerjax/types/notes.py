@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from towerjax.types.moved import KEYWORDS
 from towerjax.types.version import page
 
 _Class = TypeVar("_Class", bound=type)
@@ -44,7 +43,6 @@ _NAMES = {
     "steps_per_call": "For several steps in one program write jax.lax.scan(step.fn,"
     " state, batches) with stacked batches; the metrics of all steps"
     " come back stacked.",
-    "Best": "Write checkpointer=tj.Checkpointer(folder, best='loss') in tj.run.",
     "best": "Write checkpointer=tj.Checkpointer(folder, best='loss'); then"
     " checkpointer.restore(step, state, number=checkpointer.best_step).",
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
@@ -179,9 +177,6 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
     parameters = [*inspect.signature(fn).parameters.values()]
     by_name = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
     if wrong := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
-        owner = called.removesuffix(".__init__").rpartition(".")[2]
-        if moved := KEYWORDS.get(f"{owner}.{wrong[1]}"):
-            return moved
         near = difflib.get_close_matches(wrong[1], [x.name for x in parameters])
         return _NAMES.get(wrong[1], f"Write {near[0]}=..." if near else "")
     if rest.startswith("missing ") and (example := _example_of(fn)):
