@@ -143,15 +143,12 @@ def equalities(fn, params, batch, **options):
     return proved(fn, params, batch, **options)[0]
 
 
-def proved(fn, params, batch, *, padded=False, symbolic=False):
+def proved(fn, params, batch, *, padded=False):
     """The same, with the programs that were compared."""
     programs = []
     for towers in NUMBERS:
         rows = rows_of(towers, padded)
-        if symbolic:
-            (rows,) = SYMBOL
-        traced = program_of(fn, params, batch, towers, rows, None if symbolic else rows)
-        programs.append(traced)
+        programs.append(program_of(fn, params, batch, towers, rows, rows))
     found = [program for program, _, _ in programs]
     _, inputs, leaves = programs[0]
     how = {"axes": [TOWER_AXIS], "padded": padded}
@@ -180,9 +177,6 @@ def answers_of_step(step, state, batch, rows=None):
 def has_own_rules(program):
     """Whether a rule of the user says what a derivative of the program is."""
     return has_own_derivatives(program.jaxpr)
-
-
-SYMBOL = jax.export.symbolic_shape("n")
 
 
 def worst(found):

@@ -49,7 +49,7 @@ OF_KEYS = """
     random_wrap
 """.split()  # a key of a tower has no values to compare; see `test_meanings`
 OF_DEVICES = ["shard_map"]  # needs devices; see `test_equal_on_devices`
-OF_ONE_PROGRAM = ["dim_as_value", "platform_index"]  # of exported programs
+OF_ONE_PROGRAM = ["platform_index"]  # of exported programs
 OF_LIBRARY = ["towerjax_take"]  # see `test_sparse`
 RENAMED = ["all_gather_invariant", "psum_invariant", "psum_scatter"]  # of `shard_map`
 NOT_DRAWN = {*OTHER_NAMES, *AS_IT_IS, *OF_KEYS, *OF_DEVICES, *OF_ONE_PROGRAM}

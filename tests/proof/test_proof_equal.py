@@ -1,6 +1,5 @@
 """What is proved equal to one tower is: nothing wrong, and almost all that is right."""
 
-import functools
 import pathlib
 from fractions import Fraction
 
@@ -15,7 +14,6 @@ import split_orders
 import split_rows
 from equal_programs import params_and_batch, run_on_towers
 from jax import lax
-from jax.extend.core import InconclusiveDimensionOperation
 from one_tower_programs import answer_for, equalities, of_loss, program_of, rows_of
 
 import towerjax as tj
@@ -57,35 +55,6 @@ def test_a_function_that_does_not_is_proved(name, padded):
 def test_a_function_of_towers_without_padding_is_proved(name):
     found = answer_for_loss(TOGETHER_UNPADDED[name])
     assert found.says == "proved", found
-
-
-@pytest.mark.slow
-def test_a_number_of_rows_may_be_a_symbol():
-    found = {}
-    for name, fn in TOGETHER.items():
-        try:
-            found[name] = answer_for_loss(fn, symbolic=True).says
-        except (InconclusiveDimensionOperation, NotImplementedError, ValueError):
-            found[name] = "asks for the number"
-    odd = {name for name, says in found.items() if says != "proved"}
-    # A loop of so many trips is a while, and a slice by a symbol is a dynamic one.
-    by_number = {"rows_in_a_loop_by_number", "chunks_of_rows", "rows_backwards"}
-    by_number |= {"rows_shuffled", "rows_exchanged"}
-    assert odd == {"views_and_back", "rows_repeated"} | by_number
-
-
-@pytest.mark.few_fast(55)
-@pytest.mark.parametrize(
-    "name", sorted(SPLIT.keys() - {"groups_of_rows", "largest_of_groups"})
-)
-def test_what_depends_on_the_split_is_not_proved_of_a_symbol(name):
-    try:
-        says = answer_for_loss(
-            SPLIT[name], symbolic=True, padded=name in ONLY_PADDED
-        ).says
-    except (InconclusiveDimensionOperation, TypeError, ValueError):
-        return  # the program asks for the number
-    assert says != "proved"
 
 
 def test_programs_that_compute_of_other_values_are_not_proved():
@@ -254,19 +223,6 @@ def test_dims_that_differ_are_those_of_rows_or_towers():
         sizes.axes(shape((7,), "f"), shape((3,), "f"))
     with pytest.raises(ProgramsDifferError, match="several dims of rows"):
         sizes.axes(shape((8, 8), "f"), shape((4, 4), "f"))
-
-
-def test_the_rows_of_all_towers_are_known_by_a_symbol():
-    (n,) = jax.export.symbolic_shape("n")
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype="f")
-    of_all = shape((n,)), shape((2 * n,))
-    sizes = Sizes((1, 2), (n, n))
-    assert sizes.axes(*of_all) == (None, None)
-    assert sizes.axes(shape((3 * n,)), shape((3 * n,))) == (0, None)
-    with pytest.raises(ProgramsDifferError, match="no number of rows"):
-        sizes.axes(shape((n,)), shape((3 * n,)))
-    with pytest.raises(ProgramsDifferError, match="no number of rows"):
-        Sizes((1, 2), (n, n), padded=True).axes(*of_all)
 
 
 def test_each_rule_says_why_it_holds():

@@ -71,6 +71,9 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
     Returns None if devices can hold it.
     """
+    is_array = isinstance(leaf, _WITH_DTYPE)
+    if is_array and not all(isinstance(n, int | np.integer) for n in leaf.shape):
+        return f"of shape {leaf.shape}, with a symbol: give a number"
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
         return "a shape alone: pass an array (step.check takes shapes)"
     if is_deleted(leaf):
@@ -84,7 +87,6 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
         return "a masked array: pass x.filled(0), and the mask as weights"
     if isinstance(leaf, type | memoryview):
         return "not an array: write np.asarray(x)"
-    is_array = isinstance(leaf, _WITH_DTYPE)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     except ValueError:

@@ -37,6 +37,11 @@ from refusals import refused
 import towerjax as tj
 
 
+def of_symbol():
+    """The shape of a batch of any number of rows."""
+    return jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), np.float32)
+
+
 def init(params=None, **options):
     return lambda: build().init(start() if params is None else params, **options)
 
@@ -364,6 +369,12 @@ CALLS = {
     "check of None": (lambda: build().check({"w": None}, good()), "params holds no a"),
     "init of a shape": (init({"k": jax.ShapeDtypeStruct((3,), np.float32)}),
         r"params\['k'\] is a shape alone"),
+    "check of a symbol": (
+        lambda: build().check(start(), {**good(), "x": of_symbol()}),
+        r"batch\['x'\] is of shape \(n, 3\), with a symbol: give a number"),
+    "a step of a symbol": (
+        lambda: jax.eval_shape(build().fn, build().init(start()), of_symbol()),
+        r"batch is of shape \(n, 3\), with a symbol: give a number"),
     "init of a long int": (init(start(k=2**70)), r"params\['k'\] is an int: make it"),
     "init of a Ref": (lambda: init(start(k=jax.new_ref(jnp.ones(3))))(),
         r"params\['k'\] is a jax.Ref.*jnp.copy\(x\["),

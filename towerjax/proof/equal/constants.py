@@ -102,11 +102,10 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
         return ZERO
     is_number = np.ndim(a) == 0
     if is_number and a.item() != b.item():
-        if isinstance(sizes.rows[0], int):
-            if (a.item(), b.item()) == sizes.rows:
-                return size_of_rows(sizes)
-            if sizes.are_of_tower(a.item(), b.item()):
-                return SIZE
+        if (a.item(), b.item()) == sizes.rows:
+            return size_of_rows(sizes)
+        if sizes.are_of_tower(a.item(), b.item()):
+            return SIZE
     is_finite = bool(np.isfinite(a).all())
     level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
     if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):

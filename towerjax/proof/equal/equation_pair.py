@@ -1,12 +1,10 @@
 """An equation in two programs, for two numbers of towers, and its operands' kinds."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from towerjax.jaxprs.sites import Site, user_line
@@ -34,20 +32,21 @@ class Sizes(NamedTuple):
     """The sizes in which two programs may differ, as pairs: one for each program."""
 
     towers: tuple[int, int]
-    rows: tuple[Any, Any]  # the rows of one tower, as two numbers or one symbol
+    rows: tuple[int, int]  # the rows of one tower
     padded: bool = False  # whether towers may have different amounts of padding
     # The number of micro-batches of a tower. Each counts as a tower.
     parts: tuple[int, int] = (1, 1)
 
-    def times(self, first: Any, second: Any) -> Fraction | None:
+    def times(self, first: int, second: int) -> Fraction | None:
         """Return m if both sizes are m times the rows of a tower; otherwise None.
 
         ``first`` is the size in the first program, ``second`` that in the second.
         """
-        both = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
-        return both[0] if both[0] == both[1] else None
+        a, b = self.rows
+        is_proportional = first * b == second * a
+        return Fraction(int(first), int(a)) if is_proportional else None
 
-    def are_of_tower(self, first: Any, second: Any) -> bool:
+    def are_of_tower(self, first: int, second: int) -> bool:
         """Return whether both sizes are a tower's rows, of all micro-batches."""
         triples = zip((first, second), self.rows, self.parts, strict=True)
         return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
@@ -67,44 +66,24 @@ class Sizes(NamedTuple):
             )
         pairs = zip(first.shape, second.shape, strict=True)
         for i, (m, n) in enumerate(pairs):
-            if is_size(m) and is_size(n) and m == n:
+            if m == n:
                 continue
             unit = self._what_differs(m, n)
             if unit in axes:
                 counted = "{many}" if unit == "towers" else unit
                 raise ProgramsDifferError(f"an array has several dims of {counted}")
-            if unit:
-                axes[unit] = i
+            axes[unit] = i
         return axes.get("rows"), axes.get("towers")
 
-    def _what_differs(self, m: Any, n: Any) -> str:
+    def _what_differs(self, m: int, n: int) -> str:
         if self.times(m, n) is not None:
             return "rows"
-        is_number = is_size(m) and is_size(n)
         a, b = self.towers
-        if is_number and m * b == n * a:
+        if m * b == n * a:
             return "towers"
-        times = [_times(x, r) for x, r in zip((m, n), self.rows, strict=True)]
-        is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
-        if is_of_all and not is_number and not self.padded:
-            return ""  # All towers' rows: both programs have the same number of them.
         raise ProgramsDifferError(
             "a size that is no number of rows depends on the number of {many}"
         )
-
-
-def _times(size: Any, rows: Any) -> Fraction | None:
-    if is_size(rows):
-        return Fraction(int(size), int(rows)) if is_size(size) else None
-    if is_size(size) or size % rows != 0:
-        return None
-    times = size // rows
-    return Fraction(int(times)) if is_size(times) else None
-
-
-def is_size(x: Any) -> bool:
-    """Return whether a size is a number, and not a symbol."""
-    return isinstance(x, int | np.integer)
 
 
 class Scope(NamedTuple):
@@ -245,13 +224,3 @@ def constant_of(x: Kind) -> Any:
     if isinstance(x, Copy) and isinstance(x.number, bool | int | float):
         return x.number
     return None
-
-
-def size_before(shape: Sequence[Any], axis: int) -> int:
-    """Return the product of the sizes of all dims before ``axis``."""
-    sizes = shape[:axis]
-    if not all(is_size(x) for x in sizes):
-        raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of {many}"
-        )
-    return math.prod(map(int, sizes))

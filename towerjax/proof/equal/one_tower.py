@@ -78,14 +78,13 @@ class TowerProgram(NamedTuple):
     Attributes:
       jaxpr: The closed jaxpr.
       towers: The number of towers T. Each micro-batch of a tower counts as a tower.
-      rows: The rows of one tower or micro-batch: a number, or a symbol that all
-        programs share.
+      rows: The number of rows of one tower or micro-batch.
       micro_batches: The number of micro-batches of a tower.
     """
 
     jaxpr: ClosedJaxpr
     towers: int
-    rows: Any
+    rows: int
     micro_batches: int = 1
 
 
@@ -162,7 +161,7 @@ def equal_to_one_tower(
       outputs: The results of the programs, and how each is merged.
       axes: The names of the axis of all towers.
       padded: Whether the last rows of a tower may be padding. The numbers of rows must
-        then not be proportional to the numbers of towers, or be one symbol.
+        then not be proportional to the numbers of towers.
 
     Returns:
       One answer for each leaf that is not PER_TOWER: the worst of the answers of all

@@ -6,10 +6,9 @@ walked beside another. But if a function took the same path for one row and for 
 program for two rows also says what it computes for one, because a function of JAX
 computes the same for each number of rows.
 
-Two other ways do not work. A symbol as the number of rows compares with a number
-without an error, so that a branch by it is not noticed. Ignoring the equations that
-only one program has does not pair the gathers. Here all other equations have to be the
-same, of the same operands and from the same instructions of the user's code.
+To ignore the equations that only one program has would not pair the gathers. Here all
+other equations have to be the same, of the same operands and from the same instructions
+of the user's code.
 """
 
 from collections.abc import Sequence

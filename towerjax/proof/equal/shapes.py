@@ -1,20 +1,15 @@
 """Rules for equations that reshape elements or take some of them."""
 
 import dataclasses
+import math
 from fractions import Fraction
 from typing import Any, TypeAlias
 
-from towerjax.proof.equal.constants import size_of_rows
-from towerjax.proof.equal.equation_pair import (
-    EquationPair,
-    is_size,
-    size_before,
-)
+from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     EXTREME,
     LINEAR,
     SAME_FOR_ALL,
-    SIZE,
     ZERO,
     AtLeast,
     Columns,
@@ -65,23 +60,6 @@ def _counted_up(pair: EquationPair) -> Kind:
     return RowNumbers() if is_along else copy()
 
 
-@rule("dim_as_value", every=Kind, knows_identity=True)
-def _size_as_number(pair: EquationPair) -> Kind:
-    """Return the kind of a symbolic size that is used as a number.
-
-    The number of a tower's rows is replicated, with power -1 of T.
-    """
-    sizes = [x.params["dim"] for x in (pair.first, pair.second)]
-    times = pair.sizes.times(*sizes)
-    if times == 1:
-        return size_of_rows(pair.sizes)
-    if pair.sizes.are_of_tower(*sizes):
-        return SIZE
-    if times is None or pair.sizes.padded:
-        raise NotOfOneKindError("a size depends on the number of rows")
-    return copy(-1)
-
-
 @rule("empty empty2", every=Kind)
 def _not_written(pair: EquationPair) -> Kind:
     """Return the kind of an array that is not yet written: a replicated value.
@@ -111,7 +89,7 @@ def _axis_after(pair: EquationPair) -> int | None:
 
 def _size(shape: tuple[Any, ...]) -> Any:
     """Return a key for the number of elements of a shape: its sizes other than 1."""
-    return sorted(map(str, (x for x in shape if str(x) != "1")))
+    return sorted(n for n in shape if n != 1)
 
 
 def _is_of_one_size(pair: EquationPair) -> bool:
@@ -379,7 +357,7 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
 def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:
     """Return the sizes before a dim and those after it, without any 1."""
     sides = shape[:axis], shape[axis + 1 :]
-    before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
+    before, after = [[n for n in side if n != 1] for side in sides]
     return before, after
 
 
@@ -388,15 +366,15 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
     The result is None if the reshape cuts a row, or a block of all rows.
     """
-    before = size_before(pair.shape(0), r_in) * old
-    blocks, left = divmod(before, size_before(pair.out_shape(), r_out))
+    before = math.prod(pair.shape(0)[:r_in]) * old
+    blocks, left = divmod(before, math.prod(pair.out_shape()[:r_out]))
     if left or not blocks:
         return None
     avals: list[Any] = [x.outvars[0].aval for x in (pair.first, pair.second)]
     pairs = [x.shape[r_out] for x in avals]
     times = pair.sizes.times(*pairs)
     of_block = Fraction(times or 0) / blocks
-    if pair.sizes.padded or not is_size(pairs[0]):
+    if pair.sizes.padded:
         of_old = pair.times_rows(0, r_in) or Fraction(0)
         return blocks if (of_block.denominator, of_old.denominator) == (1, 1) else None
     return blocks if not any(n % blocks for n in pairs) else None
@@ -571,7 +549,7 @@ def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | N
     A block is all rows of the tower.
     """
     of_block = Fraction(pair.times_rows(0, axis) or 0) / blocks_of(x)
-    if all(is_size(n) and n == 0 for n in at):
+    if all(n == 0 for n in at):
         return 0
     times = pair.sizes.times(*at)
     number = None if times is None or not of_block else times / of_block
