@@ -135,7 +135,7 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
         def make(value: Any) -> Any:
             return item.obj(**given, **{name: value})
 
-        from towerjax.check.programs.words import BY_OPTION
+        from towerjax.prover.programs.words import BY_OPTION
 
         if name in BY_OPTION:
             form = f"{item.originalname}({name})"

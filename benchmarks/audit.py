@@ -26,9 +26,9 @@ from benchmarks.absent import ResNet50
 from benchmarks.harness import Rounds, begin, options_of, parser_of, turns
 from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.check.audit.audit import run_audit
-from towerjax.check.comparison import AuditReport
 from towerjax.make.train import build_train_step
 from towerjax.metrics.weighted import Weighted
+from towerjax.prover.comparison import AuditReport
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower

@@ -14,14 +14,14 @@ from towerjax.check.equality.traced_passes import StepToProve
 from towerjax.jaxprs.tags import TOWER_AXIS
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
-from towerjax.proof.equal.one_tower import (
+from towerjax.prover.equality.one_tower import (
     Given,
     Merge,
     MergedLeaf,
     TowerProgram,
     equal_to_one_tower,
 )
-from towerjax.proof.equal.own_derivatives import has_own_derivatives
+from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
 from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.tower import tower_of
 

@@ -21,7 +21,7 @@ from towerjax.make.train import apply_gradients, build_train_step
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
-from towerjax.proof.findings import ReplicationError
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.state.desync import DesyncError, check_mirrored
 from towerjax.step.state.nonfinite import NonFiniteError
 from towerjax.step.state.train_state import TrainState

@@ -39,7 +39,7 @@ from layouts import cases
 
 import towerjax as tj
 from towerjax.check.audit.later_batches import Splits
-from towerjax.check.comparison import (
+from towerjax.prover.comparison import (
     NotAudited,
 )
 from towerjax.testing import SplitError, assert_replicates

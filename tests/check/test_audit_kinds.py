@@ -19,10 +19,10 @@ from audits import BATCH, FIRST, MEAN, PARAMS, SUM, mean_loss, refused, train_st
 
 import towerjax as tj
 from towerjax.check.audit.run_towers import _local_of
-from towerjax.check.comparison import (
+from towerjax.check.equality.told import NotProved
+from towerjax.prover.comparison import (
     Finding,
 )
-from towerjax.check.equality.told import NotProved
 from towerjax.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 

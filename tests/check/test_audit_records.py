@@ -18,7 +18,7 @@ from first_calls import FOUR, evaluation, scaled, step_of, train
 
 import towerjax as tj
 from towerjax.check.audit import kept as audited
-from towerjax.check.comparison import AuditReport
+from towerjax.prover.comparison import AuditReport
 
 # What is not proved is audited, and said.
 pytestmark = pytest.mark.filterwarnings("ignore:not proved")

@@ -21,7 +21,7 @@ from layouts import cases
 
 import towerjax as tj
 from towerjax.check.audit.two_towers import _rounding_decides
-from towerjax.check.comparison import (
+from towerjax.prover.comparison import (
     AuditReport,
     Compared,
     _gap_of_leaf,
@@ -31,7 +31,7 @@ from towerjax.check.comparison import (
     rounded,
     rounding_of,
 )
-from towerjax.check.leaf_name import LeafName
+from towerjax.prover.leaf_name import LeafName
 from towerjax.testing import SplitError, assert_replicates
 
 

@@ -19,11 +19,11 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 import towerjax as tj
 from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
-from towerjax.check.comparison import NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
-from towerjax.check.leaf_name import WHOLE_STEP, LeafName, whole_pass
-from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equal.says import Says
+from towerjax.prover.comparison import NotAudited
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.one_tower import Equality
+from towerjax.prover.leaf_name import WHOLE_STEP, LeafName, whole_pass
 from towerjax.sweeps.bench import _timed
 
 # What is not proved is audited, and said.

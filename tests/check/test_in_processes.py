@@ -16,11 +16,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.check.programs import child, processes, read, same
-from towerjax.check.programs.devices import refuse_others
-from towerjax.check.programs.in_place import Held
-from towerjax.check.programs.processes import NamedFunction, ToldError, name_function
-from towerjax.check.programs.runs import UserProgram
+from towerjax.prover.programs import child, processes, read, same
+from towerjax.prover.programs.devices import refuse_others
+from towerjax.prover.programs.in_place import Held
+from towerjax.prover.programs.processes import NamedFunction, ToldError, name_function
+from towerjax.prover.programs.runs import UserProgram
 
 X = np.arange(1, 17, dtype=np.float32)
 WEIGHTS = (np.arange(16) > 5).astype(np.float32)  # unequal in each part
@@ -221,7 +221,7 @@ def test_jax_is_told_of_the_devices_before_it_wakes(monkeypatch):
 
 STARTS = """
 import towerjax as tj, time
-from towerjax.check.programs.processes import call_in_process
+from towerjax.prover.programs.processes import call_in_process
 call_in_process("x", 1, time.sleep, 600)
 """
 

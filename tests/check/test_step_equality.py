@@ -16,7 +16,7 @@ from layouts import names
 from one_tower_programs import answers_of_step
 
 import towerjax as tj
-from towerjax.proof.equal.rules import RULES
+from towerjax.prover.equality.rules.rules import RULES
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -639,7 +639,7 @@ def test_an_error_in_the_proof_of_a_loop_leaves_its_results_unknown(monkeypatch)
     def raise_it(*_):
         raise KeyError("a")
 
-    equality = "towerjax.check.programs.equality.kinds_by_matches"
+    equality = "towerjax.prover.programs.equality.kinds_by_matches"
     monkeypatch.setattr(equality, raise_it)
 
     def make(micro_batches):

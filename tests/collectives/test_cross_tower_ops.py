@@ -24,7 +24,7 @@ from towerjax.collectives.ops import (
 )
 from towerjax.collectives.packing import Packing
 from towerjax.collectives.reduce import add_pairwise, add_rows, reduced_dtype
-from towerjax.proof.analysis import analyse
+from towerjax.prover.replication.analysis import analyse
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.towers.reduce import _reduce_all
 

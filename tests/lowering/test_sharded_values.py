@@ -26,8 +26,8 @@ from towerjax.lowering.sharded_values import (
 )
 from towerjax.lowering.shards import on_shards
 from towerjax.lowering.xla import inline_and_merge
-from towerjax.proof.equal import one_tower  # noqa: F401 - it registers all rules
-from towerjax.proof.equal.rules import RULES
+from towerjax.prover.equality import one_tower  # noqa: F401 - it registers all rules
+from towerjax.prover.equality.rules.rules import RULES
 
 D = 2
 

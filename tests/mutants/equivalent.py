@@ -55,7 +55,7 @@ SAME: dict[tuple[str, str], str] = {
      "flipped: self.placement.num_processes > 1 -> "
      "self.placement.num_processes >= 1"):
         "one process agrees with itself",
-    ("towerjax.check.comparison:_gap_of_leaf",
+    ("towerjax.prover.comparison:_gap_of_leaf",
      "flipped: got is not None and want is not None -> "
      "(got is not None or want is not None)"):
         "an assertion of ours, which holds",
@@ -74,7 +74,7 @@ SAME: dict[tuple[str, str], str] = {
         "bytes of freed memory that stay with a process",
     ("towerjax.sweeps.bench:worker_environ", "constant: 64 -> 65"):
         "bytes that a process takes at once",
-    ("towerjax.check.programs.processes:_printed",
+    ("towerjax.prover.programs.processes:_printed",
      "dropped: subprocess.Popen( [*command, str(read_end)], env=environment, "
      "pass_fds=(read_end,), stdin=subprocess.DEVNULL, "
      "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "

@@ -23,7 +23,7 @@ from mutants.runner import ROOT, Job, jobs_of, run_all
 
 import towerjax as tj
 from towerjax.collectives import ops, reduce
-from towerjax.proof import analysis
+from towerjax.prover.replication import analysis
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import Tower
 
@@ -135,7 +135,7 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
     rng = "towers.tower:Tower.rng"
     mutants = [
         mutant("collectives.reduce:add_pairwise", "return rows[0]", "return 7"),
-        mutant("proof.analysis:_cond", "ins[1:]", "ins[0:]"),
+        mutant("prover.replication.analysis:_cond", "ins[1:]", "ins[0:]"),
         mutant(rng, "return key", "return None"),
     ]
     for one in mutants[:2]:

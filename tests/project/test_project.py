@@ -27,7 +27,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax.")
 # Each room may import itself and those before it, nobody tools or contrib, and contrib
 # nothing but the public names.
 ROOMS = """
-    types jaxprs mesh proof collectives data metrics lowering towers step check make
+    types jaxprs mesh prover collectives data metrics lowering towers step check make
     layers loop sweeps testing tools tf1
 """.split()
 
@@ -258,7 +258,7 @@ def test_only_four_files_name_the_executors():
     allowed.add("lowering/tower_axis.py")
     allowed.add("collectives/lookups.py")  # how a primitive of ours is mapped
     # Any program, in an example.
-    allowed |= {f"check/programs/{name}.py" for name in ("programs", "same")}
+    allowed |= {f"prover/programs/{name}.py" for name in ("programs", "same")}
     allowed.add("testing/given.py")  # to programs of others
     # Rows of towers, and what devices share, in an update.
     allowed |= {f"contrib/{name}.py" for name in ("by_owner", "diloco")}
@@ -281,9 +281,9 @@ def test_one_module_imports_what_jax_keeps_private():
 # What JAX, XLA and Python write: programs, errors, flags, and names of modules.
 READ_TEXTS = {
     "check/audit/kept.py",
-    "check/programs/devices.py",
-    "check/programs/processes.py",
-    "check/programs/read.py",
+    "prover/programs/devices.py",
+    "prover/programs/processes.py",
+    "prover/programs/read.py",
     "check/report/hlo.py",
     "check/report/report.py",
 }
@@ -293,7 +293,7 @@ def test_no_sentence_of_ours_is_read_again():
     """Where the proof and the checks search a text, another program has written it."""
     searching = {
         path.relative_to(ROOT).as_posix()
-        for room in ("proof", "check")
+        for room in ("prover", "check")
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"^(import|from) re\b", path.read_text(), re.MULTILINE)
     }

@@ -19,8 +19,7 @@ import sys
 import types
 
 ROOT = sys.argv[1]
-OF_CHECK = r"check(\\.programs|\\.comparison|\\.leaf_name|$)"
-READS = rf"towerjax\\.(types|jaxprs|mesh|proof|{OF_CHECK})\\b"
+READS = rf"towerjax\\.(types|jaxprs|mesh|prover)\\b"
 
 
 class Blocked(importlib.abc.MetaPathFinder):
@@ -41,10 +40,10 @@ jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 from jax import lax
 
-import towerjax.proof.equal.one_tower
-from towerjax.check.programs.programs import prove
-from towerjax.check.programs.same import same_on_devices
-from towerjax.proof.findings import ReplicationError
+import towerjax.prover.equality.one_tower
+from towerjax.prover.programs.programs import prove
+from towerjax.prover.programs.same import same_on_devices
+from towerjax.prover.replication.findings import ReplicationError
 
 
 def made_with(collective):
@@ -89,4 +88,4 @@ def test_the_prover_works_without_towers(tmp_path):
     assert "1 value is the same on 2 devices as on one" in found["compared"]
     assert "depend on the number of devices" in found["refuted"]
     assert "D times what it is on one device" in found["refuted"]
-    assert found["rooms"] == "check jaxprs mesh proof types".split()
+    assert found["rooms"] == "jaxprs mesh prover types".split()

@@ -19,7 +19,6 @@ from towerjax.check.audit.kept import (
     refuse_unasked,
     told_not_audited,
 )
-from towerjax.check.comparison import AuditReport, NotAudited, SplitError
 from towerjax.check.equality.of_step import equality_of, line_of_own_devices
 from towerjax.check.equality.own_devices import why_not_as_on_one_device
 from towerjax.check.equality.read_by_update import per_tower_values_read
@@ -29,6 +28,7 @@ from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.mesh.transfer import readable
+from towerjax.prover.comparison import AuditReport, NotAudited, SplitError
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.train_state import TrainState, split_state

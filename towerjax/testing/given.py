@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.mesh.devices import Device
+from towerjax.prover.programs.traced import NUMBER_TYPES
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary
 

@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.check.comparison import NotAudited, Refuted, SplitError, gaps
-from towerjax.check.programs.child import FORM
-from towerjax.check.programs.compare import check_rtol
-from towerjax.check.programs.processes import (
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
+from towerjax.loop.history import History
+from towerjax.loop.run import run
+from towerjax.prover.comparison import NotAudited, Refuted, SplitError, gaps
+from towerjax.prover.programs.child import FORM
+from towerjax.prover.programs.compare import check_rtol
+from towerjax.prover.programs.processes import (
     NamedFunction,
     ToldError,
     call_in_process,
     find_function,
     name_function,
 )
-from towerjax.check.programs.traced import NUMBER_TYPES
-from towerjax.loop.checkpoint.checkpointer import Checkpointer
-from towerjax.loop.history import History
-from towerjax.loop.run import run
+from towerjax.prover.programs.traced import NUMBER_TYPES
 from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 
 from towerjax.check.audit.run_towers import DRAWS, RowsToRun, Towers, compare
-from towerjax.check.comparison import AuditReport, gaps, judge
 from towerjax.data import feed
 from towerjax.data.placer import Placer
 from towerjax.loop.history import History
 from towerjax.make.checked import step_of
 from towerjax.make.train import build_train_step
+from towerjax.prover.comparison import AuditReport, gaps, judge
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy, on_one_tower
 from towerjax.towers.variables import read_local

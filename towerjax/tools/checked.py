@@ -4,23 +4,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towerjax.check.comparison import AuditReport, SplitError
-from towerjax.check.programs.child import FORM
-from towerjax.check.programs.compare import check_rtol
-from towerjax.check.programs.devices import (
+from towerjax.prover.comparison import AuditReport, SplitError
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.programs.child import FORM
+from towerjax.prover.programs.compare import check_rtol
+from towerjax.prover.programs.devices import (
     check_numbers,
     explained_list,
     lists_of_devices,
     use_what_is_given,
 )
-from towerjax.check.programs.processes import name_function
-from towerjax.check.programs.programs import (
+from towerjax.prover.programs.processes import name_function
+from towerjax.prover.programs.programs import (
     ProgramReport,
     made_for_parts,
     proved_on,
 )
-from towerjax.check.programs.runs import UserProgram
-from towerjax.check.programs.same import (
+from towerjax.prover.programs.runs import UserProgram
+from towerjax.prover.programs.same import (
     compare_ran,
     prove_in_process,
     run_in_processes,
@@ -28,9 +29,8 @@ from towerjax.check.programs.same import (
     same_on_devices,
     takes_nothing,
 )
-from towerjax.check.programs.words import OF_MICRO_BATCHES, Words
-from towerjax.proof.equal.says import Says
-from towerjax.proof.findings import ReplicationError
+from towerjax.prover.programs.words import OF_MICRO_BATCHES, Words
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.tools.faults import Fault
 from towerjax.types.options import check_takes
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from typing import Any, NoReturn
 
-from towerjax.check.comparison import SplitError
 from towerjax.check.equality.told import told_of
-from towerjax.check.programs.processes import ProgramDied
-from towerjax.check.programs.words import OF_DEVICES, OF_MICRO_BATCHES
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import want_cpu_devices
+from towerjax.prover.comparison import SplitError
+from towerjax.prover.programs.processes import ProgramDied
+from towerjax.prover.programs.words import OF_DEVICES, OF_MICRO_BATCHES
 from towerjax.step.step import Step
 from towerjax.sweeps.bench import bench as bench_all
 from towerjax.sweeps.bench import resolve

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from towerjax.check.programs.programs import NOT_THE_SAME
-from towerjax.check.programs.words import Words
+from towerjax.prover.programs.programs import NOT_THE_SAME
+from towerjax.prover.programs.words import Words
 
 _SHOWN = 3  # the most faults of one kind that are shown
 _LINE = re.compile(r"(\S+\.py):(\d+)")

@@ -69,7 +69,7 @@ def over_devices(
         out_specs=specs[1],
         axis_names={DEVICE_AXIS},
         # With True, JAX would sum gradients over towers by itself and refuse some plain
-        # user code. `towerjax.proof` proves what this option checks.
+        # user code. `towerjax.prover` proves what this option checks.
         check_vma=False,
     )
 

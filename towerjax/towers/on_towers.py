@@ -16,9 +16,9 @@ from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
-from towerjax.proof.analysis import analyse
-from towerjax.proof.findings import Analysis, prove_mirrored, refuse_draws
-from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
+from towerjax.prover.replication.analysis import analyse
+from towerjax.prover.replication.findings import Analysis, prove_mirrored, refuse_draws
+from towerjax.prover.replication.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import (
     Static,
     closed_over_kinds,

@@ -12,17 +12,17 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from towerjax.check.audit.kept import program_hash
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
-from towerjax.check.comparison import Finding, SplitError
 from towerjax.check.equality.of_step import (
     StepToProve,
     advice_on_bare_loss,
     equalities_of,
 )
-from towerjax.check.leaf_name import LeafPart, leaf_of, part_of
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import Site, all_sites, user_line
-from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equal.says import Says
+from towerjax.prover.comparison import Finding, SplitError
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.one_tower import Equality
+from towerjax.prover.leaf_name import LeafPart, leaf_of, part_of
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal

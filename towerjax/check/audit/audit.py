@@ -8,16 +8,16 @@ import numpy as np
 
 from towerjax.check.audit.advice import advise
 from towerjax.check.audit.two_towers import Audit, StepToAudit
-from towerjax.check.comparison import (
+from towerjax.data import feed
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.sparse_rows import SparseRows, join_entries
+from towerjax.mesh.transfer import copy_to_host
+from towerjax.prover.comparison import (
     AuditReport,
     NotAudited,
     SplitError,
     join_reports,
 )
-from towerjax.data import feed
-from towerjax.data.placer import PlacedBatch
-from towerjax.data.sparse_rows import SparseRows, join_entries
-from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.plan import Plan
 from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.state.train_state import TrainState

@@ -17,11 +17,11 @@ import numpy as np
 from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
-from towerjax.check.comparison import AuditReport, NotAudited
 from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import all_eqns, all_jaxprs
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.findings import ReplicationError
+from towerjax.prover.comparison import AuditReport, NotAudited
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
 from towerjax.types.boundary import warn

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.check.comparison import (
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.mesh.private_jax import least_effort
+from towerjax.mesh.transfer import copy_to_host, place
+from towerjax.metrics.state import compute, has_value
+from towerjax.metrics.weighted import Means
+from towerjax.prover.comparison import (
     Compared,
     Leaves,
     NotAudited,
@@ -20,13 +26,7 @@ from towerjax.check.comparison import (
     rounding_of,
     rounding_of_dtypes,
 )
-from towerjax.check.leaf_name import LeafName, LeafPart
-from towerjax.collectives.sparse_rows import is_rows
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.private_jax import least_effort
-from towerjax.mesh.transfer import copy_to_host, place
-from towerjax.metrics.state import compute, has_value
-from towerjax.metrics.weighted import Means
+from towerjax.prover.leaf_name import LeafName, LeafPart
 from towerjax.step.passes.accumulators import is_typed
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.masks import refuse_unmasked

@@ -12,7 +12,9 @@ from jax.extend.core import JaxprEqn
 from towerjax.check.audit.kept import too_large
 from towerjax.check.audit.later_batches import Splits
 from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
-from towerjax.check.comparison import (
+from towerjax.jaxprs.sites import all_eqns
+from towerjax.mesh.processes import call_on_first_process
+from towerjax.prover.comparison import (
     RAISED_ON_OTHER_ROWS,
     AuditReport,
     Compared,
@@ -22,11 +24,9 @@ from towerjax.check.comparison import (
     join_reports,
     judge,
 )
-from towerjax.check.leaf_name import LeafPart, part_of
-from towerjax.jaxprs.sites import all_eqns
-from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.equal.own_derivatives import has_own_derivatives
-from towerjax.proof.findings import ReplicationError
+from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
+from towerjax.prover.leaf_name import LeafPart, part_of
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.train_state import TrainState

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from towerjax.check.leaf_name import GRADIENT, LeafName, LeafPart, leaf_of, part_of
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf
+from towerjax.prover.equality.one_tower import Given, Merge, MergedLeaf
+from towerjax.prover.leaf_name import GRADIENT, LeafName, LeafPart, leaf_of, part_of
 from towerjax.step.passes.accumulators import (
     ADDED,
     CARRIED,

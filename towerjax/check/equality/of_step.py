@@ -19,11 +19,11 @@ from towerjax.check.equality.traced_passes import (
     StepToProve,
     traced_passes,
 )
-from towerjax.check.leaf_name import WHOLE_STEP, LeafPart, leaf_of, part_of, whole_pass
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.jaxprs.sites import all_sites, sites_over, user_line
-from towerjax.proof.equal.one_tower import (
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.one_tower import (
     Equality,
     Merge,
     MergedLeaf,
@@ -31,9 +31,9 @@ from towerjax.proof.equal.one_tower import (
     equal_to_one_tower,
     worst_of,
 )
-from towerjax.proof.equal.own_derivatives import has_own_derivatives
-from towerjax.proof.equal.same_path import way_of
-from towerjax.proof.equal.says import Says
+from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
+from towerjax.prover.equality.walk.same_path import way_of
+from towerjax.prover.leaf_name import WHOLE_STEP, LeafPart, leaf_of, part_of, whole_pass
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
 from towerjax.types import Reduction

@@ -16,18 +16,18 @@ from towerjax.check.equality.traced_passes import (
     StepToProve,
     one_tower_programs,
 )
-from towerjax.check.programs.words import OF_DEVICES
 from towerjax.jaxprs.tags import DEVICE_AXIS
-from towerjax.proof.equal.equation_pair import (
+from towerjax.prover.equality.kinds.equation_pair import (
     ProgramsDifferError,
     Scope,
     Sizes,
     failed,
 )
-from towerjax.proof.equal.kinds import SAME_FOR_ALL, Kind, Unknown, copy
-from towerjax.proof.equal.one_tower import TowerProgram
-from towerjax.proof.equal.own_derivatives import has_own_derivatives
-from towerjax.proof.equal.walk import Walk
+from towerjax.prover.equality.kinds.kinds import SAME_FOR_ALL, Kind, Unknown, copy
+from towerjax.prover.equality.one_tower import TowerProgram
+from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
+from towerjax.prover.equality.walk.walk import Walk
+from towerjax.prover.programs.words import OF_DEVICES
 from towerjax.step.plan import Passes
 from towerjax.towers.strategies import Mirrored, on_one_group
 

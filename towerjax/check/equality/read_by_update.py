@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 
 from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.sites import user_line
-from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equal.says import Says
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.one_tower import Equality
 from towerjax.step.run.trace import Traced
 from towerjax.types import PerTower, PyTree
 

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from towerjax.check.comparison import Refuted, SplitError
-from towerjax.check.leaf_name import WHOLE_STEP, LeafPart, leaf_of
-from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equal.says import Says
+from towerjax.prover.comparison import Refuted, SplitError
+from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.one_tower import Equality
+from towerjax.prover.leaf_name import WHOLE_STEP, LeafPart, leaf_of
 from towerjax.types.refusals import Portable, few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."

@@ -26,7 +26,7 @@ from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.batch_rows import without_replicated
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
-from towerjax.proof.equal.one_tower import Given, MergedLeaf, TowerProgram
+from towerjax.prover.equality.one_tower import Given, MergedLeaf, TowerProgram
 from towerjax.step.passes.accumulators import put_sums
 from towerjax.step.passes.on_device import over_towers
 from towerjax.step.passes.one_pass import Pass

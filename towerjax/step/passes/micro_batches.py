@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from towerjax.collectives.sparse_rows import split_micro_batches
 from towerjax.jaxprs import tags
 from towerjax.lowering.in_turn import scan_in_turn
-from towerjax.proof.analysis import depends
-from towerjax.proof.findings import Analysis, refuse_varying
+from towerjax.prover.replication.analysis import depends
+from towerjax.prover.replication.findings import Analysis, refuse_varying
 from towerjax.step.passes.accumulators import CARRIED, SAME, Returned, values_of
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PyTree

@@ -10,8 +10,8 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.jaxprs import tags
 from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import TowerAxes
-from towerjax.proof import findings
-from towerjax.proof.analysis import depends
+from towerjax.prover.replication import findings
+from towerjax.prover.replication.analysis import depends
 from towerjax.step.passes.accumulators import (
     ADDED,
     CARRIED,

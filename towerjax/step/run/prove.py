@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr
 
 from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.private_jax import inputs_read
-from towerjax.proof import findings
-from towerjax.proof.meshes import prove_update, refuse_mapped
+from towerjax.prover.replication import findings
+from towerjax.prover.replication.meshes import prove_update, refuse_mapped
 from towerjax.step.passes.accumulators import as_one_tree, values_of
 from towerjax.step.passes.one_pass import Pass, TracedPass
 from towerjax.step.run.masks import unmasked_of

@@ -17,7 +17,7 @@ from towerjax.jaxprs.flow import needed_eqns
 from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.findings import ReplicationError
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.executors import vmap_members
 from towerjax.towers.outputs import PerTowerValue

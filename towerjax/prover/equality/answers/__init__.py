@@ -1,0 +1,1 @@
+"""What the proof says of a result: proved, refuted or unknown, and why."""

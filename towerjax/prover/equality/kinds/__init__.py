@@ -1,0 +1,1 @@
+"""What the proof of equality knows of a value: its kind."""

@@ -1,0 +1,154 @@
+"""The constants of a program, literals and arrays that it closes over; their kinds."""
+
+import functools
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.prover.equality.kinds.equation_pair import Sizes
+from towerjax.prover.equality.kinds.kinds import (
+    ROWS_OF_TOWER,
+    SIZE,
+    ZERO,
+    InPadding,
+    Kind,
+    Unknown,
+    copy,
+)
+from towerjax.types.trees import is_key, key_data
+
+POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
+"""The exponents p that are tried if two constants may differ by a factor T^p."""
+
+
+class ConstValue:
+    """A constant of a program: an array, a number or a random key."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.array = np.asarray(key_data(value) if is_key(value) else value)
+
+    def is_same(self, other: Any) -> bool:
+        """Return whether ``other`` is a constant with equal elements and dtype."""
+        if not isinstance(other, ConstValue):
+            return False
+        x = self.array
+        y = other.array
+        is_like = (x.dtype, x.shape) == (y.dtype, y.shape)
+        return is_like and (self.value is other.value or bool(np.array_equal(x, y)))
+
+    @functools.cached_property
+    def is_finite(self) -> bool:
+        """Whether no element is infinite or NaN."""
+        is_inexact = jnp.issubdtype(self.array.dtype, jnp.inexact)
+        return not is_inexact or bool(np.isfinite(self.array).all())
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the constant is one number or flag, and not a key."""
+        return self.array.shape == () and not is_key(self.value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the constant is one whole number or flag."""
+        return self.is_scalar and self.array.dtype.kind in "biu"
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the constant is the floating-point number 0.
+
+        The whole number 0 is left out, because it may be the index of a micro-batch.
+        """
+        return not self.is_whole and self.is_scalar and bool(self.array == 0)
+
+
+def real_number(x: Any) -> float | None:
+    """Return a constant as a float if it is one real number; otherwise None."""
+    if not isinstance(x, ConstValue) or not x.is_scalar:
+        return None
+    dtype = x.array.dtype
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return float(x.array) if is_real else None
+
+
+def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
+    """Return the kind of a literal, or of an array that a program closes over.
+
+    ``first`` and ``second`` are the constant in the two programs.
+    """
+    if isinstance(first, Tracer) or isinstance(second, Tracer):
+        # The constant is traced by a program around the step, so its number is unknown.
+        why = "the program closes over other values for another number of {many}"
+        return copy() if first is second else Unknown(why=why)
+    if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
+        first = jax.random.key_data(first)
+        second = jax.random.key_data(second)
+    a = _as_numbers(first)
+    b = _as_numbers(second)
+    if a is None or b is None:
+        return Unknown(why="a constant is no number")
+    if a.shape != b.shape:
+        if not (_is_filled(a) and _is_filled(b)):
+            return Unknown(
+                why="a constant has an element for each row of a {one}",
+            )
+        a = a.flat[0]
+        b = b.flat[0]
+    if not np.any(a) and not np.any(b):
+        return ZERO
+    is_number = np.ndim(a) == 0
+    if is_number and a.item() != b.item():
+        if (a.item(), b.item()) == sizes.rows:
+            return size_of_rows(sizes)
+        if sizes.are_of_tower(a.item(), b.item()):
+            return SIZE
+    is_finite = bool(np.isfinite(a).all())
+    level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
+    if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+        number = a.item() if is_number and a.dtype.kind != "c" else None
+        return copy(0, number).replace(in_padding=level)
+    power = _power_between(sizes, a, b)
+    if power is None:
+        why = "a constant depends on the number of {many}"
+        return Unknown(why=why)
+    return copy(power).replace(in_padding=level)
+
+
+def size_of_rows(sizes: Sizes) -> Kind:
+    """Return the kind of the number of a tower's rows."""
+    if sizes.padded:
+        return SIZE
+    return copy(-1, ROWS_OF_TOWER)
+
+
+def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
+    """Return p if two constants differ by the factor T^p; None if they do not."""
+    ratio = sizes.towers[1] / sizes.towers[0]
+    for power in POWERS:
+        factor = ratio ** float(power)
+        if a.dtype.kind in "fc":
+            rtol = min(1e-6, 16 * float(np.finfo(a.dtype).eps))
+            with np.errstate(over="ignore"):  # the largest number may be a constant
+                is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
+        else:
+            is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
+        if is_power:
+            return power
+    return None
+
+
+def _as_numbers(x: Any) -> np.ndarray | None:
+    x = np.asarray(x)
+    if x.dtype.kind == "V" and jnp.issubdtype(x.dtype, jnp.number):
+        # NumPy calls bfloat16 and int4 void, and cannot compare their values.
+        return x.astype(float)
+    return x if x.dtype.kind in "biufc" else None
+
+
+def _is_filled(x: np.ndarray) -> bool:
+    """Return whether all elements of an array are equal."""
+    return bool(x.size) and bool((x == x.flat[0]).all())

@@ -1,0 +1,226 @@
+"""An equation in two programs, for two numbers of towers, and its operands' kinds."""
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from towerjax.jaxprs.sites import Site, user_line
+from towerjax.prover.equality.kinds.kinds import (
+    Copy,
+    Kind,
+    Unknown,
+    Zero,
+)
+
+
+class ProgramsDifferError(Exception):
+    """The two programs differ in more than their numbers of rows and towers."""
+
+
+def failed(error: Exception) -> str:
+    """Return the reason for an unknown result if the proof's code raised an error."""
+    lines = str(error).splitlines() or [""]
+    return (
+        f"the proof failed with {type(error).__name__}: {lines[0]}; please report this"
+    )
+
+
+class Sizes(NamedTuple):
+    """The sizes in which two programs may differ, as pairs: one for each program."""
+
+    towers: tuple[int, int]
+    rows: tuple[int, int]  # the rows of one tower
+    padded: bool = False  # whether towers may have different amounts of padding
+    # The number of micro-batches of a tower. Each counts as a tower.
+    parts: tuple[int, int] = (1, 1)
+
+    def times(self, first: int, second: int) -> Fraction | None:
+        """Return m if both sizes are m times the rows of a tower; otherwise None.
+
+        ``first`` is the size in the first program, ``second`` that in the second.
+        """
+        a, b = self.rows
+        is_proportional = first * b == second * a
+        return Fraction(int(first), int(a)) if is_proportional else None
+
+    def are_of_tower(self, first: int, second: int) -> bool:
+        """Return whether both sizes are a tower's rows, of all micro-batches."""
+        triples = zip((first, second), self.rows, self.parts, strict=True)
+        return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
+
+    def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
+        """Find an array's dim of rows and its dim of towers; each may be None.
+
+        ``first`` and ``second`` are the array's types in the two programs.
+
+        Raises:
+          ProgramsDifferError: Another dim differs, or several dims have rows.
+        """
+        axes: dict[str, int] = {}
+        if len(first.shape) != len(second.shape):
+            raise ProgramsDifferError(
+                "an array has another number of dims for another number of {many}"
+            )
+        pairs = zip(first.shape, second.shape, strict=True)
+        for i, (m, n) in enumerate(pairs):
+            if m == n:
+                continue
+            unit = self._what_differs(m, n)
+            if unit in axes:
+                counted = "{many}" if unit == "towers" else unit
+                raise ProgramsDifferError(f"an array has several dims of {counted}")
+            axes[unit] = i
+        return axes.get("rows"), axes.get("towers")
+
+    def _what_differs(self, m: int, n: int) -> str:
+        if self.times(m, n) is not None:
+            return "rows"
+        a, b = self.towers
+        if m * b == n * a:
+            return "towers"
+        raise ProgramsDifferError(
+            "a size that is no number of rows depends on the number of {many}"
+        )
+
+
+class Scope(NamedTuple):
+    """Where an equation is in its program: the equations and loops around it."""
+
+    site: Site | None = None  # the equation whose inner program has this one
+    loop: tuple[Any, Any] | None = None  # the lengths of a loop over rows around it
+    in_chunks: bool = False  # whether it has only some of a tower's rows, as a chunk
+    within: frozenset[str] = frozenset()  # the mesh axes of a tower's own devices
+
+
+@dataclasses.dataclass(frozen=True)
+class EquationPair:
+    """An equation, as both programs have it, with the kinds of its operands."""
+
+    walk: Any  # the walk of the two programs
+    first: JaxprEqn
+    second: JaxprEqn
+    scope: Scope
+    ins: Sequence[Kind]
+    rows_in: Sequence[int | None]  # the dim of rows of each operand
+    rows_out: Sequence[int | None]
+    towers_in: Sequence[int | None]
+    towers_out: Sequence[int | None]
+    is_swapped: bool = False  # whether the two operands appear in the other order
+
+    @property
+    def site(self) -> Site:
+        """The site of the equation: itself, and the equations around it."""
+        return self.first, self.scope.site
+
+    def inside(
+        self, programs: Sequence[Any], ins: Sequence[Kind], **scope: Any
+    ) -> list[Kind]:
+        """Return the kinds of the results of inner programs that the equation runs.
+
+        ``programs`` are the inner program in the first and in the second program.
+        ``scope`` has the fields of the equation's scope that are different inside.
+        """
+        new = self.scope._replace(site=self.site, **scope)
+        return self.walk.closed(*programs, ins, new)
+
+    def _operand_of(self, eqn: JaxprEqn, operand: int) -> Any:
+        """Return the variable of an operand of one of the two equations."""
+        return eqn.invars[1 - operand if self.is_swapped else operand]
+
+    def swapped(self) -> "EquationPair":
+        """Return the same equation with its two operands in the other order."""
+        return dataclasses.replace(
+            self,
+            ins=self.ins[::-1],
+            rows_in=self.rows_in[::-1],
+            towers_in=self.towers_in[::-1],
+            is_swapped=not self.is_swapped,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.first.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The params of the equation in the first program."""
+        return self.first.params
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes in which the two programs may differ."""
+        return self.walk.sizes
+
+    def shape(self, operand: int) -> tuple[Any, ...]:
+        """Return the shape of an operand in the first program."""
+        aval: Any = self._operand_of(self.first, operand).aval
+        return aval.shape
+
+    def out_shape(self, result: int = 0) -> tuple[Any, ...]:
+        """Return the shape of a result in the first program."""
+        aval: Any = self.first.outvars[result].aval
+        return aval.shape
+
+    def dtype(self, operand: int) -> Any:
+        """Return the dtype of an operand."""
+        aval: Any = self._operand_of(self.first, operand).aval
+        return aval.dtype
+
+    def out_dtype(self, result: int) -> Any:
+        """Return the dtype of a result; None for a token."""
+        return getattr(self.first.outvars[result].aval, "dtype", None)
+
+    def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
+        """Return the sizes of a dim of an operand, in both programs."""
+        first: Any = self._operand_of(self.first, operand).aval
+        second: Any = self._operand_of(self.second, operand).aval
+        return first.shape[axis], second.shape[axis]
+
+    def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
+        """Return m if a dim of an operand has m times a tower's rows; otherwise None.
+
+        The result is None for ``axis=None``, too.
+        """
+        if axis is None:
+            return None
+        return self.sizes.times(*self.sizes_along(operand, axis))
+
+    def constant(self, operand: int) -> Any:
+        """Return the number that all elements of an operand are, if it is known.
+
+        The number must be the same in both programs. Otherwise the result is None.
+        """
+        return constant_of(self.ins[operand])
+
+    def are(self, kinds: Any) -> bool:
+        """Return whether all operands are of these kinds."""
+        return all(isinstance(x, kinds) for x in self.ins)
+
+    def has_padding(self, zeros: frozenset[Any]) -> bool:
+        """Return whether padding rows may hold something other than 0.
+
+        ``zeros`` are the places where the value is known to be 0.
+        """
+        return self.walk.has_padding(zeros)
+
+    def with_kinds(self, ins: Sequence[Kind]) -> "EquationPair":
+        """Return the same equation with other kinds for its operands."""
+        return dataclasses.replace(self, ins=ins)
+
+    def unknown(self, why: str) -> Kind:
+        """Return an unknown kind, with a reason and the line of this equation."""
+        line = user_line(self.site)
+        return Unknown(why=f"{why}, at {line}" if line else why)
+
+
+def constant_of(x: Kind) -> Any:
+    """Return the number that all elements of a value are in both programs, or None."""
+    if isinstance(x, Zero):
+        return 0
+    if isinstance(x, Copy) and isinstance(x.number, bool | int | float):
+        return x.number
+    return None

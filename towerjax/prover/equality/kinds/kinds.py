@@ -1,0 +1,593 @@
+"""Kinds: how a value on each of T towers relates to the value on one tower.
+
+A proof compares two numbers of towers, ``a`` and ``b``, on one global batch. A kind
+with the power ``p`` says that the towers' values, put together as the kind says, are
+for ``b`` towers ``(b / a)^p`` times what they are for ``a`` towers.
+
+The main kinds are replicated values (`Copy`), rows of the batch (`TowerRows`) and parts
+(`Part`), which are the towers' addends of a sum over towers. Each kind is a type, with
+a field for all that is known of such a value. The meaning of each is a function of
+values in ``tests/prover/meanings.py``.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+PADDING = "padding"
+"""The member of `Kind.zeros` that stands for padding rows."""
+
+NO_ZEROS: frozenset[Any] = frozenset()
+
+
+class InPadding(enum.IntEnum):
+    """What is known of a value in padding rows; a smaller number says less."""
+
+    ANY = 0  # The value may be infinite or NaN.
+    FINITE = 1
+    AS_EXAMPLE = 2  # computed from its row as in an example, so assumed to be finite
+
+
+class Identity(int):
+    """A number that identifies one value of a program, or one flag."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneValue:
+    """A fact: which value of the program it is; equal numbers, equal values."""
+
+    number: Identity
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A fact: each row holds 0 or 1; for the flag of PADDING, 0 means padding."""
+
+    flag: Identity | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """A fact: a value is the number of a tower's rows in which a flag is 1."""
+
+    flag: Identity | str
+
+
+@dataclasses.dataclass(frozen=True)
+class HasRow:
+    """A fact: a value is a bool that tells whether a flag is 1 in some row of a tower.
+
+    True means that it has such a row if ``is_any`` is true, otherwise that it has none.
+    """
+
+    flag: Identity | str
+    is_any: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class InfinitePadding:
+    """A fact: the padding rows of a value hold infinity, with this sign (-1 or 1)."""
+
+    sign: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberInBatch:
+    """A fact: each row holds its index in the whole batch, and there is no padding."""
+
+
+LOWEST = InfinitePadding(-1)
+HIGHEST = InfinitePadding(1)
+
+Fact: TypeAlias = OneValue | Flag | Count | HasRow | InfinitePadding | NumberInBatch
+"""What else is known of a value; most facts also identify the value."""
+
+
+class Power(Fraction):
+    """An exponent of the number of towers T, and the user's line where it came in."""
+
+    __slots__ = ("line",)
+    line: str
+
+    def __new__(cls, power: Any, line: str) -> "Power":
+        """Create the exponent ``power``, which came into a value at ``line``."""
+        self = super().__new__(cls, power)
+        self.line = line
+        return self
+
+
+NO_POWER = Fraction(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of a value in two programs, for two numbers of towers T.
+
+    Attributes:
+      power: The exponent p if the value has the factor T^p; None for the sum of a loop
+        to which no trip has added anything yet.
+      zeros: Where the value is 0: PADDING stands for padding rows, and a flag for
+        towers in which no row has it.
+      fact: What else is known of the value.
+      in_padding: What is known of the value in padding rows.
+    """
+
+    power: Any = NO_POWER
+    zeros: frozenset[Any] = dataclasses.field(default=NO_ZEROS, kw_only=True)
+    fact: Fact | None = dataclasses.field(default=None, kw_only=True)
+    in_padding: InPadding = dataclasses.field(default=InPadding.ANY, kw_only=True)
+
+    name: ClassVar[str]  # its text in reasons, with fields that `Nouns` fills in
+    # These fields identify the value. A kind whose value is not identified holds the
+    # values given here in them.
+    no_identity: ClassVar[dict[str, None]] = {"fact": None}
+
+    def replace(self, **fields: Any) -> Any:
+        """Return a copy of this kind with other values in the named fields."""
+        return dataclasses.replace(self, **fields)
+
+    def bare(self) -> Any:
+        """Return the kind without what holds in one trip of a loop only."""
+        return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
+
+    def times_tower(self, power: Any) -> Any:
+        """Return this kind with the exponent ``power`` of T, for another value."""
+        return self.replace(power=power, **self.no_identity)
+
+    def without_identity(self) -> Any:
+        """Return the kind without the identity of its value, and without its zeros."""
+        return self.replace(zeros=NO_ZEROS, **self.no_identity)
+
+    def __str__(self) -> str:
+        return self.name + _told_power(self.power)
+
+
+def _told_power(power: Any) -> str:
+    """Return the words that follow a kind's name and tell its factor, a power of T."""
+    match power:
+        case None | 0:
+            return ""
+        case 1:
+            return " times the number of {many}"
+        case -1:
+            return " divided by the number of {many}"
+        case _:
+            return f" times the number of {{many}}^({Fraction(power)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown(Kind):
+    """The kind of a value of which nothing is known.
+
+    ``why`` is the reason, with a line of the program.
+    """
+
+    name = "unknown"
+    why: str = dataclasses.field(default="", kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero(Kind):
+    """The kind of a value that is 0 in all elements on all towers."""
+
+    name = "zero"
+
+
+class RowsOfTower(enum.Enum):
+    """A mark that `Copy.number` may hold: the value is the number of a tower's rows."""
+
+    NUMBER = "rows of a tower"
+
+
+ROWS_OF_TOWER = RowsOfTower.NUMBER
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(Kind):
+    """The kind of a replicated value: all towers have the same.
+
+    A replicated value with a dim of rows is constant along that dim. If all its
+    elements are one known number, ``number`` is that number.
+    """
+
+    name = "a replicated value"
+    no_identity = {"fact": None, "number": None}
+    number: bool | int | float | RowsOfTower | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerRows(Kind):
+    """The kind of rows: the towers' rows, joined along a dim, are the batch's rows.
+
+    ``blocks`` tells how often that dim repeats them: each of its blocks has all rows of
+    the tower, in order.
+    """
+
+    name = "{its} rows"
+    blocks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Kind):
+    """The kind of a tower's addend of a sum over towers; a `psum` gives that sum."""
+
+    name = "a sum over {its} rows"
+
+
+class GroupDims(NamedTuple):
+    """The dims along which an array has a tower's rows, unless it is one dim in order.
+
+    Attributes:
+      dims: The dims, outermost first. Read in this order, they have each row in order.
+      by_row: True if each element belongs to one row. Otherwise the elements along the
+        dims only add up to a sum over rows.
+      order: None, or what identifies another order: a permutation of the rows of all
+        towers. Arrays with equal ``order`` have the same permutation.
+    """
+
+    dims: tuple[int, ...]
+    by_row: bool
+    order: Any = None
+
+
+PERMUTED = "{its} rows in another order"
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups(Kind):
+    """The kind of rows along several dims, or along one dim in another order."""
+
+    layout: GroupDims = dataclasses.field(kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """The words for the kind in a reason."""
+        in_order = self.layout.order is None
+        return "{its} rows in groups" if in_order else PERMUTED
+
+
+@dataclasses.dataclass(frozen=True)
+class Maximum(Kind):
+    """The kind of a maximum over a tower's own rows; a `pmax` makes it replicated."""
+
+    name = "a maximum over {its} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Minimum(Kind):
+    """The kind of a minimum over a tower's own rows; a `pmin` makes it replicated."""
+
+    name = "a minimum over {its} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Kind):
+    """The kind of a part divided by another part of the same tower; see `guards`.
+
+    ``divisor`` is the exponent of T in the divisor. ``vanishes`` tells whether the
+    dividend is 0 wherever the divisor is 0.
+    """
+
+    name = "a mean over {its} rows"
+    divisor: Any = NO_POWER
+    vanishes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsInTurn:
+    """Rows that are dealt out in turn: tower t has the rows t, t + T, t + 2 T, ..."""
+
+    name = PERMUTED  # its text in reasons, as for a `Kind`
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Kind):
+    """The kind of an array that holds all towers' values, each of the kind ``of``."""
+
+    name = "the values of all {many}"
+    of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
+
+
+# The next kinds are of numbers and random keys that differ from tower to tower.
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerId(Kind):
+    """The kind of a tower's index, which counts from 0."""
+
+    name = "{number}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstRow(Kind):
+    """The kind of the index in the whole batch of a tower's first row."""
+
+    name = "the number of a {one}'s first row"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNumbers(Kind):
+    """The kind of the indices 0, 1, 2, ... of a tower's rows, within the tower."""
+
+    name = "the numbers of {its} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder(Kind):
+    """The kind of a permutation of the indices 0, 1, 2, ... of a tower's rows."""
+
+    name = "the numbers of {its} rows in another order"
+    order: Any = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns(Kind):
+    """The kind of an array of indices, whose columns have kinds of their own.
+
+    ``columns`` has the type of each column's kind. For a column that is a permutation
+    of the rows' indices, it has the `RowOrder` itself.
+    """
+
+    name = "indices with the numbers of {its} rows"
+    columns: tuple[type[Kind] | RowOrder, ...] = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key(Kind):
+    """The kind of a tower's own random key, from which each row draws for itself."""
+
+    name = "a {one}'s own key"
+
+
+@dataclasses.dataclass(frozen=True)
+class Valid(Kind):
+    """The kind of the number of a tower's rows without padding: of its examples."""
+
+    name = "the number of {its} rows without padding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size(Kind):
+    """The kind of the number of a tower's rows, if some of them may be padding."""
+
+    name = "the number of {its} rows, padding included"
+
+
+@dataclasses.dataclass(frozen=True)
+class IsFull(Kind):
+    """The kind of a bool that is True for a tower without padding."""
+
+    name = "whether none of {its} rows is padding"
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast(Kind):
+    """The kind of a guarded count of the rows with a flag, such as ``max(count, 1)``.
+
+    If a tower has no row with the flag, the value is some number above 0.
+    """
+
+    name = "the number of rows with a flag, or another number if there are none"
+    flag: Any = dataclasses.field(kw_only=True)
+
+
+# These kinds are found only inside loops over rows or chunks of rows.
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(Kind):
+    """The kind of the value of the current row, inside a loop over rows."""
+
+    name = "a value of one row"
+
+
+@dataclasses.dataclass(frozen=True)
+class SoFar(Kind):
+    """The kind of a loop's carry that is a sum, or an extreme, of the trips so far.
+
+    ``carry`` is its index among the loop's carries. ``extreme`` is `Maximum` or
+    `Minimum`. It is None for a sum, and for a carry that no trip has changed yet.
+    """
+
+    name = "the sum of the rows so far"
+    carry: int = dataclasses.field(kw_only=True)
+    extreme: type[Maximum | Minimum] | None = dataclasses.field(
+        default=None, kw_only=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter(Kind):
+    """The kind of the current row's index, inside a loop over rows."""
+
+    name = "the number of the row in a loop"
+
+
+@dataclasses.dataclass(frozen=True)
+class NextRow(Kind):
+    """The kind of the current row's index plus 1, inside a loop over rows."""
+
+    name = "the number of the next row in a loop"
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer(Kind):
+    """The kind of an array that a loop over rows fills row by row.
+
+    ``carry`` is its index among the loop's carries.
+    """
+
+    name = "an array that a loop fills row by row"
+    carry: int = dataclasses.field(kw_only=True)
+
+
+ALL_KINDS: tuple[type[Kind], ...] = (
+    *(Unknown, Zero, Copy, TowerRows, Part, Groups, Maximum, Minimum, Mean, Stacked),
+    *(TowerId, FirstRow, RowNumbers, RowOrder, Columns),
+    *(Key, Valid, Size, IsFull, AtLeast),
+    *(Row, SoFar, Counter, NextRow, Buffer),
+)
+"""All kinds."""
+
+ELEMENTS: TypeAlias = Copy | TowerRows | Row | Zero
+"""Kinds that stay under any function of the elements."""
+
+LINEAR: TypeAlias = ELEMENTS | Part
+"""Kinds that stay under a linear function of the elements of one value."""
+
+SAME_FOR_ALL: TypeAlias = Copy | Zero
+"""Kinds of a value that is the same on all towers."""
+
+EXTREME: TypeAlias = Maximum | Minimum
+"""Kinds of a maximum or minimum over the tower's rows."""
+
+ZERO = Zero()
+SIZE = Size()
+
+
+def copy(power: Any = 0, number: Any = None) -> Copy:
+    """Return the kind of a replicated value, whose elements are ``number`` if known."""
+    return Copy(Fraction(power), number, in_padding=InPadding.AS_EXAMPLE)
+
+
+def rows(power: Any = 0, blocks: int = 1) -> TowerRows:
+    """Return the kind of rows: ``blocks`` times all rows of the tower along one dim."""
+    return TowerRows(Fraction(power), blocks)
+
+
+def rows_as(x: Kind) -> TowerRows:
+    """Return the kind of rows with the power, the zeros and the padding of ``x``."""
+    return TowerRows(x.power, zeros=x.zeros, in_padding=x.in_padding)
+
+
+def part(power: Any = 0) -> Part:
+    """Return the kind of a part: one tower's addend of a sum over towers."""
+    return Part(Fraction(power))
+
+
+def permuted(x: Kind, axis: int, order: Any) -> Groups:
+    """Return the kind of rows in another order along the dim ``axis``."""
+    return Groups(x.power, layout=GroupDims((axis,), True, order))
+
+
+def blocks_of(x: Kind) -> int:
+    """Return how often a dim of rows repeats all rows; 1 if there is no such dim."""
+    return x.blocks if isinstance(x, TowerRows) else 1
+
+
+def is_rows_of_tower(x: Kind) -> bool:
+    """Return whether a value is the number of a tower's rows, padding included."""
+    return isinstance(x, Size) or (isinstance(x, Copy) and x.number is ROWS_OF_TOWER)
+
+
+def of_one_tower(x: Stacked, axis: int | None) -> Kind:
+    """Return the kind of one tower's value, taken from an array of all towers' values.
+
+    ``axis`` is the dim of rows of that value; None if it has none.
+    """
+    if isinstance(x.of, RowsInTurn):
+        own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
+        return own_rows if axis is None else permuted(own_rows, axis, x.of)
+    if x.of is TowerRows and axis is not None:
+        return rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
+    return TowerId() if x.of is TowerId else x.of(x.power)
+
+
+def as_part(value: Kind) -> Kind:
+    """Return the kind of a replicated value as a part; return any other kind unchanged.
+
+    The sum over T towers of a replicated value is T times the value, so the exponent of
+    T grows by 1.
+    """
+    return part(value.power + 1) if isinstance(value, Copy) else value
+
+
+def added_over_towers(x: Copy | Part | Zero) -> Kind:
+    """Return the kind of the sum over all towers: a replicated value.
+
+    Parts add up to the one tower's value. A replicated value is added up to T times it.
+    """
+    return ZERO if isinstance(x, Zero) else copy(as_part(x).power)
+
+
+class NotOfOneKindError(Exception):
+    """No rule gives a kind to values of these kinds; the text says why."""
+
+
+def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
+    """Return the kind of an array of joined values, or of their sum, or of a choice.
+
+    Raises:
+      NotOfOneKindError: Their kinds, powers or orders do not fit.
+    """
+    live = [x for x in values if not isinstance(x, Zero)]
+    if not live:
+        return ZERO
+    kinds = {type(x) for x in live}
+    if kinds == {Part, Copy}:
+        live = [as_part(x) for x in live]
+        kinds = {Part}
+    fits = kinds <= {Copy, TowerRows} or kinds <= {Copy, Row}
+    fits |= len(kinds) == 1 and isinstance(live[0], Part | EXTREME)
+    is_even = len({x.power for x in live}) == 1
+    if not (fits and is_even):
+        first = live[0]
+        odd = [x for x in live if (type(x), x.power) != (type(first), first.power)]
+        other = odd[0] if odd else live[-1]
+        raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
+    if len({x.blocks for x in live if isinstance(x, TowerRows)}) > 1:
+        raise NotOfOneKindError("rows are combined with rows in another order")
+    most = next((x for x in live if not isinstance(x, Copy)), live[0])
+    if isinstance(most, TowerRows):
+        return TowerRows(most.power, most.blocks)
+    return type(most)(most.power)
+
+
+def added(values: Sequence[Kind]) -> Any:
+    """Return the kind of the sum of values of one shape.
+
+    Raises:
+      NotOfOneKindError: `joined` raises it, or one value is a maximum or minimum.
+    """
+    if extreme := next((x for x in values if isinstance(x, EXTREME)), None):
+        raise NotOfOneKindError(f"no rule for a sum of {extreme} and other values")
+    return joined(values)
+
+
+def function_of(values: Sequence[Kind], name: str) -> Any:
+    """Return the kind of an elementwise function ``name`` of operands.
+
+    Raises:
+      NotOfOneKindError: An operand is neither replicated nor rows, or has a power.
+    """
+    for x in values:
+        if not isinstance(x, ELEMENTS) or x.power:
+            raise NotOfOneKindError(f"no rule for {name} of {x}")
+    return joined([as_copy(x) for x in values], "together with")
+
+
+def as_copy(value: Kind) -> Kind:
+    """Return the kind of a replicated value for 0, and any other kind unchanged."""
+    return copy() if isinstance(value, Zero) else value
+
+
+def product_of(x: Kind, y: Kind, verb: str = "times") -> Any:
+    """Return the kind of the elementwise product of two values.
+
+    An operand 0 is treated as any replicated value: 0 times infinity is not 0.
+
+    Raises:
+      NotOfOneKindError: Neither value is replicated, and they are not both rows.
+    """
+    x = as_copy(x)
+    y = as_copy(y)
+    power = x.power + y.power if None not in (x.power, y.power) else None
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, Part) and isinstance(other, Copy):
+            return part(power)
+    if not (isinstance(x, ELEMENTS) and isinstance(y, ELEMENTS)):
+        raise NotOfOneKindError(f"no rule for {x} {verb} {y}")
+    both = joined([x.times_tower(0), y.times_tower(0)], verb)
+    return both.times_tower(power)

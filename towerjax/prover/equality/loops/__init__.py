@@ -1,0 +1,1 @@
+"""The rules of equations that run a program: calls, branches, loops and maps."""

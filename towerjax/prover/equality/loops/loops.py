@@ -1,0 +1,493 @@
+"""Rules for equations that run a program: calls, branches, loops, loops over rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from towerjax.jaxprs.flow import inner_programs
+from towerjax.jaxprs.params import (
+    given_name,
+    is_hidden,
+    loop_sizes,
+    named_axes,
+    open_jaxpr,
+    program_of_class,
+    trace_hidden,
+)
+from towerjax.jaxprs.sites import all_eqns
+from towerjax.prover.equality.kinds.constants import size_of_rows
+from towerjax.prover.equality.kinds.equation_pair import (
+    EquationPair,
+    ProgramsDifferError,
+)
+from towerjax.prover.equality.kinds.kinds import (
+    ZERO,
+    Buffer,
+    Copy,
+    Counter,
+    Groups,
+    Kind,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
+    NotOfOneKindError,
+    Row,
+    RowNumbers,
+    RowOrder,
+    SoFar,
+    Stacked,
+    TowerRows,
+    Unknown,
+    Zero,
+    added,
+    blocks_of,
+    copy,
+    joined,
+    part,
+    rows,
+)
+from towerjax.prover.equality.loops.chunk_loops import over_chunks, runs_over_chunks
+from towerjax.prover.equality.loops.micro_batches import (
+    over_micro_batches,
+    runs_over_micro_batches,
+)
+from towerjax.prover.equality.rules import guards
+from towerjax.prover.equality.rules.choices import extreme_of_trips, is_same_carry
+from towerjax.prover.equality.rules.rules import OF_ONE_TOWER, SPECIAL, rule
+
+_ROUNDS = 12  # the most walks of a loop's body; then its kinds count as unknown
+
+
+@rule(
+    """jit pjit closed_call core_call remat remat2 remat3 checkpoint custom_lin
+    eval_jaxpr composite""",
+    every=Kind,
+    knows_identity=True,
+)
+def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a call's results: those of the program that it runs."""
+    programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
+    return pair.inside(programs, ins)
+
+
+@rule(
+    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call",
+    every=OF_ONE_TOWER | Groups | Unknown,
+    knows_identity=True,
+)
+def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a call of a `custom_jvp` or `custom_vjp` function.
+
+    They are those of the program that it runs. The results get no identity of another
+    value, because the user may have written another derivative for them.
+    """
+    others = [_without_number(pair, x) for x in ins]
+    programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
+    return [_without_number(pair, x) for x in pair.inside(programs, others)]
+
+
+@rule(
+    "call_hi_primitive",
+    every=Kind,
+    knows_identity=True,
+)
+def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a call whose program is in an object, as with ``jax_remat3``.
+
+    Such calls are `jax.checkpoint`, `jax.custom_jvp` and `jax.custom_vjp`.
+    """
+    eqns = (pair.first, pair.second)
+    if all(given_name(eqn) is not None for eqn in eqns):
+        return [*ins]
+    programs = [_program_of(eqn) for eqn in eqns]
+    kinds = {type(eqn.params["_prim"]).__name__ for eqn in eqns}
+    counts = {len(open_jaxpr(x).invars) for x in programs}
+    if len(kinds) > 1 or counts != {len(ins)}:
+        raise ProgramsDifferError(
+            f"the program has another {min(kinds)} for another number of {{many}}"
+        )
+    if kinds == {"RematTraced"}:
+        return pair.inside(programs, ins)
+    if any(isinstance(x, SPECIAL) for x in ins):
+        raise NotOfOneKindError(
+            "a function with its own derivative has an operand that no rule covers"
+        )
+    return _called_with_rule(pair, *ins)
+
+
+def _without_number(pair: EquationPair, value: Kind) -> Kind:
+    if isinstance(value, Mean):
+        return pair.unknown(
+            f"no rule for a function with its own derivative of {value}"
+        )
+    return value.replace(fact=None)
+
+
+def _program_of(eqn: Any) -> Any:
+    """Return the program that a call runs, with its constants."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        if key in eqn.params:
+            return eqn.params[key]
+    by_class = program_of_class(eqn.params.get("_prim"))
+    if by_class is not None:
+        return by_class
+    if is_hidden(eqn):
+        hidden = trace_hidden(eqn, {})
+        if hidden is not None:
+            return hidden
+    raise ProgramsDifferError(f"{eqn.primitive.name} hides the program that it runs")
+
+
+@rule("cond", every=OF_ONE_TOWER | Unknown, knows_identity=True)
+def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a `cond`, whose branch all towers must take together.
+
+    So the predicate must be replicated. It may also tell whether a tower has a row with
+    some flag, if a tower without such rows gets the same from both branches.
+    """
+    if isinstance(predicate, Unknown):
+        return [predicate] * len(pair.rows_out)
+    is_any = isinstance(predicate, Maximum | Minimum)
+    is_alike = isinstance(predicate, Copy | Zero) and not predicate.power
+    if not (is_alike or is_any):
+        raise NotOfOneKindError(f"no rule for a branch by {predicate}")
+    branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
+    of_branches = [pair.inside(both, ins) for both in zip(*branches, strict=True)]
+    if is_any:
+        return [
+            _by_any(pair, predicate, both) for both in zip(*of_branches, strict=True)
+        ]
+    return [_either_of(pair, values) for values in zip(*of_branches, strict=True)]
+
+
+def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
+    """Return the kind of a `cond`'s result.
+
+    The predicate tells whether a tower has a row with some flag.
+    """
+    unknown = [x for x in cases if isinstance(x, Unknown)]
+    if unknown or len(cases) != 2:
+        return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
+    try:
+        chosen = guards.chosen_by_any(predicate, cases)
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+    return chosen or pair.unknown(f"no rule for a branch by {predicate}")
+
+
+def _either_of(
+    pair: EquationPair, values: Sequence[Kind], verb: str = "as an alternative to"
+) -> Kind:
+    """Return the kind of a value that has one of these kinds, whichever it is."""
+    if all(x == values[0] for x in values):
+        return values[0]
+    unknown = [x for x in values if isinstance(x, Unknown)]
+    if unknown:
+        return unknown[0]
+    known = [x for x in values if x.power is not None]
+    is_one_carry = len({x.replace(power=None) for x in values}) == 1
+    if is_one_carry and len(set(known)) == 1:
+        return known[0]
+    if any(isinstance(x, SPECIAL) for x in values):
+        return pair.unknown(f"no rule for {values[0]} {verb} {values[-1]}")
+    try:
+        either = joined(values, verb)
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+    live = [x.zeros for x in values if not isinstance(x, Zero)]
+    return either.replace(zeros=frozenset.intersection(*live)) if live else either
+
+
+def _settled(
+    pair: EquationPair,
+    trip: Callable[[list[Kind]], list[Kind]],
+    carry: Sequence[Kind],
+) -> list[Kind]:
+    """Return kinds of a loop's carry that a trip does not change.
+
+    ``trip`` gives the kinds after a trip, from those before. It is called until they
+    stay the same. If they do not after some rounds, all are unknown.
+    """
+    kinds = [x.bare() for x in carry]
+    for _ in range(_ROUNDS):
+        ends = [x.bare() for x in trip(kinds)]
+        pairs = zip(kinds, ends, strict=True)
+        new = [_either_of(pair, both, "that a loop turns into") for both in pairs]
+        if new == kinds:
+            return kinds
+        kinds = new
+    return [
+        pair.unknown(
+            "no rule for a loop that changes a carry in another way in each trip"
+        )
+    ] * len(carry)
+
+
+def _refuse_special(ins: Sequence[Kind]) -> None:
+    """Raise for operands that a loop over dims without rows may not have."""
+    for x in ins:
+        if isinstance(x, Stacked | Groups | Mean | RowOrder):
+            raise NotOfOneKindError(f"no rule for a loop with {x}")
+
+
+@rule(
+    "while",
+    every=Kind,
+    knows_identity=True,
+)
+def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a `while` loop's carry.
+
+    All towers must make the same trips. In a loop that ``vmap`` made, each row makes
+    its own trips.
+    """
+    first = pair.first.params
+    second = pair.second.params
+    tests = first["cond_nconsts"]
+    bodies = first["body_nconsts"]
+    start = tests + bodies
+    _refuse_special(ins)
+    bare = [x.bare() for x in ins]
+    of_body = first["body_jaxpr"], second["body_jaxpr"]
+    of_test = first["cond_jaxpr"], second["cond_jaxpr"]
+
+    is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
+
+    def trip(carry: list[Kind]) -> list[Kind]:
+        ends = pair.inside(of_body, [*bare[tests:start], *carry])
+        return _each_for_itself(ends) if is_by_row else ends
+
+    carry = bare[start:]
+    carry = _settled(pair, trip, _each_for_itself(carry) if is_by_row else carry)
+    [test] = pair.inside(of_test, [*bare[:tests], *carry])
+    if isinstance(test, Unknown):
+        return [test] * len(carry)
+    if isinstance(test, Copy | Zero) and not test.power:
+        if not is_by_row:
+            return carry
+    _refuse_unless_by_row(pair, test, carry)
+    return carry
+
+
+def _each_for_itself(carry: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds of carries of which each row makes trips of its own.
+
+    A replicated value then becomes rows, because it may differ from row to row.
+    """
+    return [rows(x.power) if isinstance(x, Copy) else x for x in carry]
+
+
+def _avals_of_test(pair: EquationPair) -> list[Any]:
+    eqns = pair.first, pair.second
+    return [open_jaxpr(x.params["cond_jaxpr"]).outvars[0].aval for x in eqns]
+
+
+def _refuse_unless_by_row(
+    pair: EquationPair, test: Kind, carry: Sequence[Kind]
+) -> None:
+    """Raise unless ``vmap`` made a `while` loop, so that each row makes its own trips.
+
+    In such a loop the carry of a row that has ended stays unchanged.
+    """
+    is_of_rows = isinstance(test, TowerRows) and not test.power and test.blocks == 1
+    is_of_rows &= all(
+        isinstance(x, Zero) or (isinstance(x, TowerRows) and x.blocks == 1)
+        for x in carry
+    )
+    is_of_rows &= all(axis == 0 for axis in pair.rows_out)
+    is_of_rows &= pair.sizes.axes(*_avals_of_test(pair))[0] == 0
+    programs = [pair.params[key] for key in ("cond_jaxpr", "body_jaxpr")]
+    meets = [named_axes(eqn) for x in programs for eqn in all_eqns(x)]
+    if not is_of_rows or any(meets):
+        raise NotOfOneKindError(f"no rule for a loop that ends by {test}")
+
+
+@rule(
+    "scan",
+    every=Kind,
+    knows_identity=True,
+)
+def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a `scan`'s results.
+
+    Loops over rows, over chunks of rows and over micro-batches have functions of their
+    own. In any other loop, a trip must not change the kinds of the carry.
+    """
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
+    programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
+    if runs_over_micro_batches(pair, lengths):
+        return over_micro_batches(pair, programs)
+    if lengths[0] == lengths[1] and runs_over_chunks(pair):
+        return over_chunks(pair, programs)
+    _refuse_special(ins)
+    bare = [x.bare() for x in ins]
+    if pair.sizes.times(*lengths) is not None:
+        return _over_own_rows(pair, lengths, programs)
+    if lengths[0] != lengths[1]:
+        raise NotOfOneKindError(
+            "the number of trips of a loop depends on the number of {many}"
+        )
+    if any(axis == 0 for axis in pair.rows_in[start:]):
+        raise NotOfOneKindError("no rule for a loop over {its} rows")
+    xs = bare[start:]
+
+    def trip(carry: list[Kind]) -> list[Kind]:
+        return pair.inside(programs, [*bare[:consts], *carry, *xs])[:carry_size]
+
+    carry = _settled(pair, trip, bare[consts:start])
+    outs = pair.inside(programs, [*bare[:consts], *carry, *xs])
+    stacked = [x.bare() for x in outs[carry_size:]]
+    for i, x in enumerate(stacked):
+        if isinstance(x, SPECIAL) or isinstance(x, Mean):
+            stacked[i] = pair.unknown(
+                f"no rule for {x} that a loop returns for each trip"
+            )
+    return [*carry, *stacked]
+
+
+def _over_own_rows(
+    pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
+) -> list[Kind]:
+    """Return the kinds of the results of a loop over rows.
+
+    No row may depend on another, except by a sum or an extreme of all rows.
+    """
+    if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
+        raise NotOfOneKindError("a loop over {its} rows is inside another one")
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    bare = [x.bare() for x in pair.ins]
+    of_rows = [_of_one_row(pair, i, x) for i, x in enumerate(bare) if i >= start]
+    body: Any = open_jaxpr(programs[0])
+    pairs = zip(body.invars[consts:start], body.outvars, strict=False)
+    is_kept = [x is y for x, y in pairs]
+    carry = [
+        bare[i] if is_kept[i - consts] else _start_of(pair, i, bare[i])
+        for i in range(consts, start)
+    ]
+
+    def trip(carry: list[Kind]) -> list[Kind]:
+        return pair.inside(programs, [*bare[:consts], *carry, *of_rows], loop=lengths)
+
+    outs = trip(carry)
+    counts = [isinstance(x, Counter) for x in carry]
+    is_next = [isinstance(x, NextRow) for x in outs[:carry_size]]
+    if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
+        # A carry that starts at 0 is first taken for a counter of rows. If no trip adds
+        # 1 to it, it is taken for a sum, and the body is walked again.
+        carry = [
+            _sum_of_carry(i) if isinstance(x, Counter) and not is_next[i] else x
+            for i, x in enumerate(carry)
+        ]
+        outs = trip(carry)
+    starts = bare[consts:start]
+    ends = [
+        first if is_same else _end_of(pair, first, *both)
+        for first, is_same, *both in zip(starts, is_kept, carry, outs, strict=False)
+    ]
+    return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
+
+
+def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
+    """Return the kind of one row of an array, in a loop over rows."""
+    if pair.rows_in[operand] != 0:
+        return pair.unknown("no rule for a loop over {its} rows and another dim")
+    if isinstance(x, Zero | Unknown | Copy):
+        return x
+    if isinstance(x, RowNumbers) and len(pair.shape(operand)) == 1:
+        return Counter()
+    if isinstance(x, TowerRows) and x.blocks == 1:
+        return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
+    return pair.unknown(f"no rule for a loop over {x}")
+
+
+def _sum_of_carry(number: int) -> Kind:
+    return SoFar(None, carry=number)
+
+
+def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
+    """Return the kind of a carry before any trip of a loop over rows.
+
+    It is a buffer to fill, a counter of rows, or a sum so far; this says what a trip
+    may do with it.
+    """
+    number = operand - loop_sizes(pair.first)[0]
+    if isinstance(x, Unknown):
+        return x
+    if pair.rows_in[operand] is not None:
+        x = rows(x.power) if isinstance(x, Copy) else x
+        if not isinstance(x, TowerRows | Zero) or blocks_of(x) > 1:
+            return pair.unknown(f"a loop over {{its}} rows changes {x}")
+        power = None if isinstance(x, Zero) else x.power
+        return Buffer(power, zeros=x.zeros, carry=number)
+    is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
+    if isinstance(x, Zero) and is_whole and not pair.params["reverse"]:
+        return Counter()
+    return _sum_of_carry(number)
+
+
+def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
+    """Return the kind of a carry after all rows, from its kinds around a trip.
+
+    ``first`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it.
+    """
+    if isinstance(end, Unknown):
+        return end
+    try:
+        if extreme := extreme_of_trips(first, start, end):
+            return extreme
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+    if is_same_carry(start, end):
+        return first if end.power is None else _sum_with(pair, first, end.power)
+    if isinstance(start, Buffer) and isinstance(end, Buffer):
+        if start.carry == end.carry:
+            return ZERO if end.power is None else rows(end.power)
+    if isinstance(start, Counter) and isinstance(end, NextRow):
+        return _count_of_trips(pair)
+    return pair.unknown("a row depends on the row before it")
+
+
+def _count_of_trips(pair: EquationPair) -> Kind:
+    """Return the kind of a counter after a loop over rows: the number of rows.
+
+    It starts at 0, and grows by 1 in each trip.
+    """
+    lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
+    if pair.sizes.times(*lengths) == 1:
+        return size_of_rows(pair.sizes)
+    return pair.unknown("a loop counts several trips for each of {its} rows")
+
+
+def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
+    try:
+        return added([first, part(power)])
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+
+
+def _rows_of(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of what a loop over rows stacks: rows, with an entry per row."""
+    if isinstance(x, Row):
+        all_rows = rows(x.power).replace(zeros=x.bare().zeros)
+        return all_rows.replace(in_padding=x.in_padding)
+    if isinstance(x, Copy):
+        return copy(x.power)
+    if isinstance(x, Counter):
+        return RowNumbers()
+    if isinstance(x, Zero | Unknown):
+        return x
+    return pair.unknown(f"a loop over {{its}} rows returns {x} for each row")
+
+
+@rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
+def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of a `custom_linear_solve`: those of its program ``solve``."""
+    [first] = inner_programs(pair.first)
+    [second] = inner_programs(pair.second)
+    kinds = dict(zip(map(id, pair.first.invars), ins, strict=True))
+    used = [kinds[id(x)] for x in first.operands]
+    return pair.inside((first.jaxpr, second.jaxpr), used)

@@ -1,0 +1,305 @@
+"""Rules for comparisons of elements, and for choices made by them."""
+
+import math
+from typing import Any, TypeAlias
+
+from towerjax.prover.equality.kinds.equation_pair import EquationPair, constant_of
+from towerjax.prover.equality.kinds.kinds import (
+    ELEMENTS,
+    HIGHEST,
+    LOWEST,
+    PADDING,
+    SAME_FOR_ALL,
+    Buffer,
+    Copy,
+    Counter,
+    FirstRow,
+    Flag,
+    IsFull,
+    Kind,
+    Maximum,
+    Minimum,
+    NotOfOneKindError,
+    NumberInBatch,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Valid,
+    Zero,
+    copy,
+    function_of,
+    is_rows_of_tower,
+    joined,
+    rows,
+)
+from towerjax.prover.equality.rules import guards
+from towerjax.prover.equality.rules.rules import refused, rule
+
+_EXTREME_OF: dict[str, Any] = {"max": Maximum, "min": Minimum}
+_NOT_NEGATIVE: TypeAlias = RowNumbers | Counter | TowerId | FirstRow | RowOrder
+
+
+@rule("max min", ELEMENTS, ELEMENTS, knows_identity=True)
+def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of the larger or smaller of two values: the kind stays.
+
+    Both must have one power p. T^p is positive, so T^p x is larger than T^p y if x is
+    larger than y.
+    """
+    return joined([x, y], "compared with")
+
+
+@rule("max", Maximum, Maximum, knows_identity=True)
+@rule("max", Maximum, Copy, knows_identity=True, commutes=True)
+@rule("min", Minimum, Minimum, knows_identity=True)
+@rule("min", Minimum, Copy, knows_identity=True, commutes=True)
+def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Kind:
+    """Return the kind of the larger of two maxima: a maximum.
+
+    One of them may be a replicated value. In the same way, the smaller of two minima is
+    a minimum.
+    """
+    if x.power != y.power:
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule(
+    "max min", SoFar, ELEMENTS | Maximum | Minimum, knows_identity=True, commutes=True
+)
+def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
+    """Return the kind of the larger of a loop's carry and a value: an extreme so far.
+
+    In a loop over rows there must be no padding, because a padding row may hold a
+    larger value.
+    """
+    extreme = _EXTREME_OF[pair.name]
+    is_of_rows = pair.scope.loop is not None
+    fits = isinstance(y, Copy | (Row if is_of_rows else extreme))
+    fits &= x.power in (None, y.power)
+    # A carry without a power is still its start: no trip has added to it.
+    is_new = x.extreme is None and x.power is None
+    fits &= is_new or x.extreme is extreme
+    if not fits or (is_of_rows and pair.sizes.padded):
+        raise refused(pair)
+    return x.replace(power=y.power, extreme=extreme)
+
+
+def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
+    """Return the kind of a carry after a loop whose trips only raised, or lowered, it.
+
+    ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
+    it. The result is None for a carry that is no extreme.
+
+    Raises:
+      NotOfOneKindError: The loop starts with a value that does not fit.
+    """
+    if not isinstance(end, SoFar) or end.extreme is None:
+        return None
+    fits = isinstance(before, SAME_FOR_ALL | end.extreme) and before.power == end.power
+    if not (isinstance(start, SoFar) and start.carry == end.carry and fits):
+        raise NotOfOneKindError(f"no rule for a loop whose carry starts as {before}")
+    return end.extreme(end.power)
+
+
+def is_same_carry(start: Kind, end: Kind) -> bool:
+    """Return whether a trip changed a carry only by adding to it, or not at all."""
+    are_sums = isinstance(start, SoFar) and isinstance(end, SoFar)
+    return are_sums and start.carry == end.carry and end.extreme is None  # type: ignore
+
+
+@rule("eq ne lt le gt ge", ELEMENTS, ELEMENTS, knows_identity=True)
+def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of a comparison of two values of one power p: a flag of each row.
+
+    The factor T^p of both does not change the result.
+    """
+    if pair.name == "lt" and isinstance(y, Zero):
+        if isinstance(x, Zero) or isinstance(x.fact, NumberInBatch):
+            return copy(number=False)
+    if pair.name == "ge" and is_rows_of_tower(x) and _is_size_of_tower(pair, y):
+        return copy(number=True)
+    for one, other, names in ((x, y, ("gt", "ne")), (y, x, ("lt", "ne"))):
+        if isinstance(one.fact, Flag) and isinstance(other, Zero):
+            if pair.name in names:
+                return one
+    both = joined([x, y], "compared with")
+    if isinstance(both, Zero):
+        return copy()
+    return guards.as_flag(pair, both.times_tower(0))
+
+
+@rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
+def _is_negative(pair: EquationPair, x: Kind, y: Zero) -> Kind:
+    """Return the kind of "a tower's or row's index is below 0": 0, as it never is."""
+    return copy(number=False)
+
+
+@rule("lt", RowNumbers, Valid, knows_identity=True)
+def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
+    """Return the kind of "a row's index is below the number of examples".
+
+    It is the flag of `PADDING`, because a tower's examples come before its padding.
+    """
+    if pair.times_rows(0, pair.rows_in[0]) != 1:
+        raise refused(pair)
+    is_flag = len(pair.shape(0)) == 1
+    flag = Flag(PADDING) if is_flag else None
+    return rows().replace(zeros=frozenset([PADDING]), fact=flag)
+
+
+@rule("lt", RowNumbers, Copy | Size, knows_identity=True)
+def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
+    """Return the kind of "a row's index is below the number of rows": always True."""
+    is_each = pair.times_rows(0, pair.rows_in[0]) == 1
+    if not (is_each and is_rows_of_tower(y)):
+        raise refused(pair)
+    return copy(number=True)
+
+
+@rule("ge", Valid, Copy | Size, knows_identity=True)
+def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
+    """Return the kind of "a tower has as many examples as rows": it has no padding."""
+    if not _is_size_of_tower(pair, y):
+        raise refused(pair)
+    return IsFull()
+
+
+@rule("ge", Size, Copy | Size, knows_identity=True)
+@rule("ge", Copy, Size, knows_identity=True)
+def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
+    """Return the kind of "a tower's number of rows is at least itself": always True."""
+    if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
+        raise refused(pair)
+    return copy(number=True)
+
+
+def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
+    """Return whether an operand is the number of a tower's rows, padding included.
+
+    In several micro-batches a tower has as many rows as in one.
+    """
+    number = constant_of(x)
+    return is_rows_of_tower(x) or pair.sizes.are_of_tower(number, number)
+
+
+@rule("or", ELEMENTS, ELEMENTS, knows_identity=True)
+def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of `or` of two values, a function of both.
+
+    If one of them is True on all towers, the result is, too.
+    """
+    is_true = constant_of(x) is True or constant_of(y) is True
+    if is_true and pair.are(SAME_FOR_ALL):
+        return copy(number=True)
+    return function_of([x, y], "or")
+
+
+@rule("or", TowerRows, IsFull, knows_identity=True, commutes=True)
+def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
+    """Return the kind of "a row is an example, or its tower is full".
+
+    It is the flag of `PADDING`: all rows of a full tower are examples, so the flag is 1
+    in each of them anyway.
+    """
+    if x.fact != Flag(PADDING):
+        raise refused(pair)
+    return x
+
+
+@rule("and", ELEMENTS, ELEMENTS, knows_identity=True)
+def _both(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of `and` of two values, a function of both.
+
+    The `and` of two flags is a flag.
+    """
+    return guards.flag_of(pair, function_of([x, y], "and"))
+
+
+@rule("not", ELEMENTS, knows_identity=True)
+def _opposite(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of `not` of rows or of a replicated value, by element."""
+    return function_of([x], "not")
+
+
+@rule("select_n", every=Kind, knows_identity=True)
+def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
+    """Return the kind of a `select_n`, which chooses between cases by a predicate.
+
+    If the predicate is replicated, the kind of the cases stays. If it is rows, each row
+    chooses for itself, and the cases must be rows or replicated.
+    """
+    if constant_of(predicate) == 0:
+        return cases[0]
+    for x in pair.ins:
+        if isinstance(x, Unknown):
+            return x
+    if len(cases) == 2:
+        if isinstance(predicate, TowerRows) and isinstance(predicate.fact, Flag):
+            if isinstance(cases[0], Zero) and constant_of(cases[1]) == 1:
+                return predicate
+        if either := guards.chosen_by_any(predicate, cases):
+            return either
+    if any(isinstance(x, SoFar | Buffer) for x in cases):
+        return _choice_in_loop(pair, predicate, cases)
+    if not isinstance(predicate, ELEMENTS) or predicate.power:
+        raise NotOfOneKindError(f"no rule for a choice by {predicate}")
+    either = joined(cases, "as an alternative to")
+    if isinstance(predicate, SAME_FOR_ALL):
+        return either
+    if not isinstance(either, ELEMENTS):
+        raise NotOfOneKindError(f"no rule for {either} that rows choose")
+    if isinstance(either, Zero):
+        return either
+    both = joined([predicate, either.times_tower(0)], "choosing")
+    chosen = both.times_tower(either.power)
+    return chosen.replace(fact=_of_padding(pair, chosen))
+
+
+def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
+    """Return a fact: the infinity that a choice puts into padding rows; None if none.
+
+    The predicate must be 0 in padding rows, so that they get case 0.
+    """
+    is_chosen = PADDING in pair.ins[0].zeros and len(pair.ins) == 3
+    if not isinstance(chosen, TowerRows) or not is_chosen:
+        return None
+    return {-math.inf: LOWEST, math.inf: HIGHEST}.get(pair.constant(1))
+
+
+def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
+    """Return the kind of a choice, inside a loop, between an old and a new carry."""
+    known = [x for x in cases if x.power is not None] or cases
+    of_carry = {_carry_of(x) for x in cases}
+    is_of_row = isinstance(predicate, Row | SAME_FOR_ALL) and pair.rows_in[0] is None
+    is_even = len({x.power for x in known}) == 1
+    if not (is_of_row and len(of_carry) == 1 and is_even):
+        raise NotOfOneKindError(
+            f"no rule for {cases[0]} or {cases[-1]}, chosen by {predicate}"
+        )
+    zeros = frozenset.intersection(*[x.zeros for x in cases])
+    return known[0].replace(zeros=zeros)
+
+
+def _carry_of(x: Kind) -> Any:
+    """Return a key that tells which carry a kind is of, and how a trip changed it.
+
+    The kind of a carry is `SoFar` or `Buffer`. For any other kind, the key is the kind.
+    """
+    if isinstance(x, SoFar):
+        return SoFar, x.carry, x.extreme
+    return (Buffer, x.carry) if isinstance(x, Buffer) else (type(x), x)
+
+
+@rule("clamp", every=ELEMENTS)
+def _clamped(pair: EquationPair, *ins: Kind) -> Kind:
+    """Return the kind of a `clamp` of values of one kind: the kind stays.
+
+    It is a maximum of a minimum.
+    """
+    return joined(ins, "clipped by")

@@ -1,0 +1,405 @@
+"""Rules for equations whose elements are computed from single elements."""
+
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.prover.equality.kinds.equation_pair import EquationPair, constant_of
+from towerjax.prover.equality.kinds.kinds import (
+    ELEMENTS,
+    EXTREME,
+    LINEAR,
+    SAME_FOR_ALL,
+    ZERO,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    Flag,
+    Groups,
+    InfinitePadding,
+    Kind,
+    Maximum,
+    Mean,
+    Minimum,
+    NextRow,
+    NotOfOneKindError,
+    NumberInBatch,
+    Part,
+    Row,
+    RowNumbers,
+    RowOrder,
+    Size,
+    SoFar,
+    Stacked,
+    TowerId,
+    Valid,
+    Zero,
+    as_part,
+    copy,
+    function_of,
+    is_rows_of_tower,
+    joined,
+    product_of,
+    rows,
+)
+from towerjax.prover.equality.rules import guards
+from towerjax.prover.equality.rules.rules import (
+    NUMBER,
+    OF_ONE_TOWER,
+    OF_TOWER,
+    SPECIAL,
+    refused,
+    rule,
+)
+
+_WHOLE_NUMBERS: TypeAlias = NUMBER | Valid | Size | Columns | RowOrder
+_NO_ELEMENTS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
+
+
+@rule(
+    """copy copy_p name sharding_constraint optimization_barrier pvary pcast reshard
+    device_put layout_constraint random_clone preduced""",
+    every=OF_ONE_TOWER | SPECIAL,
+    knows_identity=True,
+)
+def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
+    """Return the kinds of unchanged values: result i has the kind of operand i."""
+    return [*ins]
+
+
+@rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
+def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a value whose derivative is stopped: the kind stays.
+
+    The result has an identity of its own, because its derivative is another.
+    """
+    return x.replace(fact=None)
+
+
+@rule("reduce_precision", OF_ONE_TOWER, knows_identity=True)
+def _rounded(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a rounded value: the kind stays.
+
+    The proof ignores rounding, which also keeps the order of values.
+    """
+    return x
+
+
+@rule("neg", LINEAR | Groups, knows_identity=True)
+def _negative(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a negative: that of the value, because -x is linear."""
+    return x.times_tower(x.power)
+
+
+@rule("neg", Stacked, knows_identity=True)
+def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
+    """Return the kind of the negatives of all towers' values: the kind stays.
+
+    Maxima and minima are refused, because the negative of a maximum is a minimum.
+    """
+    if x.of in (Maximum, Minimum):
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule("real imag conj", LINEAR)
+def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a real part, imaginary part or conjugate: the kind stays.
+
+    Each is a linear function over the real numbers.
+    """
+    return x
+
+
+@rule("complex", LINEAR, LINEAR)
+def _of_two_parts(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of a complex number: that of its real and imaginary parts.
+
+    It is linear in both, so they must fit like two addends.
+    """
+    return joined([x, y], "together with")
+
+
+@rule("squeeze expand_dims", OF_ONE_TOWER, knows_identity=True)
+def _laid_otherwise(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a value that gets or loses dims of size 1: the kind stays."""
+    return x
+
+
+@rule("transpose", OF_ONE_TOWER | Stacked, knows_identity=True)
+def _transposed(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a transposed value: the kind stays.
+
+    Which dim has the rows is read from the shapes.
+    """
+    return x
+
+
+@rule("transpose", Groups, knows_identity=True)
+def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
+    """Return the kind of transposed groups of rows: groups, along renumbered dims."""
+    new = pair.params["permutation"].index
+    dims = tuple(new(i) for i in x.layout.dims)
+    return x.replace(layout=x.layout._replace(dims=dims))
+
+
+@rule("convert_element_type", OF_ONE_TOWER | SPECIAL, knows_identity=True)
+def _converted(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a value in another dtype.
+
+    If that dtype holds all numbers of the old one, except for rounding, the kind stays.
+    Any other conversion is a function of each element.
+    """
+    old = np.dtype(pair.dtype(0))
+    new = np.dtype(pair.params["new_dtype"])
+    # Some floats of 8 bits have no infinity, so the padding may become any number.
+    if isinstance(x.fact, InfinitePadding) and new.itemsize < 2:
+        x = x.replace(fact=None)
+    if isinstance(x, Zero) or _holds_numbers(old, new):
+        return x
+    if new.kind in "iu":
+        if old.kind in "iu" and isinstance(x, _WHOLE_NUMBERS):
+            return x
+        if is_rows_of_tower(x):
+            return x
+    converted = function_of([x], f"a conversion to {new.name}")
+    # Integers and bools hold 0 and 1 exactly, so the result is the same flag.
+    if isinstance(x.fact, Flag) and (new.kind in "biu" or old.kind in "biu"):
+        return converted.replace(zeros=x.zeros, fact=x.fact)
+    return converted
+
+
+def _holds_numbers(old: Any, new: Any) -> bool:
+    """Return whether the dtype ``new`` holds all numbers of ``old``, up to rounding."""
+    if jnp.issubdtype(new, jnp.complexfloating):
+        return True
+    if jnp.issubdtype(new, jnp.inexact):
+        return not jnp.issubdtype(old, jnp.complexfloating)
+    if new.kind not in "iub":
+        return False
+    widens = old.kind == new.kind and new.itemsize >= old.itemsize
+    return old.kind == "b" or (widens and new.kind in "iu")
+
+
+@rule("add sub add_any", LINEAR, LINEAR, knows_identity=True)
+def _sum_of_two(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of a sum or difference of two values of one kind and power.
+
+    Kind and power stay. A part of power p + 1 may be added to a replicated value of
+    power p, because the sum over T towers of that value is T times the value.
+    """
+    return joined([x, y])
+
+
+@rule("add sub add_any", Groups, Groups, knows_identity=True)
+def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
+    """Return the kind of a sum or difference of rows along the same several dims.
+
+    The result has rows along these dims, too.
+    """
+    if (x.power, x.layout) != (y.power, y.layout):
+        raise refused(pair)
+    return x.times_tower(x.power)
+
+
+@rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
+def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
+    """Return the kind of a row's index in its tower plus the tower's first row's index.
+
+    The sum is the row's index in the batch. This holds only if all towers have equally
+    many rows, and none is padding, and if each tower has all its rows at once.
+    """
+    is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
+        raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
+    is_vector = len(pair.shape(0)) == 1
+    return rows().replace(fact=NumberInBatch() if is_vector else None)
+
+
+@rule("sub", NUMBER, Zero, knows_identity=True)
+@rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
+def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
+    """Return the kind of a tower's or row's index plus 0: the kind of that index."""
+    if isinstance(x, NextRow):
+        raise refused(pair)
+    return x
+
+
+@rule("add add_any", Counter, Copy, commutes=True)
+def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
+    """Return the kind of a row's index plus 1, in a loop over rows: the next index."""
+    if y.number != 1:
+        raise refused(pair)
+    return NextRow()
+
+
+@rule("sub", SoFar, LINEAR, knows_identity=True)
+@rule("add add_any", SoFar, LINEAR, knows_identity=True, commutes=True)
+def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
+    """Return the kind of a loop's carry plus a value: the carry stays a sum over rows.
+
+    In a loop over rows the value must be one row's, in a loop over chunks a part.
+    """
+    adds_sums = pair.scope.loop is None and pair.scope.in_chunks
+    addend = as_part(y) if adds_sums else y
+    if x.extreme is None and isinstance(addend, Zero):
+        return x
+    fits = isinstance(addend, Part if adds_sums else Row | Copy)
+    if x.extreme or not fits or x.power not in (None, addend.power):
+        raise refused(pair)
+    if not adds_sums and pair.has_padding(addend.zeros):
+        raise NotOfOneKindError("padding counts in a sum over rows")
+    return x.replace(power=addend.power)
+
+
+@rule("mul", ELEMENTS, ELEMENTS, knows_identity=True)
+def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of a product of rows or replicated values.
+
+    It is rows if one of them is, and the exponents of T add up. The product of two
+    flags is a flag.
+    """
+    if constant_of(x) == 1:
+        return y
+    if constant_of(y) == 1:
+        return x
+    return guards.flag_of(pair, product_of(x, y))
+
+
+@rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
+def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
+    """Return the kind of a part times a replicated value: a part.
+
+    The product is linear in the part.
+    """
+    return product_of(x, y)
+
+
+@rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
+def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
+    """Return the kind of a tower's index times its number of rows.
+
+    The product is the index in the batch of the tower's first row.
+    """
+    if y.number == 1:
+        return x
+    if isinstance(x, TowerId) and is_rows_of_tower(y):
+        return FirstRow()
+    raise refused(pair)
+
+
+@rule("mul", Groups | Stacked, Copy, knows_identity=True, commutes=True)
+def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
+    """Return the kind of groups of rows, or all towers' values, times one number.
+
+    The kind stays. Maxima and minima are refused, because a negative number would
+    exchange them.
+    """
+    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
+    if pair.shape(1) != () or is_extreme:
+        raise refused(pair)
+    return x.times_tower(x.power + y.power)
+
+
+@rule("div", ELEMENTS, ELEMENTS, knows_identity=True)
+def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
+    """Return the kind of a quotient of rows or replicated values.
+
+    The exponents of T are subtracted. A division of integers is not linear, so it is
+    treated as any function of each element.
+    """
+    if _is_whole(pair):
+        return function_of([x, y], "an integer division")
+    if isinstance(y, Zero):
+        raise NotOfOneKindError("a value is divided by 0")
+    return product_of(x, y.times_tower(-y.power), "divided by")
+
+
+@rule("div", Part, Copy, knows_identity=True)
+def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
+    """Return the kind of a part divided by a replicated value: a part.
+
+    The quotient is linear in the part.
+    """
+    if _is_whole(pair):
+        raise refused(pair)
+    return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
+
+
+@rule("div", Groups | Stacked, Copy, knows_identity=True)
+def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
+    """Return the kind of groups of rows, or all towers' values, divided by one number.
+
+    The kind stays.
+    """
+    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
+    if _is_whole(pair) or pair.shape(1) != () or is_extreme:
+        raise refused(pair)
+    return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
+
+
+def _is_whole(pair: EquationPair) -> bool:
+    """Return whether a division is of integers, which rounds and so is not linear."""
+    return bool(jnp.issubdtype(pair.dtype(0), jnp.integer))
+
+
+_EXPONENTS = {
+    "square": Fraction(2),
+    "sqrt": Fraction(1, 2),
+    "rsqrt": -Fraction(1, 2),
+    "cbrt": Fraction(1, 3),
+    "abs": Fraction(1),
+}
+
+
+@rule("integer_pow square sqrt rsqrt cbrt abs", ELEMENTS)
+def _power(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of a power or root of a value: (T^p x)^y is T^(p y) x^y.
+
+    This holds for roots and `abs`, too, because powers of T are positive.
+    """
+    exponent = _EXPONENTS.get(pair.name)
+    exponent = Fraction(pair.params["y"]) if exponent is None else exponent
+    if exponent == 1 and pair.name == "integer_pow":
+        return x
+    if isinstance(x, Zero):
+        return ZERO if exponent > 0 else copy()
+    return x.times_tower(x.power * exponent)
+
+
+@rule("integer_pow", _NO_ELEMENTS)
+def _first_power(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of the first power of a value, which is that value."""
+    if pair.params["y"] != 1:
+        raise refused(pair)
+    return x
+
+
+@rule(
+    """exp log tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh logistic erf
+    erfc erf_inv log1p expm1 floor ceil round sign is_finite exp2 atan2 rem nextafter
+    xor shift_left shift_right_logical shift_right_arithmetic pow population_count clz
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
+    one_minus_square log2 mulhi eq_to lt_to le_to
+    regularized_incomplete_beta bessel_i0e bessel_i1e""",
+    every=ELEMENTS,
+)
+def _function(pair: EquationPair, *ins: Kind) -> Kind:
+    """Return the kind of any function of the elements: rows or a replicated value.
+
+    The operands must be rows or replicated, with power 0 of T.
+    """
+    return function_of(ins, pair.name)
+
+
+@rule("bitcast_convert_type", ELEMENTS)
+def _bits_of(pair: EquationPair, x: Kind) -> Kind:
+    """Return the kind of the bits of each element, a function of that element."""
+    sizes = {np.dtype(pair.dtype(0)).itemsize}
+    sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
+    if len(sizes) > 1 and pair.rows_in[0] is not None:
+        raise NotOfOneKindError("no rule for a bitcast that joins or splits {its} rows")
+    return function_of([x], pair.name)

@@ -1,0 +1,1 @@
+"""Walk two programs side by side, equation by equation."""

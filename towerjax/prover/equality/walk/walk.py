@@ -1,0 +1,428 @@
+"""Walk two programs of one tower side by side, and find the kind of every value."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from towerjax.jaxprs.flow import is_ref
+from towerjax.jaxprs.params import is_foreign, named_axes, open_jaxpr, sub_jaxprs
+from towerjax.jaxprs.primitives import PLAIN
+from towerjax.jaxprs.sites import user_line
+from towerjax.prover.equality.kinds import widths, zeros
+from towerjax.prover.equality.kinds.constants import kind_of_constant
+from towerjax.prover.equality.kinds.equation_pair import (
+    EquationPair,
+    ProgramsDifferError,
+    Scope,
+    Sizes,
+    failed,
+)
+from towerjax.prover.equality.kinds.kinds import (
+    EXTREME,
+    PADDING,
+    SAME_FOR_ALL,
+    ZERO,
+    AtLeast,
+    Buffer,
+    Columns,
+    Copy,
+    Counter,
+    FirstRow,
+    GroupDims,
+    Groups,
+    Identity,
+    Kind,
+    Mean,
+    NextRow,
+    NotOfOneKindError,
+    OneValue,
+    Part,
+    Power,
+    Row,
+    RowNumbers,
+    RowOrder,
+    SoFar,
+    Stacked,
+    TowerId,
+    TowerRows,
+    Unknown,
+    Zero,
+    function_of,
+    rows_as,
+)
+from towerjax.prover.equality.rules import orders
+from towerjax.prover.equality.rules.rules import BY_ELEMENT, RULES, refused, rule_for
+from towerjax.prover.equality.rules.within import is_within, met_within
+
+# Values of the kinds _WITH_ROWS have a dim of rows; those of _IN_TRIPS and
+# _WITHOUT_ROWS have none. Values of all other kinds may have one.
+_WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
+_IN_TRIPS: TypeAlias = Row | SoFar | Counter | NextRow
+_WITHOUT_ROWS: TypeAlias = (
+    _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
+)
+
+# The params of an equation must be equal in both programs, except for these. Sizes
+# follow from shapes, or rules check them; precision changes only rounding; and programs
+# are walked themselves.
+NOT_COMPARED = frozenset(
+    """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
+    sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
+    cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
+    donated_invars call reps _prim""".split()
+)
+# These params say on which devices arrays are, which changes no number.
+PLACES = frozenset(
+    """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
+    srcs""".split()
+)
+_TOP = Scope()
+_MOST_FLAGS = 8  # the most flags that a kind's `zeros` keeps; more would cost time
+
+
+class _Walked(NamedTuple):
+    """The results of a walk of two programs, and the identities it created.
+
+    These are the numbers after ``start`` up to ``end``. ``programs`` are the two.
+    """
+
+    out: list[Kind]
+    start: int
+    end: int
+    programs: tuple[Any, Any]
+
+
+class Walk:
+    """A walk through two programs of one function, for two numbers of towers.
+
+    It pairs their equations and finds the kind of each value. ``axes`` are the names of
+    the axis of all towers; a tuple names axes that together have all towers, in order.
+    ``alone`` are the names of axes that have one device. With ``has_keys``, a tower's
+    own key stands for one key per row.
+
+    Attributes:
+      kinds: For each first program, by its id: the kinds of its variables.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        axes: Sequence[str | tuple[str, ...]],
+        *,
+        has_keys: bool = True,
+        alone: frozenset[str] = frozenset(),
+    ) -> None:
+        self.sizes = sizes
+        self.axes = frozenset((x,) if isinstance(x, str) else x for x in axes)
+        self.has_keys = has_keys
+        self.kinds: dict[int, dict[Any, Kind]] = {}
+        self.alone = alone
+        self._known: dict[Any, _Walked] = {}
+        self._count = 0
+
+    def has_padding(self, zeros: frozenset[Any]) -> bool:
+        """Return whether padding rows may hold something other than 0.
+
+        ``zeros`` are the places where the value is known to be 0.
+        """
+        return self.sizes.padded and PADDING not in zeros
+
+    def new_identity(self) -> Identity:
+        """Return a new identity, which no other value has."""
+        self._count += 1
+        return Identity(self._count)
+
+    def closed(
+        self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope = _TOP
+    ) -> list[Kind]:
+        """Return the kinds of two programs' results, given those of their arguments.
+
+        Two programs are walked once for the same kinds of arguments. A second call with
+        such kinds returns the same kinds, but with new identities, because its
+        arguments may be other values.
+        """
+        key = id(first), id(second), tuple(ins), scope._replace(site=None)
+        if key not in self._known:
+            a, b = [getattr(x, "consts", ()) for x in (first, second)]
+            if len(a) != len(b):
+                raise ProgramsDifferError(
+                    "the program closes over other arrays for another number of {many}"
+                )
+            consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
+            start = self._count
+            out = self._run(first, second, [*consts, *ins], scope)
+            # The cache's keys have ids of the programs. A reference to the programs
+            # keeps these ids from being used again.
+            programs = first, second
+            self._known[key] = _Walked(out, start, self._count, programs)
+            return out
+        walked = self._known[key]
+        shift = self._count - walked.start
+        self._count += walked.end - walked.start
+        return [_renumbered(x, walked, shift) for x in walked.out]
+
+    def _run(
+        self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope
+    ) -> list[Kind]:
+        a = open_jaxpr(first)
+        b = open_jaxpr(second)
+        sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
+        if sides[0] != sides[1]:
+            raise ProgramsDifferError(
+                "the program has other inputs or results for another number of {many}"
+            )
+        inputs = [*zip(a.constvars, b.constvars, strict=True)]
+        inputs += zip(a.invars, b.invars, strict=True)
+        env = {x: value for (x, _), value in zip(inputs, ins, strict=True)}
+        twin = dict(inputs)  # maps a variable of the first program to the second's
+
+        def read(x: Any, y: Any) -> Kind:
+            if isinstance(x, Literal) and isinstance(y, Literal):
+                return self.constant(x.val, y.val)
+            if isinstance(x, Literal) or twin[x] is not y:
+                raise ProgramsDifferError(
+                    "the program reads other values for another number of {many}"
+                )
+            return env[x]
+
+        for one, two in _eqn_pairs(a, b):
+            pairs = zip(one.invars, two.invars, strict=True)
+            operands = [read(*pair) for pair in pairs]
+            outs = self.equation(one, two, operands, scope)
+            env |= zip(one.outvars, outs, strict=True)
+            twin |= zip(one.outvars, two.outvars, strict=True)
+        self.kinds[id(a)] = env
+        return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
+
+    def constant(self, first: Any, second: Any) -> Kind:
+        """Return the kind of a literal, or of an array that a program closes over."""
+        return kind_of_constant(self.sizes, first, second)
+
+    def equation(
+        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Kind], scope: Scope
+    ) -> list[Kind]:
+        """Return the kinds of an equation's results; unknown if no rule fits."""
+        pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
+        count = len(one.outvars)
+        try:
+            pair = self._with_axes(pair)
+            kinds = self._by_rule(pair)
+            return [self._checked(pair, i, value) for i, value in enumerate(kinds)]
+        except (NotOfOneKindError, ProgramsDifferError) as error:
+            return [pair.unknown(str(error))] * count
+        except Exception as error:  # A fault in a rule must not end a user's training.
+            return [pair.unknown(failed(error))] * count
+
+    def _with_axes(self, pair: EquationPair) -> EquationPair:
+        self._refuse_other_params(pair)
+        axes = []
+        for group in ("invars", "outvars"):
+            both = zip(
+                getattr(pair.first, group), getattr(pair.second, group), strict=True
+            )
+            of_each = [
+                (None, None) if is_ref(x) else self.sizes.axes(x.aval, y.aval)
+                for x, y in both
+            ]
+            axes += [[a for a, _ in of_each], [b for _, b in of_each]]
+        names = "rows_in", "towers_in", "rows_out", "towers_out"
+        return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
+
+    def _refuse_other_params(self, pair: EquationPair) -> None:
+        one = pair.first
+        two = pair.second
+        # The param "perm" lists pairs of towers, so it differs. The rule for `ppermute`
+        # checks it.
+        of_rule = set() if is_within(pair) else {"perm"}
+        keys = (one.params | two.params).keys()
+        for key in keys - NOT_COMPARED - PLACES - of_rule:
+            x = one.params.get(key)
+            y = two.params.get(key)
+            if callable(x) and callable(y) and type(x) is type(y):
+                # Functions are not compared: they are derivatives, whose programs are
+                # walked, or params of primitives that no rule accepts.
+                continue
+            if x is not y and not is_same(x, y):
+                name = one.primitive.name
+                raise ProgramsDifferError(
+                    f"{key} of {name} depends on the number of {{many}}"
+                )
+
+    def _by_rule(self, pair: EquationPair) -> list[Kind]:
+        """Return the kinds of an equation's results, by the rule that accepts it."""
+        unknown = [x for x in pair.ins if isinstance(x, Unknown)]
+        if unknown and rule_for(pair) is None:
+            return [unknown[0]] * len(pair.rows_out)
+        if is_within(pair):
+            return met_within(pair)
+        if zeros.is_zero(pair):
+            return [ZERO] * len(pair.rows_out)
+        for value, axis in zip(pair.ins, pair.towers_in, strict=True):
+            if axis is not None and not isinstance(value, Stacked | Zero | Unknown):
+                raise NotOfOneKindError("no rule for an array with one entry per {one}")
+        if pair.name in BY_ELEMENT and _is_of_groups(pair):
+            return _by_groups(pair)
+        if layout := orders.order_of(pair):
+            kinds = _by_its_rule(orders.as_in_order(pair))
+            return orders.in_order(pair, kinds, layout)
+        return _by_its_rule(pair)
+
+    def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
+        """Return the kind of a result, or unknown if it contradicts the result's shape.
+
+        The places where the result is 0 are added to the kind.
+        """
+        if isinstance(value, Unknown):
+            return value
+        has_rows = pair.rows_out[result] is not None
+        if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
+            return pair.unknown(
+                f"the result of {pair.name} is {value}, which does not fit its shape"
+            )
+        if why := widths.why_not_held(pair, result, value):
+            return pair.unknown(why)
+        has_towers = pair.towers_out[result] is not None
+        if has_towers and not isinstance(value, Stacked | Zero):
+            return pair.unknown(
+                f"{pair.name} makes an array with one entry per {{one}}"
+            )
+        value = value.replace(in_padding=zeros.in_padding(pair, result, value))
+        if isinstance(value, zeros.KNOWN_ZEROS):
+            places = value.zeros | zeros.zeros_of(pair, result)
+            if len(places) > _MOST_FLAGS:
+                places &= {PADDING}
+            value = value.replace(zeros=places)
+        if isinstance(value, Part) and value.fact is None:
+            value = value.replace(fact=OneValue(self.new_identity()))
+        if value.power and not isinstance(value.power, Power):
+            line = _line_of_power(pair, value.power)
+            value = value.replace(power=Power(value.power, line))
+        return value
+
+
+def _by_its_rule(pair: EquationPair) -> list[Kind]:
+    """Return the kinds of an equation's results, by the rule that fits its operands."""
+    asked = rule_for(pair)
+    if asked is not None:
+        registered, pair = asked
+        return registered.ask(pair)
+    if pair.name in RULES:
+        raise refused(pair)
+    return [_of_plain_copies(pair)] * len(pair.rows_out)
+
+
+def _is_of_groups(pair: EquationPair) -> bool:
+    """Return whether the operands are rows along the same several dims, or scalars."""
+    layouts = {x.layout for x in pair.ins if isinstance(x, Groups)}
+    others = [i for i, x in enumerate(pair.ins) if not isinstance(x, Groups)]
+    are_numbers = all(
+        isinstance(pair.ins[i], SAME_FOR_ALL)
+        and (pair.shape(i) == () or pair.constant(i) is not None)
+        for i in others
+    )
+    return len(layouts) == 1 and all(x.by_row for x in layouts) and are_numbers
+
+
+def _by_groups(pair: EquationPair) -> list[Kind]:
+    """Return the kinds that an elementwise rule gives for rows along several dims."""
+    ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
+    layout = next(x.layout for x in pair.ins if isinstance(x, Groups))
+    return [
+        Groups(x.power, layout=layout) if isinstance(x, TowerRows) else x
+        for x in _by_its_rule(pair.with_kinds(ins))
+    ]
+
+
+def _line_of_power(pair: EquationPair, power: Any) -> str:
+    """Return the line where a result of the equation got its power of T."""
+    lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
+    return lines.get(power) or user_line(pair.site)
+
+
+def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
+    """Return a kind from an earlier walk, with new identities.
+
+    Those that the walk created are moved by ``shift``; all others stay.
+    """
+
+    def new(x: Any) -> Any:
+        if isinstance(x, Identity):
+            return Identity(x + shift) if walked.start < x <= walked.end else x
+        if isinstance(x, GroupDims):
+            return x._replace(order=new(x.order))
+        if isinstance(x, tuple):
+            return tuple(map(new, x))
+        if isinstance(x, frozenset):
+            return frozenset(map(new, x))
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        fields = {y.name: getattr(x, y.name) for y in dataclasses.fields(x)}
+        changed = {name: new(y) for name, y in fields.items()}
+        return x if changed == fields else dataclasses.replace(x, **changed)
+
+    return new(value)
+
+
+def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
+    """Pair the equations of two programs; raise if their structures differ."""
+    pairs = list(zip(a.eqns, b.eqns, strict=False))
+    for one, two in pairs:
+        if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
+            line = user_line((one, None))
+            at = f", at {line}" if line else ""
+            raise ProgramsDifferError(
+                f"the program differs between numbers of {{many}}{at}"
+            )
+    if len(a.eqns) != len(b.eqns):
+        raise ProgramsDifferError("the program differs between numbers of {many}")
+    return pairs
+
+
+def is_same(x: Any, y: Any) -> bool:
+    """Return whether two params of equations are equal."""
+    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
+        return np.array_equal(x, y)
+    return type(x) is type(y) and bool(x == y)
+
+
+def _of_plain_copies(pair: EquationPair) -> Kind:
+    """Return the kind of a pure function that has no rule: a replicated value.
+
+    All its operands must be replicated, or values of one row in a loop over rows.
+    """
+    primitive = pair.first.primitive
+    axes = [*pair.rows_in, *pair.rows_out]
+    is_apart = all(x is None for x in axes) and not named_axes(pair.first)
+    is_function = primitive in PLAIN and not sub_jaxprs(pair.first)
+    is_function &= not is_foreign(pair.first, None)
+    if not (is_apart and is_function and pair.are(Copy | Row | Zero)):
+        raise refused(pair)
+    return function_of(pair.ins, pair.name).without_identity()
+
+
+def kinds_of_results(
+    programs: tuple[Any, Any],
+    ins: Sequence[Kind],
+    sizes: Sizes,
+    axes: Sequence[str],
+) -> list[Kind]:
+    """Return the kinds of the results of two programs, from the kinds of their inputs.
+
+    Args:
+      programs: Two closed jaxprs, for the two numbers in ``sizes.towers``.
+      ins: The kinds of their inputs.
+      sizes: The numbers of towers and of rows in the two programs.
+      axes: The names of the axis of all towers.
+
+    Returns:
+      One kind for each result. All are unknown if the programs' structures differ.
+    """
+    first, second = programs
+    try:
+        return Walk(sizes, axes).closed(first, second, ins)
+    except ProgramsDifferError as error:
+        unknown = Unknown(why=str(error))
+        return [unknown] * len(open_jaxpr(first).outvars)

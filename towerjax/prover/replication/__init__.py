@@ -1,0 +1,1 @@
+"""The first proof: a value that is declared replicated is the same on all towers."""
