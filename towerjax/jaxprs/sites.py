@@ -1,5 +1,6 @@
 """Walk all equations of a program, and find the user's line that made each of them."""
 
+import functools
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -112,6 +113,7 @@ def is_in_mean(eqn: JaxprEqn) -> bool:
     return "pmean" in [frame.function_name for frame in frames]
 
 
+@functools.cache  # A program has a frame for each line, but few files.
 def is_library(file: str) -> bool:
     """Return whether a file belongs to Python, an installed package or towerjax."""
     library = {"site-packages", "dist-packages"}.intersection(Path(file).parts)

@@ -41,12 +41,12 @@ def per_tower_values_read(traced: Traced) -> list[Equality]:
     results = [
         v for v, is_kept in zip(program.outvars, is_state, strict=True) if is_kept
     ]
-    eqns = needed_eqns(program.eqns, results)
-    for v, line in [
-        *[(v, user_line((eqn, None))) for eqn in eqns for v in eqn.invars],
-        *[(v, "") for v in results],
-    ]:
+    if not per_tower:
+        return []
+    reads = [(v, eqn) for eqn in needed_eqns(program.eqns, results) for v in eqn.invars]
+    for v, eqn in [*reads, *[(v, None) for v in results]]:
         if not isinstance(v, Literal) and v in per_tower:
+            line = user_line((eqn, None)) if eqn is not None else ""
             at = f", at {line}" if line else ""
             name = per_tower[v]
             why = f"it reads {name}, which each tower has a value of its own of{at}"
