@@ -28,6 +28,7 @@ from towerjax.prover.equality.kinds.kinds import (
     InPadding,
     IsFull,
     Key,
+    Kind,
     Maximum,
     Mean,
     Minimum,
@@ -505,6 +506,7 @@ def _of_a_loop(case):
     return None
 
 
+ALL_KINDS = {*Kind.__subclasses__()}
 _MEANINGS = {
     Unknown: _of_a_loop,
     Zero: _is_zero,

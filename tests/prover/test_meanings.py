@@ -4,10 +4,9 @@ import lemmas
 import numpy as np
 import pytest
 from lemmas import FLAG, ORDER, WORLDS, Draw, N, T, kinds_for, shape_on, with_flags
-from meanings import _MEANINGS, holds
+from meanings import _MEANINGS, ALL_KINDS, holds
 
 from towerjax.prover.equality.kinds.kinds import (
-    ALL_KINDS,
     PADDING,
     Buffer,
     Columns,
@@ -45,7 +44,7 @@ UNSEEN = IN_A_LOOP | {Unknown, Key}
 
 
 def test_every_kind_has_a_meaning():
-    assert _MEANINGS.keys() == {*ALL_KINDS}
+    assert _MEANINGS.keys() == ALL_KINDS
 
 
 def test_what_is_drawn_with_a_kind_has_it():
@@ -63,7 +62,7 @@ def test_what_is_drawn_with_a_kind_has_it():
                     held = holds(known, values, world)
                     assert held is not False, (name, shape, dtype, known)
                     seen |= {type(known)} if held else set()
-    assert seen == {*ALL_KINDS} - UNSEEN - {Columns}
+    assert seen == ALL_KINDS - UNSEEN - {Columns}
 
 
 def changed(x, by):
@@ -73,7 +72,7 @@ def changed(x, by):
     return x
 
 
-@pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - UNSEEN - {Columns}, key=str))
+@pytest.mark.parametrize("kind", sorted(ALL_KINDS - UNSEEN - {Columns}, key=str))
 def test_what_has_not_a_kind_is_seen(kind):
     """A value of the first tower is too large, or too small."""
     seen = 0

@@ -230,7 +230,7 @@ WRITE = [
     (lambda: tj.metrics.f1, "Write 2 * p * r / (p + r) of the values"),
     (lambda: history().final.loss, "Write metrics['loss']"),
     (lambda: build()(build().init(W), BATCH, BATCH), "write step(state, (x, y))"),
-    (lambda: build().save, "tj.tools.save_parameters(path, state.params)"),
+    (lambda: build().save, "For parameters alone see "),
     (lambda: build().lower, "Write step.program(state, batch).call.as_text()"),
     (lambda: call(lambda w, b, tower: tj.Weighted.mean(np.square(b @ w))),
         "write jnp.square(x) in place of np.square(x)"),

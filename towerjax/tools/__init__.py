@@ -10,7 +10,3 @@ from towerjax.sweeps.bench import bench as bench
 from towerjax.sweeps.train import Member as Member
 from towerjax.sweeps.train import Sweep as Sweep
 from towerjax.tools.mfu import mfu as mfu
-from towerjax.tools.parameters import flat_parameters as flat_parameters
-from towerjax.tools.parameters import load_parameters as load_parameters
-from towerjax.tools.parameters import parameter_table as parameter_table
-from towerjax.tools.parameters import save_parameters as save_parameters

@@ -23,8 +23,8 @@ _PRECISION = (
 )
 _SAVES = (
     "a run saves its state between steps. In a loop of your own write"
-    " checkpointer.save(step, state, batches). For parameters alone write"
-    " tj.tools.save_parameters(path, state.params)."
+    " checkpointer.save(step, state, batches). For parameters alone see"
+    f" {page('checkpoints', 'Parameters alone')}"
 )
 _NAMES = {
     "MirroredStrategy": (
@@ -71,8 +71,8 @@ _NAMES = {
     "aux": "Write metrics={...} for values to merge over towers, and extra=... for the"
     " next value of state.extra.",
     "save": f"Write tj.run(..., checkpointer=tj.Checkpointer(folder)): {_SAVES}",
-    "load": "Write checkpointer.restore(step, state) for a state, and for parameters"
-    " alone tj.tools.load_parameters(path, like).",
+    "load": "Write checkpointer.restore(step, state) for a state. For parameters alone"
+    f" see {page('checkpoints', 'Parameters alone')}",
     "lower": "Write step.program(state, batch).call.as_text() for the compiled program,"
     " and step.report(state, batch) for what it sends and holds.",
     "train": "Write tj.run(step, state, batches), where step ="

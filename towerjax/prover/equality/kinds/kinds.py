@@ -423,14 +423,6 @@ class Buffer(Kind):
     carry: int = dataclasses.field(kw_only=True)
 
 
-ALL_KINDS: tuple[type[Kind], ...] = (
-    *(Unknown, Zero, Copy, TowerRows, Part, Groups, Maximum, Minimum, Mean, Stacked),
-    *(TowerId, FirstRow, RowNumbers, RowOrder, Columns),
-    *(Key, Valid, Size, IsFull, AtLeast),
-    *(Row, SoFar, Counter, NextRow, Buffer),
-)
-"""All kinds."""
-
 ELEMENTS: TypeAlias = Copy | TowerRows | Row | Zero
 """Kinds that stay under any function of the elements."""
 
