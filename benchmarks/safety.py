@@ -22,7 +22,7 @@ import optax
 import towerjax as tj
 from benchmarks.harness import begin, options_of, parser_of, turns
 from towerjax.data.stream import Source
-from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.stopping import Point
 from towerjax.step.step import Step
 

@@ -26,7 +26,7 @@ from saved_runs import Stop, bits_of_run, metrics_of, stopping_at, train
 import towerjax as tj
 from towerjax.data.stream import Source
 from towerjax.loop.checkpoint import folder, record
-from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.stopping import Point
 from towerjax.step.state.nonfinite import nonfinite_leaves
 

@@ -125,6 +125,127 @@ def test_evaluations_are_kept_and_the_best_one_stays(tmp_path):
     assert early.reason(again) == early.reason(values) is not None
 
 
+def test_another_runs_state_of_a_step_that_is_saved_is_refused(tmp_path):
+    """Otherwise its accuracy would stand beside the first run's parameters."""
+    step = build(donate=False)
+    saving = tj.Checkpointer(tmp_path, best="accuracy")
+    mine, _ = step(first(step), DATA)
+    others, _ = step(step.init({"w": np.zeros(3, np.float32)}), DATA)
+    saving.save(step, mine, evaluations={"accuracy": {1: 0.5}})
+    record = saving.record(1)
+    for given in ({}, {"accuracy": {1: 0.99}}):
+        with pytest.raises(tj.CheckpointError, match="with other values.*params/w"):
+            saving.save(step, others, evaluations=given)
+    assert saving.record(1) == record and saving.best_step == 1
+    saving.save(step, mine, evaluations={"accuracy": {1: 0.75}})  # its own bits
+    assert saving.record(1).evaluation == {"accuracy": 0.75}
+    # The record of its own bits gets what it lacks, and loses nothing.
+    batches = tj.batches(DATA, 8, epochs=None)
+    next(batches)
+    saving.save(step, mine, batches)
+    again = saving.record(1)
+    assert again.evaluation == {"accuracy": 0.75} and again.batches["used"] == 1
+    assert again.batches["cursor"]["position"] == 1
+
+
+LEAVES = {
+    "bool": lambda bit: jnp.array([False, bool(bit)]),
+    "int8": lambda bit: jnp.array([0, bit], jnp.int8),
+    "zero": lambda bit: jnp.array([0.0, -0.0 if bit else 0.0], jnp.bfloat16),
+    "nan": lambda bit: jnp.array([0x7FC00000 + bit], jnp.uint32).view(jnp.float32),
+    "bits": lambda bit: jnp.array([0, bit], jnp.float8_e4m3),
+    "key": jax.random.key,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEAVES)
+def test_bits_of_every_dtype_are_compared(tmp_path, kind):
+    step = build(donate=False, audit=False)
+    one, other = (
+        step.init({"w": np.ones(3, np.float32)}, extra={"leaf": LEAVES[kind](bit)})
+        for bit in (0, 1)
+    )
+    saving = tj.Checkpointer(tmp_path)
+    saving.save(step, one)
+    saving.save(step, one)
+    with pytest.raises(tj.CheckpointError, match="other values.*extra/leaf"):
+        saving.save(step, other)
+
+
+WRONG_EVALUATIONS = [
+    ({"loss": {6.0: 0.5}}, r"a key of evaluations\['loss'\]=6.0 must be a step"),
+    ({"loss": {"epoch 1": 0.5}}, "'epoch 1' must be a step number"),
+    ({"loss": {np.float32(6): 0.5}}, r"=np.float32\(6.0\) must be a step number"),
+    ({"loss": {True: 0.5}}, "=True must be a step number"),
+    ({"loss": {-1: 0.5}}, "=-1 must be a step number"),
+    ({"loss": {1: "0.5"}}, r"evaluations\['loss'\]\[1\]='0.5' must be one real number"),
+    ({"loss": {1: np.ones(2)}}, "must be one real number"),
+    ({"loss": {1: 1j}}, "must be one real number"),
+    ({"loss": 0.5}, "must be a dict of numbers by step number"),
+    ({1: {1: 0.5}}, "must be a dict of numbers by step number"),
+    ([1], "must be a dict of numbers by step number"),
+]
+
+
+@pytest.mark.parametrize(("evaluations", "told"), WRONG_EVALUATIONS)
+def test_evaluations_that_no_record_can_hold_are_refused(tmp_path, evaluations, told):
+    step = build()
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises(ValueError, match=told):
+        saving.save(step, first(step), evaluations=evaluations)
+    assert saving.steps == ()
+
+
+def test_evaluations_may_be_numbers_of_any_library(tmp_path):
+    step = build(donate=False)
+    state, _ = step(first(step), DATA)
+    saving = tj.Checkpointer(tmp_path, best="loss")
+    values = {np.int64(0): np.float32(0.5), 1: jnp.bfloat16(0.25)}
+    saving.save(step, state, evaluations={"loss": values, "late": {0: jnp.int8(2)}})
+    record = saving.record(1)
+    assert record.stopping == {"loss": {0: 0.5, 1: 0.25}, "late": {0: 2.0}}
+    assert record.evaluation == {"loss": 0.25} and saving.best_step == 1
+
+
+def test_batches_are_moved_after_a_restore_too(tmp_path, capsys):
+    """Otherwise the rows before the checkpoint would be trained on twice."""
+    saving = tj.Checkpointer(tmp_path)
+    step = build()
+    batches = tj.batches(DATA, 8, epochs=None, seed=1)
+    state, _ = step(first(step), next(batches))
+    saving.save(step, state, batches)
+    state = saving.restore(step, first(step))
+    batches = tj.batches(DATA, 8, epochs=None, seed=1)
+    saving.resume(step, state, batches)
+    assert batches.position == 1
+    assert "goes on after step 1, from its checkpoint\n" in capsys.readouterr().err
+    saving.resume(step, first(step))
+    told = "to move batches to their saved position, pass resume(step, state, batches)"
+    assert told in capsys.readouterr().err
+    other = tj.Checkpointer(tmp_path / "no position")
+    other.save(step, state)
+    other.resume(step, first(step))
+    assert "; skip the first 1 batches\n" in capsys.readouterr().err
+
+
+def test_a_run_says_that_its_batches_are_not_where_they_were(tmp_path, capsys):
+    saving = tj.Checkpointer(tmp_path)
+    step = build(audit=False)
+    batches = tj.batches(DATA, 8, epochs=None, seed=1)
+
+    def told(state, batches):
+        tj.run(step, state, batches, steps=1, checkpointer=saving)
+        return "batches that are not where those of its checkpoint" in (
+            capsys.readouterr().err
+        )
+
+    assert not told(first(step), batches)
+    assert not told(saving.restore(step, first(step)), batches)  # in pieces
+    anew = tj.batches(DATA, 8, epochs=None, seed=1)
+    assert told(saving.restore(step, first(step)), anew)
+
+
 def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path):
     saving = tj.Checkpointer(tmp_path)
     step = build(donate=False)

@@ -305,6 +305,17 @@ def test_a_record_has_the_real_numbers_of_an_evaluation():
     assert record.real_scalars(values) == kept
 
 
+def test_a_record_that_could_not_be_read_again_is_not_saved():
+    good = record.CheckpointRecord(
+        3, "OneDevice()", 1, ("cpu:0",), (), batches={"used": 3, "cursor": None}
+    )
+    values = {"loss": {1: math.nan, 2: math.inf}}
+    record.check_readable(dataclasses.replace(good, stopping=values))
+    for stopping in ({"loss": {1.5: 0.5}}, {"loss": {"x": 0.5}}, {"loss": {1: "x"}}):
+        with pytest.raises(tj.CheckpointError, match="record of step 3 could not be"):
+            record.check_readable(dataclasses.replace(good, stopping=stopping))
+
+
 @pytest.mark.slow
 def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
     state = model.init(step)

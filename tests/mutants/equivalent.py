@@ -43,7 +43,7 @@ SAME: dict[tuple[str, str], str] = {
      "dropped: np.arange(placement.num_towers, dtype=np.int32) -> "
      "np.arange(placement.num_towers)"):
         "an argument that is not read",
-    ("towerjax.loop.checkpoint.checkpointer:Saving.resume", "constant: 1 -> 2"):
+    ("towerjax.loop.checkpoint.saving:Saving.resume", "constant: 1 -> 2"):
         "-1 or -2 stands for no checkpoint",
     ("towerjax.metrics.tf:_is_below",
      "flipped: threshold > limits.max -> threshold >= limits.max"):

@@ -68,6 +68,19 @@ def python(folder, program, compiled="as by users"):
 
 
 @pytest.mark.slow
+def test_a_loop_that_is_started_again_has_its_evaluations(tmp_path):
+    """It then ends at once: its evaluations have reached the goal."""
+    page = "how_to/own_loop.md"
+    program = next(text for name, _, _, text, _ in programs() if name == page)
+    program = program.partition("batch = next(batches)\n")[0]
+    saved = f"Checkpointer({str(tmp_path / 'saved')!r}, "
+    program = program.replace("Checkpointer(folder.name, ", saved)
+    assert saved in program
+    first = python(tmp_path, program)
+    assert "at step 16" in first and python(tmp_path, program).endswith(first)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page, number", whole_programs(), ids=str)
 def test_programs_run(page, number, tmp_path):
     """Each prints what its page shows."""

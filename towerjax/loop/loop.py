@@ -14,7 +14,7 @@ from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.jaxprs.flops import Flops
-from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
@@ -104,6 +104,8 @@ class Loop:
         if self._saving is not None and self._saving.is_resumed:
             text = f"goes on after step {point.number}, from its checkpoint"
             self._progress.note("; ".join([text, *self._saving.differs]))
+        if self._saving is not None and self._saving.note:
+            self._progress.note(self._saving.note)
         self._has_begun = True
 
     @property

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from towerjax.collectives.reduce import as_bits
 from towerjax.loop.checkpoint.folder import (
     CheckpointError,
     explained,
@@ -22,6 +23,7 @@ from towerjax.loop.checkpoint.folder import (
     telling_of_forgery,
 )
 from towerjax.loop.direction import sign_of
+from towerjax.loop.writers import as_json
 from towerjax.mesh.placement import Placement
 from towerjax.towers.saved import restore_on
 from towerjax.towers.strategies import Strategy
@@ -36,6 +38,7 @@ from towerjax.types.trees import (
     like_key,
     parts_of,
     put_parts,
+    readable_leaves,
 )
 from towerjax.types.version import __version__
 
@@ -319,6 +322,42 @@ class CheckpointRecord:
         ):
             raise TypeError("a field of the record has another type")
         return record
+
+
+def check_readable(record: CheckpointRecord) -> None:
+    """Raise unless the record is the same after it was written and read."""
+    written = as_json(dataclasses.asdict(record))
+    try:
+        read = CheckpointRecord._of(json.loads(json.dumps(written)))
+        is_same = as_json(dataclasses.asdict(read)) == written
+        why = "it would be read as another one"
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        is_same = False
+        why = f"{type(error).__name__}: {error!s:.200}"
+    if not is_same:
+        raise CheckpointError(
+            f"The record of step {record.step} could not be read again ({why}), so"
+            " nothing was saved. Name metrics by texts, and give numbers as values."
+        )
+
+
+def other_leaves(state: PyTree, saved: PyTree) -> list[str]:
+    """Return the names of the leaves whose bits differ, on any process.
+
+    ``saved`` has the shardings of ``state``.
+    """
+    named = list(readable_leaves("", state))
+    pairs = [
+        (key_data(x), key_data(y))
+        for (_, x), y in zip(named, jax.tree.leaves(saved), strict=True)
+    ]
+    differ = jax.device_get(_differ(pairs))
+    return [name for (name, _), is_other in zip(named, differ, strict=True) if is_other]
+
+
+@jax.jit
+def _differ(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [(as_bits(x) != as_bits(y)).any() for x, y in pairs]
 
 
 def costs_of(options: Any) -> dict[int, float]:
