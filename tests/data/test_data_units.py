@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import traceback
+import types
 import weakref
 
 import jax
@@ -338,7 +339,8 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(distribute, "Exchange", Peers)
     placement = dataclasses.replace(mirrored(4, 2).placement)
-    vars(placement)["num_processes"] = 2
+    peers = types.SimpleNamespace(numbers=(0, 1), call_on_first=lambda make: make())
+    vars(placement).update(num_processes=2, processes=peers)
     options = distribute.InputOptions("batch", "error", 1, 0)
     dataset = distribute.DistributedDataset(placement, source, options)
     build = dataset._build

@@ -122,10 +122,11 @@ def early(arguments):
     """Process 1 comes late to each meeting."""
     processes._PATIENCE_S = 0.2
     me = tj.cluster.initialize(**arguments).process_id
+    all_of_them = tj.Mirrored().placement.processes
     how = {"tower_local": True, "reduction": tj.Reduction.SUM}
     count = tj.tf1.MirroredStrategy().create_var("count", 1.0, **how)
     for meet in (
-        lambda: processes.require_same("This", "", ""),
+        lambda: all_of_them.require_same("This", "", ""),
         lambda: tj.towers.saved_values(count.value),
         lambda: tj.towers.read_local(count),
     ):
@@ -386,7 +387,9 @@ def test_a_process_that_comes_early_says_that_it_waits(job):
     first, late = job(early, named(2))
     assert (first.ended(), late.ended()) == (0, 0)
     values = "a value of all towers is read", "tower-local values are read"
-    for what in ("This is compared between processes", *values):
+    this = "process 0 waits for process 1: This is compared between processes. Do all"
+    assert this in first.text
+    for what in values:
         assert f"process 0 waits for the others: {what}. Do all" in first.text
 
 

@@ -271,10 +271,39 @@ def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
 
     monkeypatch.setattr(processes, "coordinator_client", Client)
     stopped = threading.Event()
-    exchange = processes.Exchange("data", "a batch", stopped)
-    assert exchange.all_gather(["0"]) == [["0"]]
-    text = "towerjax: process 0 waits for a batch of process 0\n"
+    exchange = processes.Exchange("data", "a batch of process {}", [1, 0], stopped)
+    assert exchange.all_gather(["0"]) == ["all"]
+    text = "towerjax: process 0 waits for a batch of process 1\n"
     assert capfd.readouterr().err == text
     stopped.set()
     with pytest.raises(processes.Stopped):
         exchange.all_gather(["0"])
+
+
+def of_processes(*owners):
+    """The processes of devices that only say whose they are."""
+    devices = [SimpleNamespace(process_index=x) for x in owners]
+    return processes.Processes(tuple(devices))
+
+
+def test_the_processes_are_those_of_the_devices():
+    assert of_processes(0, 0, 2, 2).numbers == (0, 2)
+    assert of_processes(0, 2).are_several and not of_processes(2, 2).are_several
+    assert of_processes().is_first and of_processes(0, 2).is_first
+    assert not of_processes(1, 2).is_first
+
+
+def test_a_value_is_sent_bit_by_bit():
+    """As a number, -0 plus 0 is 0, and a NaN need not stay the same."""
+    values = [-0.0, np.inf, 1e-45, 3.0]
+    for x in (
+        np.array(values, np.float32),
+        np.array([0x7FC12345], np.uint32).view(np.float32),
+        np.array(True),
+        np.zeros((0, 3)),
+        np.array(values[:3]).astype(jnp.bfloat16),
+    ):
+        rows = np.stack([processes._words_of(y) for y in (x, np.zeros_like(x))])
+        added = np.array(rows.sum(axis=0, dtype=rows.dtype))
+        back = added.view(x.dtype).reshape(x.shape)
+        assert back.tobytes() == x.tobytes() and back.dtype == x.dtype

@@ -112,7 +112,7 @@ def tell_once(step: Step[Any]) -> None:
     checked = step.checked
     if checked.is_told or not (checked.note and step.plan.gives_step_flag):
         return
-    if jax.process_index() == 0:
+    if step.strategy.placement.processes.is_first:
         print_line(checked.note)
     _found(step, note="", is_told=True)
 
@@ -309,14 +309,14 @@ def _sample(
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
     program = program_hash(traced, **calls_and_pads)
     folders = folders_of_records(asked.folder)
-    report = audit_result_of(program, folders)
+    placement = step.strategy.placement
+    report = audit_result_of(program, folders, placement.processes)
     _found(step, report=report)
     try:
         if report is not None:
             _found(step, note=f"audited before: {report}")
         else:
-            devices = step.strategy.placement.devices_each
-            refuse_unasked(traced, state.params, devices)
+            refuse_unasked(traced, state.params, placement)
             with noting_its_audit():
                 report = audit_step(
                     step,
@@ -326,7 +326,8 @@ def _sample(
                     leaves=equality.is_open,
                     reasons=equality.unproved,
                 )
-                keep(program, report, folders)
+                if placement.processes.is_first:
+                    keep(program, report, folders)
     except NotAudited as error:
         return told_not_audited(error)
     except SplitError as error:

@@ -28,7 +28,7 @@ from towerjax.data.stream import (
     open_source,
 )
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.processes import Exchange, call_on_first_process
+from towerjax.mesh.processes import Exchange
 from towerjax.mesh.transfer import place_own_rows, place_rows
 from towerjax.types import Layout, PyTree
 from towerjax.types.options import cast_ints, check_choice, check_whole
@@ -89,7 +89,7 @@ class DistributedDataset:
         self._source = source
         self._options = options
         self.is_reproducible = isinstance(source, Sequence)
-        here = jax.process_index() if processes > 1 else 0
+        here = placement.process_index
         context = InputContext(here, processes, placement.num_towers)
         self._open_with = [context] if own_part else []  # the source's arguments
         # The number of towers that share an element: all towers, or those of this
@@ -106,7 +106,7 @@ class DistributedDataset:
         self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
         if self._asks_peers:  # the processes exchange sizes under this name
-            self._name = call_on_first_process(lambda: uuid.uuid4().hex)
+            self._name = placement.processes.call_on_first(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> Stream[PlacedBatch]:
         """Start one pass over the data.
@@ -147,7 +147,9 @@ class DistributedDataset:
         peers: Exchange | None = None
         taken: Any = None  # this process's part of the last round that had one
         if self._asks_peers:
-            peers = Exchange(f"{self._name}/{number}", "the input", stopped)
+            name = f"{self._name}/{number}"
+            processes = self._placement.processes.numbers
+            peers = Exchange(name, "the input of process {}", processes, stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
             rows = self._rows(sizes_of_all, most_rows, is_first=taken is None)

@@ -11,7 +11,6 @@ import jax
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import check_batches, close
 from towerjax.data.stream import prefetch as prefetch_batches
-from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
 from towerjax.step.step import Step
 from towerjax.types import PyTree
@@ -135,7 +134,7 @@ def outputs_on_host(
         check_batches("batches()", source)
     strategy = getattr(step, "strategy", None)
     if strategy is not None and strategy.placement.num_processes > 1:
-        require_same(
+        strategy.placement.processes.require_same(
             "The data to evaluate or predict",
             count_in_words(source),
             "Give every process all batches, or each a part of its own with"

@@ -228,7 +228,8 @@ class Loop:
         """Save the state if SIGTERM or Ctrl-C ends the run; raise if saving fails."""
         # After Ctrl-C nothing is saved by several processes, because they may have
         # stopped at different steps.
-        is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
+        is_one = self._step.strategy.placement.num_processes == 1
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and is_one
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return
         try:

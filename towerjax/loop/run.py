@@ -15,7 +15,6 @@ from towerjax.loop.stopping import EarlyStopping, Point, Watch, rules_of
 from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.processes import require_same
 from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree
@@ -182,7 +181,7 @@ def _require_same_work(
         shared["checkpointer"] = dataclasses.replace(saving, directory="...")
     shared["WithState.every"] = [hook.every for hook in options.with_state]
     work = ", ".join(f"{name}={x}" for name, x in shared.items() if x)
-    require_same(
+    placement.processes.require_same(
         "The work of tj.run",
         f"{work}, of {count_in_words(batches)}, from step {start}",
         "Give every process the same steps, batches and options.",

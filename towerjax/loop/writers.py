@@ -26,7 +26,6 @@ from towerjax.loop.files import (
     read_lines,
 )
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.boundary import api_boundaries
 from towerjax.types.options import (
     check_flag,
@@ -89,17 +88,16 @@ class Writers:
         self._open: list[OpenWriter] = []
 
     def open(self, writers: Iterable[Writer], start: int, placement: Placement) -> None:
-        """Open the writers; of several processes only process 0 opens them."""
+        """Open the writers; only the first process opens them."""
 
         def open_each() -> None:
             for writer in writers:
                 self._open.append(writer.open(start))
 
-        if placement.num_processes == 1:
-            open_each()
-        else:
-            says = "A writer could not be opened on process 0"
-            call_on_first_process(open_each, says)
+        processes = placement.processes
+        first = processes.numbers[0]
+        says = f"A writer could not be opened on process {first}"
+        processes.call_on_first(open_each, says)
 
     @property
     def are_open(self) -> bool:

@@ -25,6 +25,7 @@ from towerjax.mesh.devices import (
     host_device,
     owners_of,
 )
+from towerjax.mesh.processes import Processes
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
 from towerjax.types.trees import is_key
@@ -207,6 +208,18 @@ class Placement:
         return len(owners_of(self.devices)) or 1
 
     @functools.cached_property
+    def processes(self) -> Processes:
+        """The processes that own the devices; none of absent devices."""
+        return Processes(self.jax_devices if self.absent is None else ())
+
+    @property
+    def process_index(self) -> int:
+        """The place of this process among those that own the devices, from 0."""
+        if self.num_processes == 1:
+            return 0
+        return self.processes.numbers.index(jax.process_index())
+
+    @functools.cached_property
     def jax_devices(self) -> tuple[Device, ...]:
         """The devices themselves, in tower order."""
         if self.absent is None:
@@ -338,9 +351,9 @@ class Placement:
 
 
 def _check_owners(devices: tuple[Device, ...], devices_each: int) -> None:
-    """Raise unless this process owns all devices, or all processes equally many.
+    """Raise unless this process and each other owner have equally many devices.
 
-    In a job of several processes, devices are listed process after process.
+    Devices of several processes are listed process after process.
     """
     owners = [device.process_index for device in devices]
     groups = [owners[i : i + devices_each] for i in range(0, len(owners), devices_each)]
@@ -350,9 +363,7 @@ def _check_owners(devices: tuple[Device, ...], devices_each: int) -> None:
             f" {sorted({*torn[0]})}, but must be in one. Name a multiple of"
             f" {devices_each} devices of each process."
         )
-    if set(owners) == {jax.process_index()}:
-        return
-    counts = {owners.count(process) for process in range(jax.process_count())}
+    counts = {owners.count(process) for process in (jax.process_index(), *owners)}
     if owners != sorted(owners) or len(counts) > 1:
         raise ValueError(
             f"The devices belong to the processes {owners} of {jax.process_count()},"

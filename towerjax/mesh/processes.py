@@ -1,25 +1,31 @@
-"""Compare and broadcast host values between the processes of a job.
-
-Every process of a job calls these functions, in the same order.
-"""
+"""Compare and send host values between the processes that own some devices."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from towerjax.mesh.devices import Device
 from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
 _PATIENCE_S = 10
+_AXIS = "process"
+_IN_ORDER = "Do all processes make this call, in the same order?"
+# By the numbers of some processes: the rounds in which these have compared values.
+# Like JAX's own state, they are of this process.
+_ROUNDS: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 def print_line(text: str) -> None:
@@ -41,61 +47,213 @@ def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that prints a line if other processes do not join in 10 s.
+class Stopped(Exception):
+    """Raised in an `Exchange` whose ``stopped`` event is set."""
 
-    ``why`` says what this process waits for.
+
+class Exchange:
+    """An all-gather of small host values through the job's coordinator.
+
+    It does not use the devices, so it need not wait for a step that runs. The first of
+    the processes collects the values, so all get the same answer.
     """
-    if jax.process_count() == 1:
-        return contextlib.nullcontext()
-    text = (
-        f"process {jax.process_index()} waits for the others: {why}. Do all processes"
-        " make this call, in the same order?"
-    )
-    return calls_after(_PATIENCE_S, lambda: print_line(text))
+
+    def __init__(
+        self,
+        name: str,
+        waits_for: str,
+        processes: Sequence[int],
+        stopped: threading.Event | None = None,
+    ) -> None:
+        """Prepare the rounds of these processes.
+
+        ``name`` is one that no other exchange of the job has. ``waits_for`` says for
+        what a process waits, with ``{}`` for the number of the other one. A wait ends
+        when ``stopped`` is set.
+        """
+        self._name = name
+        self._waits_for = waits_for
+        self._processes = tuple(processes)
+        self._stopped = stopped or threading.Event()
+        self._client = coordinator_client()
+        self._round = 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values that all processes give in this round, in process order."""
+        me = jax.process_index()
+        first = self._processes[0]
+        prefix = f"towerjax/{self._name}"
+        here = f"{prefix}/{self._round}"
+        if me == first:
+            texts = [json.dumps(value)]
+            for peer in self._processes[1:]:
+                texts.append(self._wait_for(f"{here}/{peer}", peer))
+            answer = f"[{', '.join(texts)}]"
+            self._client.key_value_set(f"{here}/all", answer)
+        else:
+            self._client.key_value_set(f"{here}/{me}", json.dumps(value))
+            answer = self._wait_for(f"{here}/all", first)
+        # A process that takes part in this round has read the last one. So all have
+        # read the round before the last, which is deleted.
+        if self._round > 1:
+            own = "all" if me == first else me
+            self._client.key_value_delete(f"{prefix}/{self._round - 2}/{own}")
+        self._round += 1
+        return json.loads(answer)
+
+    def _wait_for(self, key: str, peer: int) -> str:
+        """Wait for the value of another process, and return it.
+
+        JAX ends the job if that process dies.
+        """
+        each_s = min(_PATIENCE_S, 1)
+        for times in itertools.count():
+            if self._stopped.is_set():
+                break
+            if times == _PATIENCE_S / each_s:
+                me = jax.process_index()
+                other = self._waits_for.replace("{}", f"{peer}")
+                print_line(f"process {me} waits for {other}")
+            try:
+                return self._client.blocking_key_value_get(key, int(1000 * each_s))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        raise Stopped
 
 
-def require_same(name: str, text: str, advice: str) -> None:
-    """Raise on every process unless ``text`` is the same on all of them."""
-    if jax.process_count() == 1:
-        return
-    _check_devices()
-    digest = hashlib.sha256(text.encode()).digest()
-    number = np.frombuffer(digest, np.uint8)
-    with says_if_alone(f"{name} is compared between processes"):
-        all_of_them = np.asarray(multihost_utils.process_allgather(number))
-    differing = [
-        p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
-    ]
-    if differing:
-        shown = text if len(text) <= 400 else f"{len(text)} characters of text"
-        raise ValueError(
-            f"{name} must be the same on all {jax.process_count()} processes, but"
-            f" process{'es' * (len(differing) > 1)}"
-            f" {', '.join(map(str, differing))} and process 0 differ. On process"
-            f" {jax.process_index()}: {shown}. {advice}"
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes that own some devices, which compare and send host values.
+
+    Each of them makes the same calls, in the same order.
+    """
+
+    devices: tuple[Device, ...]
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the processes, ascending."""
+        return tuple(sorted({device.process_index for device in self.devices}))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one process."""
+        return len(self.numbers) > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first, which does what is done once."""
+        return jax.process_index() in (self.numbers[:1] or [jax.process_index()])
+
+    def says_if_alone(self, why: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that prints a line if the others do not join in 10 s.
+
+        ``why`` says what this process waits for.
+        """
+        if not self.are_several:
+            return contextlib.nullcontext()
+        text = f"process {jax.process_index()} waits for the others: {why}. {_IN_ORDER}"
+        return calls_after(_PATIENCE_S, lambda: print_line(text))
+
+    def require_same(self, name: str, text: str, advice: str) -> None:
+        """Raise on every process unless ``text`` is the same on all of them."""
+        if not self.are_several:
+            return
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        of_all = self._gather(digest, f"{name} is compared between processes")
+        pairs = zip(self.numbers, of_all, strict=True)
+        differing = [process for process, other in pairs if other != of_all[0]]
+        if differing:
+            shown = text if len(text) <= 400 else f"{len(text)} characters of text"
+            raise ValueError(
+                f"{name} must be the same on all {len(self.numbers)} processes, but"
+                f" process{'es' * (len(differing) > 1)}"
+                f" {', '.join(map(str, differing))} and process {self.numbers[0]}"
+                f" differ. On process {jax.process_index()}: {shown}. {advice}"
+            )
+
+    def _gather(self, value: Any, why: str) -> list[Any]:
+        """Return the small values that all processes give, in process order."""
+        rounds = _ROUNDS.setdefault(self.numbers, itertools.count())
+        name = f"{'.'.join(map(str, self.numbers))}/{next(rounds)}"
+        waits_for = f"process {{}}: {why}. {_IN_ORDER}"
+        return Exchange(name, waits_for, self.numbers).all_gather(value)
+
+    def from_first(self, tree: PyTree) -> PyTree:
+        """Return the first process's values, to the bit, on every process."""
+        if not self.are_several:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = [np.asarray(x) for x in leaves]
+        words = [_words_of(x if self.is_first else np.zeros_like(x)) for x in arrays]
+        rows = NamedSharding(self._mesh, PartitionSpec(_AXIS))
+        with self.says_if_alone(f"process {self.numbers[0]} sends its values"):
+            placed = [
+                jax.make_array_from_process_local_data(rows, x[None]) for x in words
+            ]
+            added = _added(placed, sharding=NamedSharding(self._mesh, PartitionSpec()))
+            sent = jax.device_get([x.addressable_data(0) for x in added])
+        pairs = zip(sent, arrays, strict=True)
+        return treedef.unflatten(
+            np.array(x).view(like.dtype).reshape(like.shape) for x, like in pairs
         )
 
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        """A mesh of one device of each process."""
+        first_of = {x.process_index: x for x in reversed(self.devices)}
+        devices = [first_of[number] for number in self.numbers]
+        return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
-def _check_devices() -> None:
-    """Raise unless all processes have equally many devices, as JAX needs."""
-    owners = [device.process_index for device in jax.devices()]
-    counts = [owners.count(process) for process in range(jax.process_count())]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"The processes of this job have {counts} devices, but all need the same"
-            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES so that each has"
-            " equally many."
-        )
+    def call_on_first(self, make: Callable[[], Any], says: str | None = None) -> Any:
+        """Call ``make`` on the first process, and return its value on every process.
+
+        The value goes through JSON. If ``make`` raises, every process raises; ``says``
+        begins the error on the others.
+        """
+        if not self.are_several:
+            return make()
+        failure = None
+        answer: Any = None
+        first = self.numbers[0]
+        if self.is_first:
+            try:
+                answer = {"value": make()}
+            # Raised below, after the other processes got its text.
+            except Exception as error:
+                failure = error
+                answer = {"error": str(error)}
+        answer = self._gather(answer, f"process {first} sends its values")[0]
+        if failure is not None:
+            raise failure
+        if "error" in answer:
+            says = says or f"Process {first} says"
+            raise ValueError(f"{says}: {answer['error']}")
+        return answer["value"]
 
 
-def from_first_process(tree: PyTree) -> PyTree:
-    """Return process 0's values, on every process."""
-    if jax.process_count() == 1:
-        return tree
-    _check_devices()
-    with says_if_alone("process 0 sends its values"):
-        return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+def _words_of(x: np.ndarray) -> np.ndarray:
+    """Return the bits of an array as a row of unsigned integers.
+
+    A sum of numbers would make 0 of -0, and bfloat16 is not added everywhere.
+    """
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat.view(np.uint8 if flat.nbytes % 4 else np.uint32)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _added(rows: list[jax.Array], *, sharding: NamedSharding) -> list[jax.Array]:
+    """Add the rows of each array, of which all but one are zero."""
+    sums = [x.sum(axis=0, dtype=x.dtype) for x in rows]
+    return jax.lax.with_sharding_constraint(sums, sharding)
+
+
+def processes_of(arrays: PyTree) -> Processes:
+    """Return the processes that own the devices of these arrays."""
+    leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
+    devices = {device for x in leaves for device in x.sharding.device_set}
+    return Processes(tuple(sorted(devices, key=lambda device: device.id)))
 
 
 def is_preempted(number: int) -> bool:
@@ -107,81 +265,3 @@ def is_preempted(number: int) -> bool:
     if jax.process_count() == 1 or not is_on:
         return False
     return bool(multihost_utils.reached_preemption_sync_point(number))
-
-
-class Stopped(Exception):
-    """Raised in an `Exchange` whose ``stopped`` event is set."""
-
-
-class Exchange:
-    """An all-gather of small host values through the job's coordinator.
-
-    It does not use the devices, so it need not wait for a step that runs.
-    """
-
-    def __init__(self, name: str, content: str, stopped: threading.Event) -> None:
-        self._name = name
-        self._what = content
-        self._stopped = stopped
-        self._client = coordinator_client()
-        self._round = 0
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values that all processes give in this round, in process order."""
-        prefix = f"towerjax/{self._name}/{self._round}"
-        mine = jax.process_index()
-        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(value))
-        peers = range(jax.process_count())
-        values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
-        # A process that takes part in this round has read the last one. So all have
-        # read the round before the last, which is deleted.
-        if self._round > 1:
-            old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
-            self._client.key_value_delete(old)
-        self._round += 1
-        return [json.loads(value) for value in values]
-
-    def _wait_for(self, key: str, peer: int) -> str:
-        """Wait for the value of another process, and return it.
-
-        JAX ends the job if that process dies.
-        """
-        for seconds in itertools.count():
-            if self._stopped.is_set():
-                break
-            if seconds == _PATIENCE_S:
-                me = jax.process_index()
-                print_line(f"process {me} waits for {self._what} of process {peer}")
-            try:
-                return self._client.blocking_key_value_get(key, 1000)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        raise Stopped
-
-
-def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says") -> Any:
-    """Call ``make`` on process 0, and return its value on every process.
-
-    The value goes through JSON. If ``make`` raises, every process raises; ``says``
-    begins the error on the others.
-    """
-    if jax.process_count() == 1:
-        return make()
-    failure = None
-    message = b""
-    if jax.process_index() == 0:
-        try:
-            message = json.dumps({"value": make()}).encode()
-        # Raised below, after the other processes got its text.
-        except Exception as error:
-            failure = error
-            message = json.dumps({"error": str(error)}).encode()
-    size = int(from_first_process(np.array(len(message))))
-    content = np.frombuffer(message, np.uint8) if message else np.zeros(size, np.uint8)
-    answer = json.loads(from_first_process(content).tobytes())
-    if failure is not None:
-        raise failure
-    if "error" in answer:
-        raise ValueError(f"{says}: {answer['error']}")
-    return answer["value"]

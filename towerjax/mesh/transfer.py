@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from towerjax.mesh.placement import Placement, whole_on
 from towerjax.mesh.private_jax import is_tracing, put
-from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
+from towerjax.mesh.processes import processes_of
 from towerjax.types import Layout, PyTree
 from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.trees import (
@@ -63,9 +63,9 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Return a copy of process 0's values on the devices; it may be donated.
+    """Return a copy of the first process's values on the devices; it may be donated.
 
-    All processes call this.
+    All processes that own the devices call this.
     """
     refuse_unheld("value", tree)
     if is_traced(tree):
@@ -76,8 +76,11 @@ def place(
         on_each_host = [copy_to_host(key_data(leaves[i])) for i in on_host]
         kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in on_each_host)
         advice = "Run the same program on every process."
-        require_same("The value to place on devices", f"{treedef}: {kinds}", advice)
-        for i, first in zip(on_host, from_first_process(on_each_host), strict=True):
+        what = "The value to place on devices"
+        processes = placement.processes
+        processes.require_same(what, f"{treedef}: {kinds}", advice)
+        sent = processes.from_first(on_each_host)
+        for i, first in zip(on_host, sent, strict=True):
             leaves[i] = like_key(first, leaves[i])
     return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts, params)
 
@@ -129,7 +132,7 @@ def readable(leaf: Any) -> Any:
     if not is_split(leaf):
         return leaf
     mirrored = whole_on(leaf.sharding.mesh)
-    with says_if_alone("a value of all towers is read"):
+    with processes_of(leaf).says_if_alone("a value of all towers is read"):
         return wait_on_cpus(_reshard(leaf, sharding=mirrored))
 
 

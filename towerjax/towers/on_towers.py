@@ -14,7 +14,6 @@ from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.sharded_values import Shards
 from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.prover.replication.analysis import analyse
 from towerjax.prover.replication.findings import Analysis, prove_mirrored, refuse_draws
@@ -165,7 +164,7 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
     if placement.num_processes > 1 and not is_traced(args):
         traced = jitted.trace(call, *args)  # the call below reuses this trace
         if not (call_kept := traced.out_info[-1]).is_agreed:
-            require_same(
+            placement.processes.require_same(
                 "A function on all towers",
                 fingerprint_of_program(traced, traced.lower()),
                 "What it closes over and Python numbers among its arguments are parts"

@@ -23,7 +23,7 @@ from towerjax.collectives.reduce import (
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.lowering.tower_axis import first_tower_of_device
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.mesh.processes import says_if_alone
+from towerjax.mesh.processes import processes_of
 from towerjax.mesh.transfer import place, wait_on_cpus
 from towerjax.towers.executors import is_in_tower_fn, is_of_one_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
@@ -400,8 +400,9 @@ def read_local(local: PyTree) -> PyTree:
             " keys: ONLY_FIRST_TOWER), leave them out of the tree, or read each tower's"
             " own with strategy.unwrap."
         )
-    with says_if_alone("tower-local values are read"):
-        values = wait_on_cpus(_read_all([x for _, x in local_leaves]))
+    variables = [x for _, x in local_leaves]
+    with processes_of(variables).says_if_alone("tower-local values are read"):
+        values = wait_on_cpus(_read_all(variables))
     return plain(put_parts(TowerLocal, local, values))
 
 

@@ -19,7 +19,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import all_eqns, all_jaxprs
-from towerjax.mesh.processes import call_on_first_process
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.processes import Processes
 from towerjax.prover.comparison import AuditReport, NotAudited
 from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.run.trace import Traced
@@ -60,12 +61,14 @@ def told_not_audited(error: NotAudited) -> str:
     return " ".join([f"Not audited: {why}", *ours])
 
 
-def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:
+def refuse_unasked(traced: Traced, params: PyTree, placement: Placement) -> None:
     """Raise `NotAudited`, on every process, if a step is audited only on request.
 
     This is so if its tower function calls Python, or has too many parameters.
     """
-    if problem := call_on_first_process(lambda: _problem_of(traced, params, devices)):
+    devices = placement.devices_each
+    first = placement.processes
+    if problem := first.call_on_first(lambda: _problem_of(traced, params, devices)):
         raise NotAudited(problem)
 
 
@@ -143,20 +146,22 @@ def folders_of_records(*others: str | None) -> list[str]:
     return [os.fspath(folder) for folder in folders if folder]
 
 
-def audit_result_of(program: str | None, folders: Sequence[str]) -> AuditReport | None:
+def audit_result_of(
+    program: str | None, folders: Sequence[str], processes: Processes
+) -> AuditReport | None:
     """Return the report of an earlier audit of the program; None if none is stored.
 
     The first process reads it, and all processes get what it read.
     """
     if program is None:
         return None
-    fields = call_on_first_process(lambda: _read(program, folders))
+    fields = processes.call_on_first(lambda: _read(program, folders))
     return fields and _report_of(fields)
 
 
 def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> None:
     """Store an audit result in these folders; warn if one of them cannot store it."""
-    if program is None or jax.process_index() != 0:
+    if program is None:
         return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
     text = json.dumps({"report": fields, "seal": _seal(program, fields)})

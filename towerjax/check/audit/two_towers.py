@@ -13,7 +13,6 @@ from towerjax.check.audit.kept import too_large
 from towerjax.check.audit.later_batches import Splits
 from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
 from towerjax.jaxprs.sites import all_eqns
-from towerjax.mesh.processes import call_on_first_process
 from towerjax.prover.comparison import (
     RAISED_ON_OTHER_ROWS,
     AuditReport,
@@ -80,8 +79,9 @@ class Audit:
         def fits() -> bool:
             return too_large(state.params, 1) is None
 
-        is_wide = step.strategy.placement.devices_each > 1
-        self.is_narrow = is_wide and call_on_first_process(fits)
+        placement = step.strategy.placement
+        is_wide = placement.devices_each > 1
+        self.is_narrow = is_wide and placement.processes.call_on_first(fits)
         self._trace()
 
     def towers(self, number: int, **fields: Any) -> Towers:

@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import jax
 from etils import epath
 
 from towerjax.data.stream import Position, Source, has_cursor
@@ -19,10 +18,7 @@ from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.direction import Direction, sign_of
 from towerjax.loop.files import absolute_path
 from towerjax.loop.stopping import Point
-from towerjax.mesh.processes import (
-    call_on_first_process,
-    print_line,
-)
+from towerjax.mesh.processes import print_line
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.boundary import api_boundaries
@@ -188,7 +184,7 @@ class Checkpointer:
             record.check_same_model(saved.leaves, state, where)
             return chosen
 
-        chosen = call_on_first_process(choose)
+        chosen = placement.processes.call_on_first(choose)
         where = self.path / str(chosen)
         try:
             leaves = CheckpointRecord.read(where).leaves
@@ -235,7 +231,7 @@ class Checkpointer:
         with self._opened(step, state, batches) as (saving, point):
             step.settle()
             number = point.number
-            newest = call_on_first_process(lambda: max(self.steps, default=-1))
+            newest = saving.processes.call_on_first(lambda: max(self.steps, default=-1))
             if newest > number:
                 raise CheckpointError(
                     f"{str(self.path)!r} has a checkpoint of step {newest}, which is"
@@ -290,7 +286,7 @@ class Checkpointer:
         """
         with self._opened(step, state, batches) as (saving, point):
             saving.resume(point, or_equal=True)
-            if saving.is_resumed and jax.process_index() == 0:
+            if saving.is_resumed and saving.processes.is_first:
                 texts = [f"goes on after step {point.number}, from its checkpoint"]
                 if batches is None:
                     texts += [_how_to_move(self.record(point.number))]

@@ -22,7 +22,7 @@ from towerjax.loop.stopping import Point, value_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
+from towerjax.mesh.processes import is_preempted
 from towerjax.step.state.desync import check_mirrored
 from towerjax.step.state.nonfinite import nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
@@ -48,19 +48,19 @@ class Saving:
         self._step = step
         self._source = source
         self.directory = str(options.path)
-        self._several = step.strategy.placement.num_processes > 1
+        self.processes = step.strategy.placement.processes
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        # Process 0, which locks the folder, replaces this by a real check.
+        # The first process, which locks the folder, replaces this by a real check.
         self._check_lock: Callable[[], None] = lambda: None
 
         def lock() -> None:
             held = folder.lock(options.path, needed)
             self._check_lock = stack.enter_context(held)
 
-        call_on_first_process(lock)
-        require_same(
+        self.processes.call_on_first(lock)
+        self.processes.require_same(
             "The process that has locked the folder of the checkpoints",
             folder.owner(options.path),
             f"Here it is {self.directory!r}. Name a folder that all processes see.",
@@ -87,7 +87,9 @@ class Saving:
         # The record of the resumed checkpoint.
         self._from: CheckpointRecord | None = None
         self._programs = ProgramsOfRun(step)
-        costs = call_on_first_process(lambda: [*record.costs_of(options).items()])
+        costs = self.processes.call_on_first(
+            lambda: [*record.costs_of(options).items()]
+        )
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
         )
@@ -97,7 +99,7 @@ class Saving:
             self._files.close()
 
     def _refuse_what_cannot_be_saved(self) -> None:
-        if jax.process_count() > 1 and not self._several:
+        if jax.process_count() > 1 and not self.processes.are_several:
             raise CheckpointError(
                 "A Checkpointer needs a run that all processes of a job share, but"
                 " these towers belong to one process alone. Save their parameters, a"
@@ -119,7 +121,9 @@ class Saving:
         With ``or_equal`` one of the same step is restored, too.
         """
         start = point.number
-        newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
+        newest = self.processes.call_on_first(
+            lambda: max(self.options.steps, default=-1)
+        )
         if newest < 0:
             return
         saved = self.options.record(newest)
@@ -223,7 +227,7 @@ class Saving:
                 " Lower the learning rate, or clip gradients."
             )
         self.wait()
-        call_on_first_process(self._check_lock)
+        self.processes.call_on_first(self._check_lock)
         self._last = new
         with self._explaining(number):
             if is_new:
@@ -273,7 +277,7 @@ class Saving:
     def _finish(self) -> None:
         """Wait until the checkpoint is committed, and delete those that it replaces."""
         self._files.wait_until_finished()
-        if jax.process_index() == 0:
+        if self.processes.is_first:
             folder.empty_deleted(self.options.path)
 
     def _seal(self) -> None:
@@ -282,7 +286,7 @@ class Saving:
         folder.seal(where, as_json(dataclasses.asdict(self._last)))
 
     def _replace_record(self, where: epath.Path) -> None:
-        if jax.process_index() == 0:
+        if self.processes.is_first:
             fields = as_json(dataclasses.asdict(self._last))
             with folder.explained("written to", where):
                 table = {**folder.read_table(where), "record": fields}
@@ -312,7 +316,7 @@ class Saving:
             if number in self.options.steps:
                 with folder.explained("deleted from", self.options.path):
                     raise
-            if jax.process_index() == 0:
+            if self.processes.is_first:
                 with contextlib.suppress(Exception):  # the error below is raised
                     for path in folder.unfinished(self.options.path):
                         path.rmtree()
@@ -335,7 +339,7 @@ class Saving:
         It also reports a step to the launcher.
         """
         heartbeat.notify_launcher(heartbeat.STEP)
-        if self._several and is_preempted(number):
+        if self.processes.are_several and is_preempted(number):
             raise Terminated(self.options.exit_code)
 
 

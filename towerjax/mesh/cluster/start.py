@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import os
-import threading
 import types
 from typing import Any
 
@@ -149,7 +148,9 @@ def _require_same_settings() -> None:
     settings = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     compared = versions | {"towerjax": __version__} | settings
-    exchange = Exchange("settings", "the settings", threading.Event())
+    exchange = Exchange(
+        "settings", "the settings of process {}", range(jax.process_count())
+    )
     of_all = exchange.all_gather(compared)
     problems = [
         f"{name} is {first} on process 0, but {other[name]} on process {process}"

@@ -17,7 +17,6 @@ from towerjax.jaxprs.flops import Flops
 from towerjax.lowering import xla
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.processes import require_same
 from towerjax.step.plan import Plan
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.step_flags import next_step_flag
@@ -91,12 +90,12 @@ def lower(
     in_trace = jitted.trace(*args)
     lowered = xla.lower_on_devices(in_trace, placement)
     if placement.num_processes > 1:
-        require_same(
+        placement.processes.require_same(
             "The step's options",
             f"{plan.options}",
             "Build the step with the same options on all processes.",
         )
-        require_same(
+        placement.processes.require_same(
             "The step's program",
             executors.fingerprint_of_program(in_trace, lowered),
             "Give all processes the same loss, the same optimizer with the same"

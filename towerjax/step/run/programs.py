@@ -14,7 +14,6 @@ from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.mesh.devices import bound_in_flight, one_thread_at_a_time
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import FoundNonFinite
-from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
 from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program, compile_step, inline, require_jit
@@ -120,7 +119,7 @@ class Programs:
         seen = self._seen.setdefault(kind, [])
         signature = admit(batch, seen, self.max_programs)
         if self.placement.num_processes > 1:
-            require_same(
+            self.placement.processes.require_same(
                 "The global batch",
                 batch.fingerprint or repr(batch.signature),
                 "A step takes the whole batch on every process and places its own"

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place, refuse_leaked
 from towerjax.step.state.trainable import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
@@ -217,8 +216,10 @@ def init_state(
             for name, x in named_leaves("state", state)
         )
         advice = "Run the same program on every process."
-        require_same("The strategy's towers", f"{placement}", advice)
-        require_same("What step.init was given", kinds, advice)
+        placement.processes.require_same(
+            "The strategy's towers", f"{placement}", advice
+        )
+        placement.processes.require_same("What step.init was given", kinds, advice)
     params = state.params if like is None else like
     return place(state, placement, state_layout(strategy), params)
 
