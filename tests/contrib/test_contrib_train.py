@@ -1,5 +1,6 @@
 """Averaged parameters, learning rate and gradient norm, against NumPy in float64."""
 
+import dataclasses
 import functools
 import re
 
@@ -166,6 +167,16 @@ def test_what_does_not_train_is_as_it_is_and_floats_of_16_bits_have_32():
     assert state.opt_state.ema["a"].tolist() == [1 - 1 / 128] * 2
     read = ema_params(state)
     assert read["a"].dtype == jnp.bfloat16 and int(read["fixed"]) == 3
+
+
+def test_an_average_of_a_split_module_has_none_where_it_has():
+    """As of `eqx.partition`, which leaves None where a leaf is no array."""
+    params = {"activation": None, "w": jnp.float32(1), "last": None}
+    state = tj.TrainState.create(params, with_ema(optax.sgd(0.5), 0.5))
+    assert ema_params(state) == params
+    state = dataclasses.replace(state, params={"w": jnp.float32(1)})
+    with pytest.raises(ValueError, match="does not have the structure"):
+        ema_params(state)
 
 
 def test_extensions_and_optimizers_that_take_the_loss_go_on():

@@ -208,7 +208,8 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
         return x is None
 
     leaves = jax.tree.leaves(part, is_leaf=is_none)
-    structure = jax.tree.structure(whole)
+    # A module that was split has None where it had a function.
+    structure = jax.tree.structure(whole, is_leaf=is_none)
     if len(leaves) != structure.num_leaves:
         raise ValueError(
             "The average in state.opt_state does not have the structure of"
