@@ -140,20 +140,51 @@ def stopped(rule, values):
     return watch.stopped
 
 
-@pytest.mark.parametrize("metric", ["loss", "eval/Loss", "valRMSE", "cross_entropy"])
+LESS = """
+    loss eval/Loss valRMSE cross_entropy train_loss_epoch val_loss_step error_rate
+    relative_error max_error log_loss weighted_loss top-1-error loss_1 loss-1 test/wer
+"""
+MORE = """
+    accuracy top5_acc acc1 val/AUC meanIoU f1 PSNR top-1-accuracy top_1-accuracy
+    recall@1-val precision_at_1-val acc@1-dev f1_score accuracy_score dev_accuracy
+    val-accuracy 5-shot-accuracy roc_auc_score balanced_accuracy
+"""
+
+
+@pytest.mark.parametrize("metric", LESS.split())
 def test_less_of_a_loss_or_an_error_is_better_without_a_mode(metric):
     rule = tj.EarlyStopping(metric, patience=2)
     assert stopped(rule, {1: 3.0, 2: 2.0, 3: 1.0}) is None
     assert "best 1.000 after 1" in stopped(rule, {1: 1.0, 2: 2.0, 3: 3.0})
 
 
-@pytest.mark.parametrize(
-    "metric", ["accuracy", "top5_acc", "acc1", "val/AUC", "meanIoU", "f1", "PSNR"]
-)
+@pytest.mark.parametrize("metric", MORE.split())
 def test_more_of_an_accuracy_is_better_without_a_mode(metric):
     rule = tj.EarlyStopping(metric, patience=2)
     assert stopped(rule, {1: 0.1, 2: 0.2, 3: 0.3}) is None
     assert "best 0.3000 after 1" in stopped(rule, {1: 0.3, 2: 0.2, 3: 0.1})
+
+
+# Some mean what their other words do not say, and of the others it is not known.
+UNCLEAR = """
+    neg_log_loss neg_mean_squared_error neg_root_mean_squared_error negLogLoss NegMSE
+    negative_mse_loss d2_log_loss_score loss_score inverse_loss minus_loss -loss
+    eval/-loss 1-accuracy 1_-_accuracy 1.0-auc 1\N{MINUS SIGN}accuracy val_1-accuracy
+    eval/1-accuracy (1-acc) 100-accuracy 100%-accuracy one_minus_accuracy -accuracy
+    accuracy_drop accuracyGap accuracy_loss accuracy_delta accuracy_penalty
+    loss_reduction error_reduction loss_improvement loss_decrease loss_gain
+    accuracy_std std(accuracy) lossStd loss_variance accuracy_ci accuracy_disparity
+    time_to_accuracy steps_to_accuracy epoch_to_accuracy seconds_to_auc
+    fraction_within_error errors_corrected loss_scale loss_weight loss_ratio
+    accuracy_threshold accuracy_rank
+"""
+
+
+@pytest.mark.parametrize("metric", [*UNCLEAR.split(), "1 - accuracy", "eval 1 - acc"])
+def test_a_name_with_such_a_word_needs_a_mode(metric):
+    with pytest.raises(ValueError, match="does not tell .* Write mode='min' or"):
+        tj.EarlyStopping(metric, patience=2)
+    assert tj.EarlyStopping(metric, patience=2, mode="max").metric == metric
 
 
 def test_counts_of_another_rule_are_not_gone_on_from():

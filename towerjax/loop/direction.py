@@ -17,13 +17,39 @@ _MORE = set(
     "accuracy accuracies acc auc auroc auprc precision recall iou miou f1 bleu psnr"
     .split()
 )  # fmt: skip
+# Words that change what the other words of a name mean: another sign, how much a value
+# changed or varies, when it was reached, or a number beside it.
+_OTHERWISE = set(
+    "neg negative negated negation minus inverse inverted inv reciprocal complement"
+    " opposite flipped reversed non not no without free vs versus drop drops dropped"
+    " decline decrease decreased degradation deterioration decay fall reduction"
+    " reduced improvement improved increase increased gain gains growth rise delta"
+    " deltas diff difference change changes changed slope trend gradient grad ratio"
+    " gap margin savings saved recovered explained corrected fixed avoided removed std"
+    " stdev stddev sd sem stderr se var variance deviation spread range iqr ci"
+    " interval uncertainty skew kurtosis disparity disagreement inequality penalty"
+    " time times to until reached steps epochs iterations rounds seconds minutes hours"
+    " duration since below within above exceeds exceeding beyond rank percentile scale"
+    " scaling threshold tolerance weight weights coefficient coeff budget d2"
+    .split()
+)  # fmt: skip
+# In scikit-learn more of a score is better, also if it is made of a loss.
+_SCORES = {"score", "scores"}
+# "1-accuracy", "val_1 - acc" and "-loss".
+_MINUS = re.compile(
+    r"(?:(?<![^\W_])(?:1(?:\.0*)?|100%?)[\s_]*|^\s*|[/(\[:=,\s])[-\u2212\u2013][\s_]*[^\W\d_]"
+)
+# "top-1-accuracy" and "recall@1-val" subtract nothing.
+_FIRST = re.compile(r"(?i)(top|at|rank|hits?|pass|recall|precision|acc|k|@)[-_@ ]*1+")
 
 
 def sign_of(name: str, metric: str, mode: Direction | None) -> int:
     """Return the factor, 1 or -1, that makes less of a metric better.
 
     If ``mode`` is None, the words of the metric's name tell: ``"eval/loss"`` and
-    ``"RMSE"`` mean ``"min"``, ``"top5_accuracy"`` and ``"val_auc"`` mean ``"max"``.
+    ``"RMSE"`` mean ``"min"``, ``"top5_accuracy"`` and ``"val_auc"`` mean ``"max"``. A
+    name such as ``"neg_log_loss"``, ``"1-accuracy"`` or ``"accuracy_std"`` does not
+    tell.
 
     Args:
       name: The name of the option, for errors.
@@ -50,7 +76,10 @@ def _mode_of(metric: str) -> Direction | None:
     words = _words_of(metric)
     is_less = not words.isdisjoint(_LESS)
     is_more = not words.isdisjoint(_MORE)
-    if is_less == is_more:
+    subtracts = _MINUS.search(_FIRST.sub("x", metric))
+    means_otherwise = subtracts or not words.isdisjoint(_OTHERWISE)
+    is_score = is_less and not words.isdisjoint(_SCORES)
+    if is_less == is_more or means_otherwise or is_score:
         return None
     return "min" if is_less else "max"
 
