@@ -449,6 +449,15 @@ STATE = (
        "loop.checkpoint.saving:Saving.save",
        'nonfinite_leaves("params", state.params)', "[]", "all_or_nothing"
        "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
+    _m("S51", "parameters that the last update makes infinite end no run",
+       "loop.loop:Loop._check_params", "if not self._raises or", "if True or",
+       "all_or_nothing::"
+       "parameters_that_the_last_update_makes_infinite_end_a_run"
+       "[gradients-one device]"),
+    _m("S52", "parameters on CPUs are not looked at",
+       "step.state.nonfinite:nonfinite_leaves", "if not _is_finite(x)]", "if False]",
+       "all_or_nothing"
+       "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
     _m("S05", "early stopping takes more for better", "loop.direction:sign_of",
        'mode == "min"', 'mode != "min"',
        "loop_units::patience_of_any_values_is_as_counted_by_hand"),

@@ -27,7 +27,12 @@ from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.step.run.step_flags import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.next_state import NONE
-from towerjax.step.state.nonfinite import NonFiniteError, explain_params, integers_text
+from towerjax.step.state.nonfinite import (
+    NonFiniteError,
+    explain_params,
+    integers_text,
+    nonfinite_leaves,
+)
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree
@@ -150,6 +155,7 @@ class Loop:
         self._fetch(0)
         self.guard.raise_missed()
         self._check_enough()
+        self._check_params()
         self._source.settle()
         if self._log.evaluated(point.number) is None:
             self._evaluate()
@@ -388,6 +394,18 @@ class Loop:
                 f" {number}. Use tj.batches(..., epochs=None) for endless data, or"
                 " leave steps out to stop when the data ends."
             )
+
+    def _check_params(self) -> None:
+        """Raise if the last update made parameters that are not finite.
+
+        The next step would find it, but there is none. A `Checkpointer` looks itself.
+        """
+        options = self._step.options
+        if not self._raises or self._saving is not None:
+            return
+        if names := nonfinite_leaves("params", self.point.state.params):
+            number = self.point.number
+            raise NonFiniteError(number, guard=options.guard, updated=names)
 
     def history(self) -> History:
         """Return the history so far."""

@@ -1,6 +1,7 @@
 """A step is all or nothing: what is used, what is given back, and what is lost."""
 
 import dataclasses
+import pickle
 import signal
 import sys
 import threading
@@ -292,6 +293,29 @@ def test_a_parameter_that_is_not_finite_came_with_an_earlier_step():
 
 
 OVERFLOWS = optax.chain(optax.scale(-3e38), optax.scale(1e3))
+
+
+UPDATING = ["one device", "mirrored", "sharded", "within", "in turn", "local"]
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("kind", UPDATING)
+@pytest.mark.parametrize("guard", ["gradients", "loss"])
+def test_parameters_that_the_last_update_makes_infinite_end_a_run(kind, guard):
+    """A next step would find them, but the last one has none."""
+    build, strategy, options = KINDS[kind]
+    divides_by_0 = optax.sgd(lambda number: RATE / (1 - number))
+    step = build(strategy, divides_by_0, guard=guard, **options)
+    batches = rows_of_norms()[:2]
+    with pytest.raises(tj.NonFiniteError, match="^Parameters are not") as caught:
+        tj.run(step, step.init(FIRST), batches, progress=False)
+    error = caught.value
+    assert "not finite after step 2: params/w. " in str(error)
+    assert error.step == 2 == int(error.state.step)
+    assert len(error.history.steps) == 2 and not error.history.skipped
+    seen = "loss was" if guard == "loss" else "loss and gradients were"
+    assert f"The step's {seen} finite, so its update made them" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.few_fast(1)

@@ -39,7 +39,8 @@ class Location:
 class NonFiniteError(Portable, FloatingPointError):
     """The loss or a gradient of a step was NaN or infinite; the step changed nothing.
 
-    If towers train alone, only the tower with such a value left its step out.
+    If towers train alone, only the tower with such a value left its step out. At the
+    end of a run it also tells that the last update made such parameters.
 
     Attributes:
       step: The number of the step, counted from 1, as in history and hooks.
@@ -54,6 +55,7 @@ class NonFiniteError(Portable, FloatingPointError):
         *,
         guard: str = "gradients",
         by_tower: bool = False,
+        updated: Sequence[str] = (),
     ) -> None:
         looked_at = "loss" if guard == "loss" else "loss or a gradient"
         text = f"The {looked_at} of step {step} was not finite, so it changed nothing."
@@ -76,6 +78,14 @@ class NonFiniteError(Portable, FloatingPointError):
             )
         if guard == "loss":
             advice += " With guard='loss' no step looks at its gradients."
+        if updated:
+            text = f"Parameters are not finite after step {step}: {listed(updated)}."
+            seen = "loss was" if guard == "loss" else "loss and gradients were"
+            advice = (
+                f"The step's {seen} finite, so its update made them. Lower the learning"
+                " rate, look for a schedule that divides by 0, or go on from a state"
+                " before that, such as the newest checkpoint."
+            )
         super().__init__(f"{text}{where} {advice}")
         self.step = step
         self.locations = tuple(locations)
@@ -142,11 +152,27 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
 
 
 def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
-    """Return the names of a tree's leaves that hold NaN or infinity."""
+    """Return the names of a tree's leaves that hold NaN or infinity.
+
+    On CPUs NumPy looks, because a program takes longer to compile than that.
+    """
+    named = readable_leaves(root, tree)
+    if all(map(_is_at_hand, jax.tree.leaves(tree))):
+        return [name for name, x in named if not _is_finite(x)]
     if jax.device_get(_all_finite(tree)):
         return []
-    named = readable_leaves(root, tree)
     return [name for name, x in named if not jax.device_get(_all_finite(x))]
+
+
+def _is_at_hand(x: jax.Array) -> bool:
+    """Return whether all of an array is in the memory of this machine's CPUs."""
+    is_on_cpus = all(device.platform == "cpu" for device in x.devices())
+    return x.is_fully_addressable and is_on_cpus
+
+
+def _is_finite(x: jax.Array) -> bool:
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return not is_inexact or bool(np.isfinite(np.asarray(x)).all())
 
 
 _all_finite = jax.jit(all_finite)
