@@ -212,7 +212,8 @@ CAUSES = {
     "mixup_with_the_flipped_batch": "It reverses a tower's own rows",
     "noise_from_the_shared_key": "Draw the random numbers of rows from tower.rng",
     "noise_from_its_own_key": "a key that the function makes.*, at .*own_key",
-    "advantage_less_its_mean": "computed from the rows of one tower alone",
+    "advantage_less_its_mean": "computed from the rows of one tower alone"
+    r"[\s\S]*tower\.mean\(x, tower\.weight, axis=0\), the mean row",
     "gradient_by_the_mean_of_rows": "a function of a tower's own gradient",
 }
 

@@ -90,8 +90,8 @@ _BY_OWN_GRADIENT = Advice(
 )
 _BY_FIRST_TOWER = Advice(
     "it keeps what the first tower computed from its own rows (ONLY_FIRST_TOWER)",
-    "Compute it from all rows, with tower.mean(values, tower.weight), or use"
-    " tj.Reduction.MEAN. If each tower's own value is meant, use tj.Reduction.NONE.",
+    "Compute it from all rows, with tower.mean(x, tower.weight, axis=0) for the mean"
+    " row, or use tj.Reduction.MEAN. If each tower's own value is meant, use tj.Reduction.NONE.",
 )
 _BY_CROSSED_ROWS = Advice(
     "rows of shape [b] meet rows of shape [b, 1], which makes [b, b]",
@@ -106,10 +106,11 @@ _BY_DEVICES = Advice(
 _BY_OWN_ROWS = Advice(
     "it is computed from the rows of one tower alone, or from tower.id or"
     " tower.num_towers",
-    "If a row needs a value of all rows, compute it over all towers, with tower.mean,"
-    " tower.all_gather and tower.reduce, or in an earlier pass of tj.build_step. Return"
-    " sums with their weights, tj.Weighted.mean(values, tower.weight). If each tower's"
-    " own value is meant, return tj.PerTower(x).",
+    "If a row needs a value of all rows, compute it over all towers, with"
+    " tower.mean(x, tower.weight, axis=0), the mean row of an array (without axis=0 it"
+    " is one number), tower.all_gather or tower.reduce, or in an earlier pass of"
+    " tj.build_step. Return sums with their weights, tj.Weighted.mean(values,"
+    " tower.weight). If each tower's own value is meant, return tj.PerTower(x).",
 )
 
 
