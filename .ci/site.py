@@ -26,7 +26,9 @@ MOVED = {
     "how_to/compressed_sums": "cross_tower_ops",
     "how_to/each_example_once": "how_to/uneven_data",
     "how_to/profiling": "reports",
+    "mirrored_strategy": "reference/mirrored_strategy",
     "published_bugs": "public_code",
+    "replicate_model_fn": "reference/replicate_model_fn",
     "foreign_programs": "public_code",
     "public_programs": "public_code",
 }

@@ -256,8 +256,8 @@ OBJECTS = {
 
 def strategy_on(page):
     """What `strategy` is on a page: it has TensorFlow's verbs where these are told."""
-    verbs = {"mirrored_strategy.md", "from_tensorflow1.md", "replicate_model_fn.md"}
-    return tj.tf1.MirroredStrategy if page in verbs else tj.Mirrored
+    has_verbs = page == "from_tensorflow1.md" or page in NAMES
+    return tj.tf1.MirroredStrategy if has_verbs else tj.Mirrored
 
 
 def every_name_exists(page):
@@ -464,7 +464,7 @@ def test_optimizers_of_tensorflow_1(name):
 
 @pytest.mark.slow
 def test_each_gradient_is_clipped_by_its_own_norm():
-    page = (DOCS / "replicate_model_fn.md").read_text()
+    page = (DOCS / "reference/replicate_model_fn.md").read_text()
     written = re.search(r"^clip = (optax\.stateless.*?)^```", page, re.DOTALL | re.M)[1]
     clip = eval(written, {"optax": optax, "jax": jax, "jnp": jnp})
     optimizer = tj.estimator.TowerOptimizer(optax.chain(clip, optax.sgd(1.0)))

@@ -106,7 +106,7 @@ class MirroredStrategy(Verbs, tj.Mirrored):
 
     The options are those of `tj.Mirrored`, and builders of steps accept it, too. The
     page on TensorFlow's names:
-    <https://github.com/towerjax/towerjax/blob/main/docs/mirrored_strategy.md>.
+    <https://github.com/towerjax/towerjax/blob/main/docs/reference/mirrored_strategy.md>.
 
     Example:
       >>> import towerjax as tj

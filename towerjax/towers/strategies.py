@@ -134,7 +134,9 @@ PROPERTIES_OF_TENSORFLOW = """
 """.split()
 
 
-_OTHERS = f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
+_OTHERS = (
+    f"What to write for each name of TensorFlow: {page('reference/mirrored_strategy')}"
+)
 
 
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:

@@ -111,9 +111,9 @@ def _note_on(name: str) -> str:
     if place := next(_places_of(name), None):
         return f"Write {place}."
     if name in _NAMES_OF_STRATEGIES.split():
-        return _OF_TENSORFLOW + page("mirrored_strategy")
+        return _OF_TENSORFLOW + page("reference/mirrored_strategy")
     if name in _NAMES_OF_ESTIMATORS.split():
-        return _OF_TENSORFLOW + page("replicate_model_fn")
+        return _OF_TENSORFLOW + page("reference/replicate_model_fn")
     near = difflib.get_close_matches(name, dir(sys.modules["towerjax"]), n=1)
     return f"Did you mean tj.{near[0]}?" if near else ""
 

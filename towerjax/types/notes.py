@@ -28,7 +28,7 @@ _SAVES = (
 )
 _NAMES = {
     "MirroredStrategy": (
-        f"Write tj.Mirrored(); for each name see {page('mirrored_strategy')}"
+        f"Write tj.Mirrored(); for each name see {page('reference/mirrored_strategy')}"
     ),
     "fit": "For a loop over batches write tj.run(step, state, batches).",
     "apply_gradients": "Write tj.apply_gradients(optimizer, state, grads).",

@@ -574,7 +574,7 @@ def test_a_name_of_tensorflow_that_is_missing_says_what_to_write():
     each = tj.PerTower(np.ones(2, np.float32))
     local = strategy.create_var("l", 1.0, reduction=R.MEAN, tower_local=True)
     cases = [
-        (lambda: strategy.scope(), "docs/mirrored_strategy.md"),
+        (lambda: strategy.scope(), "docs/reference/mirrored_strategy.md"),
         (lambda: v.assign(2.0), r"v = strategy\.assign\(v, x\)"),
         (lambda: local.get(), r"tj\.towers\.read_local\(v\) for all towers"),
         (lambda: each.get("cpu:0"), r"strategy\.unwrap\(x\)\[t\]"),

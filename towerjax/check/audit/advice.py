@@ -91,7 +91,8 @@ _BY_OWN_GRADIENT = Advice(
 _BY_FIRST_TOWER = Advice(
     "it keeps what the first tower computed from its own rows (ONLY_FIRST_TOWER)",
     "Compute it from all rows, with tower.mean(x, tower.weight, axis=0) for the mean"
-    " row, or use tj.Reduction.MEAN. If each tower's own value is meant, use tj.Reduction.NONE.",
+    " row, or use tj.Reduction.MEAN. If each tower's own value is meant, use"
+    " tj.Reduction.NONE.",
 )
 _BY_CROSSED_ROWS = Advice(
     "rows of shape [b] meet rows of shape [b, 1], which makes [b, b]",
