@@ -212,6 +212,17 @@ def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
     assert three.placer.batch_rows == {16}  # and not 18
 
 
+def test_a_clock_that_is_set_forward_ends_no_save(light, tmp_path):
+    """Nor does a save that takes longer than 20 minutes."""
+    real = time.time
+    jumps = itertools.count()
+    saving = tj.Checkpointer(tmp_path, every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + 1500 * next(jumps))
+        train(light, saving, 2)
+    assert next(jumps) > 4 and saving.steps == (1, 2)
+
+
 def saved_at_once(step, saving, state):
     """A checkpoint of a state, without a run."""
     with contextlib.ExitStack() as stack:

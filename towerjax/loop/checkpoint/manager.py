@@ -20,6 +20,9 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
     import orbax.checkpoint as ocp
 
     in_thread = ocp.AsyncOptions(
+        # Orbax would give up a save after 20 minutes, counted by the clock of the
+        # machine, which may be set forward during a save.
+        timeout_secs=10**7,
         post_finalization_callback=seal,
         # With True, two managers in two threads of one process would wait for each
         # other.
