@@ -458,6 +458,9 @@ STATE = (
        "step.state.nonfinite:nonfinite_leaves", "if not _is_finite(x)]", "if False]",
        "all_or_nothing"
        "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
+    _m("S53", "a number that build does not use is not told",
+       "sweeps.train:_warn_if_unused", "if is_varied and all(", "if not all(",
+       "sweep::a_number_that_build_does_not_use_is_told[in_turn]"),
     _m("S05", "early stopping takes more for better", "loop.direction:sign_of",
        'mode == "min"', 'mode != "min"',
        "loop_units::patience_of_any_values_is_as_counted_by_hand"),

@@ -155,6 +155,24 @@ def quiet(build, grid, batches=FEW, **options):
     return tj.sweep(build, grid, batches, progress=False, **options)
 
 
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("order", ["in_turn", "together"])
+def test_a_number_that_build_does_not_use_is_told(order):
+    """The batches are not cut by it, and each row would have the same losses."""
+
+    def build(rate, batch_size):
+        return small(rate)
+
+    grid = {"rate": [0.1, 0.2], "batch_size": [4, 8]}
+    batches = FEW * 3
+    told = r"batch_size made no difference.*static=\['batch_size'\] and a function"
+    with pytest.warns(UserWarning, match=told) as warned:
+        found = quiet(build, grid, batches, order=order)
+    assert len(warned) == 1 and len(found.members) == 4
+    quiet(build, {"rate": [0.1, 0.2], "batch_size": [4]}, batches, order=order)
+    quiet(build, grid, FEW[:2], order=order)  # too few steps to tell
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
     path = tmp_path / "sweep.jsonl"

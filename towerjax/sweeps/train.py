@@ -22,7 +22,7 @@ from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
-from towerjax.types.boundary import api_boundary
+from towerjax.types.boundary import api_boundary, warn
 from towerjax.types.options import check_choice, check_function, check_list, check_takes
 from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.tables import picture
@@ -221,6 +221,8 @@ def sweep(
       ValueError: The grid is malformed; the file holds another sweep; ``build`` needs
         the value of a traced number; there are several processes; or `run` raises.
 
+    A warning names each traced name whose values made no difference.
+
     Any exception has ``error.sweep``, the members so far. An exception of ``evaluate``
     also has ``error.states``. It lists ``(configuration, state)`` for each member that
     was not evaluated.
@@ -263,13 +265,42 @@ def sweep(
         vars(error)["sweep"] = _swept(configs, file)
         error.add_note("error.sweep has the members that were trained.")
         raise
-    return _swept(configs, file)
+    found = _swept(configs, file)
+    _warn_if_unused(traced, found.members)
+    return found
 
 
 def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:
     """Return the members whose records the file has."""
     records = [(file.get(config), config) for config in configs]
     return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
+
+
+def _warn_if_unused(traced: Iterable[str], members: Sequence[Member]) -> None:
+    """Warn of each traced name whose values made no difference to any member.
+
+    The first steps do not tell: a learning rate acts on the second loss, and momentum
+    on the third.
+    """
+    steps = min((len(x) for m in members for x in m.metrics.values()), default=0)
+    for name in traced if steps > 2 else ():
+        outcomes: dict[str, list[str]] = {}
+        for member in members:
+            others = {key: x for key, x in member.config.items() if key != name}
+            outcome = of_grid.key_text([_as_lists(member.metrics), member.evaluation])
+            outcomes.setdefault(of_grid.key_text(others), []).append(outcome)
+        is_varied = any(len(same) > 1 for same in outcomes.values())
+        if is_varied and all(len({*same}) == 1 for same in outcomes.values()):
+            warn(
+                f"tj.sweep: {name} made no difference. Members that differ in it alone"
+                f" have the same metrics in {steps} steps. Use it in build; or, if it"
+                f" cuts the data, write static=[{name!r}] and a function"
+                f" batches({name})."
+            )
+
+
+def _as_lists(metrics: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: x.tolist() for name, x in metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
