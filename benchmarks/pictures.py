@@ -4,11 +4,14 @@ Run: ``python -m benchmarks.pictures``, which writes ``PICTURES`` into docs/, or
 ``python -m benchmarks.pictures scaling`` for one of them.
 """
 
+import contextlib
 import hashlib
 import io
 import pathlib
 import re
+import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +19,9 @@ import matplotlib
 from cycler import cycler
 from matplotlib.figure import Figure
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+WHOLE = ROOT / "examples" / "whole_training.py"
 STYLE: Any = {
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), "#7f7f7f"
@@ -144,6 +149,50 @@ def sweep(program: str) -> Figure:
     return found["found"].plot()
 
 
+def seen(program: str) -> Figure:
+    """Draw what a whole training shows: its lines, its table and its curves."""
+    told = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.chdir(folder), contextlib.redirect_stderr(told):
+            with contextlib.redirect_stdout(told):
+                found = runpy.run_path(str(WHOLE))
+    first, proved, *lines = told.getvalue().splitlines()
+    evaluated = [x for x in lines if x.startswith("evaluation")]
+    bar = next(x for x in reversed(lines) if x.startswith("step "))
+    ended = lines[lines.index(evaluated[-1]) + 1 :]
+    _, *rows = found["history"].table().splitlines()
+    shown = [
+        "$ python train.py",
+        proved,
+        *evaluated[-2:],
+        "━" * 24 + "╺" + "─" * 7 + "  " + bar,
+        *ended,
+        "",
+        ">>> print(history.table())",
+        rows[0],
+        "  ...",
+        *rows[-3:],
+    ]
+    figure = Figure((9.0, 5.4), layout="constrained")
+    terminal, below = figure.subfigures(2, 1, height_ratios=(len(shown), 11))
+    panel = terminal.subplots()
+    panel.set_axis_off()
+    for place, line in enumerate(shown):
+        where = (0.0, 1 - (place + 0.5) / len(shown))
+        line = line.replace(" ", "\N{NO-BREAK SPACE}")  # in svg two spaces are one
+        panel.text(*where, line, family="monospace", size=8, transform=panel.transAxes)
+    panels = below.subplots(1, 3)
+    for name, panel in zip(("loss", "accuracy", "learning_rate"), panels, strict=True):
+        for kind, every in (("train", 5), ("eval", 1)):
+            of_kind = [x for x in found["lines"] if x["kind"] == kind][::every]
+            pairs = [(x["step"], x["metrics"].get(name)) for x in of_kind]
+            known = [pair for pair in pairs if pair[1] is not None]
+            panel.plot(*zip(*known, strict=True) if known else ((), ()), label=kind)
+        panel.set(xlabel="step", ylabel=name)
+    panels[0].legend(fontsize=8)
+    return figure
+
+
 # For each name of a picture: its place below docs/, a function that returns what it
 # shows, a function that draws this, and its title.
 PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]] = {
@@ -165,6 +214,12 @@ PICTURES: dict[str, tuple[str, Callable[[], Any], Callable[[Any], Figure], str]]
         sweep,
         "Loss by step for two learning rates, mean and range of three seeds",
     ),
+    "seen": (
+        "seen.svg",
+        WHOLE.read_text,
+        seen,
+        "What a run shows: its progress, its table and its curves",
+    ),
 }
 
 
@@ -183,10 +238,15 @@ def as_svg(figure: Figure, title: str, description: str) -> str:
         r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S
     )
     text = re.sub(r' xmlns:xlink="[^"]*"', "", text).replace("xlink:href", "href")
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"<[^>]*>", _shorter, text)
     text = re.sub(r"<!--.*?-->\n?|^ +", "", text, flags=re.MULTILINE)
     about = f"<title>{title}</title>\n<desc>{description}</desc>\n"
     return text.replace(">\n", f' role="img">\n{about}', 1)
+
+
+def _shorter(tag: re.Match[str]) -> str:
+    """Return a tag whose places have two decimals; texts keep their digits."""
+    return re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0])
 
 
 def main(names: Sequence[str]) -> None:
