@@ -1,5 +1,6 @@
 """The functions of devices and processes, each by itself: absent ones, signals."""
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -17,9 +18,12 @@ import pytest
 import towerjax as tj
 from towerjax.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.mesh import absent, devices, processes
+from towerjax.mesh.cluster import ends, leaving
+from towerjax.mesh.cluster.spec import Cluster
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of
 from towerjax.mesh.transfer import _place_on_processes
+from towerjax.step.run import programs
 from towerjax.towers.executors import fingerprint_of_program
 
 H200S = tj.Absent("h200", 8)
@@ -307,3 +311,79 @@ def test_a_value_is_sent_bit_by_bit():
         added = np.array(rows.sum(axis=0, dtype=rows.dtype))
         back = added.view(x.dtype).reshape(x.shape)
         assert back.tobytes() == x.tobytes() and back.dtype == x.dtype
+
+
+# Processes that leave their job.
+
+
+FIRST = Cluster(0, 2, "127.0.0.1:1", "a test")
+
+
+class Store:
+    """The key-value store of a job whose other process left after ``calls`` calls."""
+
+    def __init__(self, calls):
+        one = leaving.Left(1, calls, calls, waits=False)
+        self.texts = {"towerjax/left/1": json.dumps(vars(one))}
+
+    def blocking_key_value_get(self, key, milliseconds):
+        return ""
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        self.texts[key] = text
+
+    def key_value_dir_get(self, folder):
+        return [(k, x) for k, x in self.texts.items() if k.startswith(f"{folder}/")]
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """As if this were process 0 of two; returns the codes that it ends with."""
+    codes = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "begun", SimpleNamespace(calls=2, steps=2))
+    monkeypatch.setattr(leaving, "begun", processes.begun)
+    monkeypatch.setattr(leaving, "_LOOK_S", 0.001)
+    monkeypatch.setattr(leaving, "_PATIENCE_S", 0.01)
+
+    def end_now(code):
+        codes.append(code)
+        raise processes.StoreError("ended")
+
+    monkeypatch.setattr(ends, "end_now", end_now)
+    return codes
+
+
+@pytest.mark.parametrize("there, code", [(2, [1]), (3, []), (4, [])])
+def test_only_who_made_more_calls_waits_in_vain(two_processes, there, code):
+    """Calls are steps, and the other calls that all processes make."""
+    both = processes.Processes(tuple(SimpleNamespace(process_index=i) for i in (0, 1)))
+    with both.says_if_alone("a test"):
+        one = leaving.Leaving(Store(there), FIRST, "process 0 of 2", 300)
+        one._thread.join(0.05)
+        assert two_processes == code
+        one.leave()
+
+
+def test_a_call_that_raises_is_no_step(monkeypatch):
+    """It may be repeated."""
+    begun = SimpleNamespace(calls=0, steps=0)
+    monkeypatch.setattr(programs, "begun", begun)
+    step = tj.build_predict_step(lambda params, x, tower: x * params, tj.OneDevice())
+    rows = step.place_batch(np.ones(2, np.float32))
+    for call, error, calls in ((len, TypeError, 0), (list, None, 1)):
+        program = SimpleNamespace(call=lambda *x, call=call: call(x[0]))
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            step.programs(program, (0,) if error else ([0],), rows)
+        assert (begun.calls, begun.steps) == (calls, calls)
+
+
+def test_the_others_are_waited_for_up_to_the_timeout(two_processes, capsys):
+    store = Store(0)
+    store.texts.clear()
+    one = leaving.Leaving(store, FIRST, "process 0 of 2", 0.02)
+    one.leave()
+    assert two_processes == [1]
+    assert "process 0 of 2 ends: the others did not end within 0.02 s" in (
+        capsys.readouterr().err
+    )

@@ -1050,6 +1050,13 @@ JOBS = (
     _m("J06", "Ctrl-C as a run ends loses the state",
        "mesh.interrupt:InterruptGuard.call", "id(error) != seen", "False",
        "all_or_nothing::ctrl_c_as_a_run_ends_leaves_the_state[False]"),
+    _m("J40", "who made as many calls as one that left waits for it",
+       "mesh.cluster.leaving:Leaving._watch",
+       "first.calls < calls", "first.calls <= calls",
+       "mesh_units::only_who_made_more_calls_waits_in_vain[3-code1]"),
+    _m("J41", "a call that raised was a step", "step.run.programs:Programs.__call__",
+       "begun.calls -= is_joint", "pass",
+       "mesh_units::a_call_that_raises_is_no_step"),
 )
 
 # One for each file that no other names: what that file alone would show.

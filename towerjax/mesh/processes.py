@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,12 +21,17 @@ from towerjax.mesh.devices import Device
 from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
+# What JAX's client of the job's key-value store raises.
+StoreError = jax.errors.JaxRuntimeError
+
 _PATIENCE_S = 10
 _AXIS = "process"
 _IN_ORDER = "Do all processes make this call, in the same order?"
 # By the numbers of some processes: the rounds in which these have compared values.
 # Like JAX's own state, they are of this process.
 _ROUNDS: dict[tuple[int, ...], Iterator[int]] = {}
+# How many of the calls that all processes make this one has begun: the steps, and all.
+begun = types.SimpleNamespace(steps=0, calls=0)
 
 
 def print_line(text: str) -> None:
@@ -116,7 +122,7 @@ class Exchange:
                 print_line(f"process {me} waits for {other}")
             try:
                 return self._client.blocking_key_value_get(key, int(1000 * each_s))
-            except jax.errors.JaxRuntimeError as error:
+            except StoreError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
         raise Stopped
@@ -153,6 +159,7 @@ class Processes:
         """
         if not self.are_several:
             return contextlib.nullcontext()
+        self._count_call()
         text = f"process {jax.process_index()} waits for the others: {why}. {_IN_ORDER}"
         return calls_after(_PATIENCE_S, lambda: print_line(text))
 
@@ -173,8 +180,13 @@ class Processes:
                 f" differ. On process {jax.process_index()}: {shown}. {advice}"
             )
 
+    def _count_call(self) -> None:
+        """Count a call that all processes of the job make."""
+        begun.calls += len(self.numbers) == jax.process_count()
+
     def _gather(self, value: Any, why: str) -> list[Any]:
         """Return the small values that all processes give, in process order."""
+        self._count_call()
         rounds = _ROUNDS.setdefault(self.numbers, itertools.count())
         name = f"{'.'.join(map(str, self.numbers))}/{next(rounds)}"
         waits_for = f"process {{}}: {why}. {_IN_ORDER}"

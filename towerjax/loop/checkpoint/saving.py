@@ -20,7 +20,6 @@ from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.direction import sign_of
 from towerjax.loop.stopping import Point, value_of
 from towerjax.loop.writers import as_json
-from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import is_preempted
 from towerjax.step.state.desync import check_mirrored
@@ -334,11 +333,7 @@ class Saving:
             self._written = None
 
     def check_preempted(self, number: int) -> None:
-        """Raise on all processes if one of several got SIGTERM.
-
-        It also reports a step to the launcher.
-        """
-        heartbeat.notify_launcher(heartbeat.STEP)
+        """Raise on all processes if one of several got SIGTERM."""
         if self.processes.are_several and is_preempted(number):
             raise Terminated(self.options.exit_code)
 

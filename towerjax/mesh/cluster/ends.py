@@ -55,7 +55,7 @@ def end_at_once(name: str) -> None:
             print_line(f"{name} ends with this exception:")
             _before.excepthook(kind, error, trace)
         finally:
-            _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def leave(status: Any = None, /) -> NoReturn:
         # In a thread other than the main one ``sys.exit`` ends only that thread.
@@ -83,10 +83,11 @@ def _end(line: str, status: Any) -> NoReturn:
         if not is_number:  # Python's own exit prints a status that is a text, too
             print(status, file=sys.stderr)
     finally:
-        _leave(status & 0xFF if is_number else 1)
+        end_now(status & 0xFF if is_number else 1)
 
 
-def _leave(code: int) -> NoReturn:
+def end_now(code: int) -> NoReturn:
+    """End this process, without a wait for the others."""
     try:
         logging.shutdown()
         sys.stdout.flush()

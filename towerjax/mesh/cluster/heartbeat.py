@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from typing import Any
 
 # The environment variable with the pipe's file descriptor and inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
@@ -30,11 +31,18 @@ def notify_launcher(word: bytes) -> bool:
     return False
 
 
-def start() -> None:
-    """Send signs of life from a daemon thread, until the launcher stops reading."""
+def start(begun: Any = None) -> None:
+    """Send signs of life from a daemon thread, until the launcher stops reading.
+
+    The thread also reports the steps that ``begun.steps`` counts.
+    """
 
     def beat() -> None:
+        reported = 0
         while notify_launcher(ALIVE):
+            if begun is not None and (new := begun.steps - reported) > 0:
+                notify_launcher(STEP * new)
+                reported += new
             time.sleep(_PERIOD_S)
 
     if VARIABLE in os.environ:

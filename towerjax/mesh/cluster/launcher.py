@@ -102,8 +102,8 @@ def launch(
       hang_timeout_s: Seconds without a sign of life after which a process is killed,
         counted from its start; `initialize` gives the first sign.
       step_timeout_s: Seconds without a step of any process, after which the processes
-        with the fewest steps are killed. It counts once each process did a step in a
-        `run` with a `Checkpointer`.
+        with the fewest steps are killed. It counts once each process has called a step,
+        in `run` or in a loop of its own.
 
     Returns:
       0 if all returned 0; else the code of the first that failed, 128 + n for signal

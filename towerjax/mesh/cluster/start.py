@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from towerjax.mesh.cluster import ends, heartbeat, spec
-from towerjax.mesh.private_jax import detects_cluster
-from towerjax.mesh.processes import Exchange, calls_after, print_line
+from towerjax.mesh.cluster.leaving import Leaving
+from towerjax.mesh.private_jax import coordinator_client, detects_cluster
+from towerjax.mesh.processes import Exchange, begun, calls_after, print_line
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import check_whole
 from towerjax.types.refusals import listed
@@ -19,9 +20,9 @@ from towerjax.types.version import __version__
 _SILENCE_S = 5
 
 
-# The cluster that this process has joined. Like JAX's own state, there is one per
-# process.
-_process = types.SimpleNamespace(cluster=None)
+# The cluster that this process has joined, and how it leaves it. Like JAX's own state,
+# there is one of each per process.
+_process = types.SimpleNamespace(cluster=None, leaving=None)
 
 
 @api_boundary
@@ -49,6 +50,9 @@ def initialize(
     Note: in a job of several processes an uncaught exception ends its process at once,
     by ``os._exit``, and so does ``sys.exit`` with another status than 0. Otherwise this
     process would wait for the others, and they for it.
+
+    Note: a process whose program ends waits for the others, in ``atexit``. It says so
+    after 5 s. If another process waits for it in a later step, the job ends after 10 s.
 
     Note: from then on JAX holds SIGTERM back, so that a job can save before it is
     preempted. `run` with a `Checkpointer` saves; other programs go on until SIGKILL.
@@ -94,7 +98,7 @@ def initialize(
                 f" this call names {named}. A process joins one cluster: call it once."
             )
         return running
-    heartbeat.start()
+    heartbeat.start(begun)
     options = {
         "heartbeat_timeout_seconds": heartbeat_timeout_s,
         "initialization_timeout": initialization_timeout_s,
@@ -103,7 +107,10 @@ def initialize(
     cluster = _process.cluster = _join_cluster(named, options)
     if cluster.num_processes > 1:
         _require_same_settings()
-        ends.end_at_once(_name_of(cluster))
+        name = _name_of(cluster)
+        ends.end_at_once(name)
+        client = coordinator_client()
+        _process.leaving = Leaving(client, cluster, name, shutdown_timeout_s)
     return cluster
 
 
@@ -114,6 +121,9 @@ def shutdown() -> None:
     have called it.
     """
     ends.end_as_before()
+    if _process.leaving is not None:
+        _process.leaving.leave()
+        _process.leaving = None
     _process.cluster = None
     jax.distributed.shutdown()
 

@@ -14,6 +14,7 @@ from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.mesh.devices import bound_in_flight, one_thread_at_a_time
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import FoundNonFinite
+from towerjax.mesh.processes import begun
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
 from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program, compile_step, inline, require_jit
@@ -168,15 +169,28 @@ class Programs:
         *step_flag: jax.Array,
     ) -> PyTree:
         """Run one of the programs on a batch, and return its results."""
-        if not self._on_cpus:
-            return self._call(program, first, batch, *step_flag)
-        devices = self.placement.devices
-        with one_thread_at_a_time(devices):
-            out = self._call(program, first, batch, *step_flag)
-            # The next call may donate ``out[0]``, so the other results are waited for
-            # first.
-            bound_in_flight(devices, *out[1:], out[0])
-        return out
+        is_joint = self._is_joint
+        begun.calls += is_joint
+        begun.steps += is_joint
+        try:
+            if not self._on_cpus:
+                return self._call(program, first, batch, *step_flag)
+            devices = self.placement.devices
+            with one_thread_at_a_time(devices):
+                out = self._call(program, first, batch, *step_flag)
+                # The next call may donate ``out[0]``, so the other results are waited
+                # for first.
+                bound_in_flight(devices, *out[1:], out[0])
+            return out
+        except BaseException:  # the call may be repeated
+            begun.calls -= is_joint
+            begun.steps -= is_joint
+            raise
+
+    @functools.cached_property
+    def _is_joint(self) -> bool:
+        """Whether all processes of the job make the calls."""
+        return self.placement.num_processes == jax.process_count()
 
     def _call(
         self,
