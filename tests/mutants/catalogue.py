@@ -1211,8 +1211,22 @@ AUDITS = (
        "prover.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
        "audit_rounding::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
     _m("U29", "a factor that the proof knows is not told",
-       "check.audit.advice:_refuted_in", "is Says.REFUTED", "is Says.UNKNOWN",
+       "check.audit.advice:_refuted", "is Says.REFUTED", "is Says.UNKNOWN",
        "audit::the_number_of_towers_is_named_as_the_factor[divided-error]"),
+    _m("U30", "a tower-local variable switches the refusal off",
+       "check.first_call:_sample", "advice = (*error.advice, _OWN_STATISTICS)",
+       "advice = (*error.advice, _OWN_STATISTICS)\n"
+       "        if jax.tree.leaves(state.local):\n            return str(error)",
+       "tower_variables::a_counter_of_each_tower_leaves_a_refusal_an_error"
+       "[centred-Reduction.SUM]"),
+    _m("U31", "the audit knows the first tower-local variables alone",
+       "check.audit.run_towers:Towers._state_for", "if split.drifts:", "if False:",
+       "tower_variables::a_codebook_of_each_tower_is_refused_after_a_step"
+       "[Reduction.MEAN]"),
+    _m("U32", "a key is blamed wherever a function makes one",
+       "check.audit.advice:_stopped_at_draws",
+       "if is_told(_reason_of(case, x), *of_draws)", "",
+       "tower_variables::a_key_for_each_row_is_not_blamed_for_a_mean"),
     _m("U28", "inputs in 16 bits are not rounded once more",
        "check.audit.run_towers:Towers.nearby", "least_bytes=2", "least_bytes=4",
        "audit_rounding::a_network_in_bfloat16_of_inputs_in_any_bits_is_accepted[float16]"),

@@ -98,10 +98,10 @@ SAYS = {
         " value"
     ),
     "the_max_of_a_sum": "the max of a sum over the tower's rows and a replicated value",
-    "added_to_a_sum": "added to a sum over the tower's rows times the number of towers",
+    "added_to_a_sum": "a sum over the tower's rows added to a replicated value",
     "a_sum_of_a_maximum": "the tower's rows minus a maximum over the tower's rows",
     "a_branch_by_a_maximum": "a choice by a maximum over the tower's rows",
-    "a_finite_mean": "compared with a mean over the tower's rows",
+    "a_finite_mean": "compared with a mean over the tower's own rows",
     "a_loop_over_the_rows": "the program differs between numbers of towers",
     "the_place_of_the_largest": "argmax over the tower's rows",
     "numbers_of_rows_in_an_index": (

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,9 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.mesh.transfer import readable
 from towerjax.prover.comparison import AuditReport, NotAudited, SplitError
+from towerjax.prover.equality.answers.nouns import is_told
+from towerjax.prover.equality.one_tower import READS_PER_TOWER
+from towerjax.prover.equality.rules.meetings import DRAWS_OF_NO_ROW
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.train_state import TrainState, split_state
@@ -36,6 +39,7 @@ from towerjax.step.step import Step
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import warn
 
+_OWN_STATISTICS = "If each tower's own statistics are meant, write audit=False."
 _PATIENCE_S = 5.0  # seconds; a proof that takes longer prints that it is running
 _MOST_EXAMPLES = (
     8  # padded batches are proved for up to 8 different numbers of examples
@@ -303,8 +307,8 @@ def _sample(
 ) -> str:
     """Audit the leaves that are not proved, and return the result as text.
 
-    A difference is raised as an error, unless towers have variables of their own. Then
-    the text reports it.
+    A difference is raised as an error, which ends with how to keep each tower's own
+    statistics.
     """
     calls_and_pads = {"calls": step.num_calls, "pads": step.placer.may_pad}
     program = program_hash(traced, **calls_and_pads)
@@ -331,7 +335,25 @@ def _sample(
     except NotAudited as error:
         return told_not_audited(error)
     except SplitError as error:
-        if not jax.tree.leaves(state.local):
-            raise
-        return f"{error}\nUnless each tower's own statistics are meant"
-    return f"A sample agreed: {report}".replace("\nnote: ", "; ")
+        advice = (*error.advice, _OWN_STATISTICS)
+        raise SplitError(error.findings, advice) from None
+    said = _told_of_sample(equality.unproved.values(), step.plan.keeps_local)
+    return f"{said}: {report}".replace("\nnote: ", "; ")
+
+
+def _told_of_sample(reasons: Iterable[str], keeps_local: bool) -> str:
+    """Return the words for a sample that agreed, from the reasons of unproved leaves.
+
+    A sample says little of what it leaves out: draws that another number of towers
+    makes in another way, and per-tower values of later steps. With ``keeps_local`` it
+    has run two steps, so that the values of later steps are not left out.
+    """
+    reasons = [*reasons]
+    if any(is_told(x, DRAWS_OF_NO_ROW) for x in reasons):
+        return (
+            "Another number of towers draws other numbers; with the same draws for all"
+            " rows"
+        )
+    if not keeps_local and any(is_told(x, READS_PER_TOWER) for x in reasons):
+        return "Per-tower values may differ more in later steps; with those of this one"
+    return "A sample agreed"

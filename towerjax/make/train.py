@@ -374,8 +374,8 @@ def build_train_step(
         compile.
       audit: Whether the first call runs `audit` before it changes anything: its rows on
         two towers and on one, with an error if the results differ. None runs it once
-        per program if one device can hold it, and warns if it cannot. With tower-local
-        variables, which may differ on purpose, it warns instead of raising.
+        per program if one device can hold it, and warns if it cannot. False trains
+        with each tower's own statistics.
       extend: ``fns -> fns``: changes the functions ``tower``, ``update`` and ``init``
         of the step. `towerjax.contrib` has some.
       specs: How parameters are split within towers of several devices, as for

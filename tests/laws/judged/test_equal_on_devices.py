@@ -297,7 +297,7 @@ UNKNOWN = {
         lambda devices: mapped(
             devices, lambda w, x: x - x.mean(0)[None], W, X, out=SPLIT
         ),
-        r"added to a sum over a device's rows times the number of devices, at \S+py",
+        r"added to a mean over a device's own rows, at \S+py",
     ),
     "an own key": (
         lambda devices: mapped(
@@ -383,7 +383,7 @@ UNKNOWN = {
             jax.pmap(lambda x: x - x.mean(0)[None], devices=devices),
             rows_of(devices, X),
         ),
-        r"added to a sum over a device's rows times the number of devices, at \S+py",
+        r"added to a mean over a device's own rows, at \S+py",
     ),
     "another batch for a pmap": (
         lambda devices: (

@@ -462,7 +462,7 @@ def line_of(text):
         ("never_divided", "n times what it is with one micro-batch"),
         ("mean_of_means", "each micro-batch divides by a sum over its own rows"),
         ("means_written_out", "a micro-batch's rows"),
-        ("a_penalty_of_each", "times the number of micro-batches"),
+        ("a_penalty_of_each", "added to a replicated value"),
         ("scaled_by_the_number", "depends on the number n of micro-batches"),
     ],
 )

@@ -1,8 +1,9 @@
 """The cause of a difference that an audit found, and one remedy."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from towerjax.check.audit.kept import program_hash
+from towerjax.check.audit.later_batches import AFTER_A_STEP
 from towerjax.check.audit.run_towers import Towers
 from towerjax.check.audit.two_towers import Audit
 from towerjax.check.equality.of_step import (
@@ -20,8 +22,15 @@ from towerjax.check.equality.of_step import (
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.prover.comparison import Finding, SplitError
+from towerjax.prover.equality.answers.nouns import is_told
 from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.kinds.kinds import MEAN_OF_OWN_ROWS
 from towerjax.prover.equality.one_tower import Equality
+from towerjax.prover.equality.rules.meetings import (
+    DRAWS_OF_NO_ROW,
+    SAME_DRAWS,
+    SAME_KEYS,
+)
 from towerjax.prover.leaf_name import LeafPart, leaf_of, part_of
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
@@ -57,6 +66,7 @@ class Advice(NamedTuple):
     remedy: str
 
 
+_FOR_BATCH_NORM = "For batch norm use TowerBatchNorm, of towerjax.layers.batch_norm."
 _BY_SHARED_KEY = Advice(
     "rows draw from tower.shared_rng, with which all towers draw the same numbers",
     "Draw the random numbers of rows from tower.rng.",
@@ -94,6 +104,12 @@ _BY_FIRST_TOWER = Advice(
     " row, or use tj.Reduction.MEAN. If each tower's own value is meant, use"
     " tj.Reduction.NONE.",
 )
+_BY_DRIFT = Advice(
+    "it reads a tower-local variable, which differs between towers after one step",
+    "Compute the variable from all rows, with tower.mean, or in a layer that takes"
+    " cross_replica_axis=tower.axis_names, and keep it in extra=. What only an"
+    " evaluation reads may be tower-local.",
+)
 _BY_CROSSED_ROWS = Advice(
     "rows of shape [b] meet rows of shape [b, 1], which makes [b, b]",
     "Give both the same shape, with values[:, 0] or targets[:, None].",
@@ -101,8 +117,7 @@ _BY_CROSSED_ROWS = Advice(
 _BY_DEVICES = Advice(
     "a tower of several devices gives another value than one device",
     "In a jax.shard_map over a tower's own axes, add up each device's values exactly"
-    " once, with lax.psum, and divide afterwards. If each device's own statistics are"
-    " meant, write audit=False.",
+    " once, with lax.psum, and divide afterwards.",
 )
 _BY_OWN_ROWS = Advice(
     "it is computed from the rows of one tower alone, or from tower.id or"
@@ -111,7 +126,14 @@ _BY_OWN_ROWS = Advice(
     " tower.mean(x, tower.weight, axis=0), the mean row of an array (without axis=0 it"
     " is one number), tower.all_gather or tower.reduce, or in an earlier pass of"
     " tj.build_step. Return sums with their weights, tj.Weighted.mean(values,"
-    " tower.weight). If each tower's own value is meant, return tj.PerTower(x).",
+    " tower.weight). If each tower's own value is meant, return tj.PerTower(x)."
+    f" {_FOR_BATCH_NORM}",
+)
+_BY_OWN_MEAN = Advice(
+    "it is computed from a mean over the rows of one tower",
+    "Take the mean over the rows of all towers, tower.mean(x, tower.weight), with axis=0"
+    " for the mean row, or compute each row's value and return tj.Weighted.mean(values,"
+    f" tower.weight). {_FOR_BATCH_NORM}",
 )
 
 
@@ -133,6 +155,30 @@ class Case:
     def names(self) -> list[str]:
         """The names of the leaves that differ."""
         return [x.leaf for x in self.findings]
+
+    @functools.cached_property
+    def equalities(self) -> list[Equality]:
+        """The proof's results for the rows of the audit."""
+        step = self.audit.step
+        return equalities_of(
+            StepToProve(
+                step.plan,
+                step.strategy,
+                step.state,
+                step.batch,
+                rows=self.audit.tower_rows,
+                padded=self.audit.pads,
+            )
+        )
+
+    @functools.cached_property
+    def reasons(self) -> Mapping[str, str]:
+        """Why the proof stopped, with a line, for each leaf by its name.
+
+        A first call knows this. Otherwise the rows of the audit are proved.
+        """
+        unknown = (x for x in self.equalities if x.says is Says.UNKNOWN)
+        return self.audit.step.reasons or {x.leaf: x.why for x in unknown}
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
         """Return the leaves that agree after all if one tower is run in another way.
@@ -208,7 +254,7 @@ def _refuted(case: Case) -> Explained | None:
     A gradient is off by the factor of its loss.
     """
     known = dict[str, Advice]()
-    refuted = _refuted_in(case.audit)
+    refuted = [x for x in case.equalities if x.says is Says.REFUTED]
     for name in case.names:
         follows = part_of(name) is LeafPart.GRADIENT and not case.audit.is_own
         for x in refuted:
@@ -221,22 +267,6 @@ def _refuted(case: Case) -> Explained | None:
     return Explained([x for x, advice in known.items() if advice == first], first)
 
 
-def _refuted_in(audit: Audit) -> list[Equality]:
-    """Return the proof's results for the leaves that it refutes."""
-    step = audit.step
-    answers = equalities_of(
-        StepToProve(
-            step.plan,
-            step.strategy,
-            step.state,
-            step.batch,
-            rows=audit.tower_rows,
-            padded=audit.pads,
-        )
-    )
-    return [x for x in answers if x.says is Says.REFUTED]
-
-
 def _of_several_devices(case: Case) -> Explained | None:
     """Explain the leaves that agree if the one tower, too, has several devices."""
     if not case.audit.is_narrow:
@@ -247,7 +277,7 @@ def _of_several_devices(case: Case) -> Explained | None:
 
 def _of_a_shared_key(case: Case) -> Explained | None:
     """Explain the leaves that agree if towers get no random key that all share."""
-    if not _draws_in(case):
+    if not _stopped_at_draws(case):
         return None
     mended = case.without(case.audit.one_tower, shared=False)
     advice = _with_lines(_BY_SHARED_KEY, _draws_in(case))
@@ -258,7 +288,17 @@ def _of_an_own_key(case: Case) -> Explained | None:
     """Explain the leaves by a random key that the tower function makes by itself."""
     draws = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
     advice = _with_lines(_BY_OWN_KEY, draws)
-    return Explained(case.names, advice) if any(map(user_line, draws)) else None
+    leaves = _stopped_at_draws(case) if any(map(user_line, draws)) else []
+    return Explained(leaves, advice) if leaves else None
+
+
+def _stopped_at_draws(case: Case) -> list[str]:
+    """Return the leaves for which the proof stopped at a draw that belongs to no row.
+
+    No other draw is blamed: a key that differs from row to row may be made anywhere.
+    """
+    of_draws = DRAWS_OF_NO_ROW, SAME_DRAWS, SAME_KEYS
+    return [x for x in case.names if is_told(_reason_of(case, x), *of_draws)]
 
 
 def _draws_in(case: Case) -> list[Site]:
@@ -281,7 +321,7 @@ def _of_padding(case: Case) -> Explained | None:
 
 def _reason_of(case: Case, leaf: str) -> str:
     """Return why the proof stopped for a leaf, with a line; "" if it did not stop."""
-    reasons = case.audit.step.reasons
+    reasons = case.reasons
     asked = leaf_of(leaf)
     whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
     if asked.part is LeafPart.GRADIENT:
@@ -299,7 +339,8 @@ def _of_the_proof(case: Case) -> Explained | None:
         return None
     first, *_ = known.values()
     leaves = [leaf for leaf, why in known.items() if why == first]
-    return Explained(leaves, _BY_OWN_ROWS._replace(cause=f"the proof stopped: {first}"))
+    advice = _BY_OWN_MEAN if is_told(first, MEAN_OF_OWN_ROWS) else _BY_OWN_ROWS
+    return Explained(leaves, advice._replace(cause=f"the proof stopped: {first}"))
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
@@ -311,6 +352,12 @@ def _of_own_gradients(case: Case) -> Explained | None:
     )
     is_it = is_made_of_it and has_gradients and LeafPart.LOSS not in parts
     return Explained(case.names, _BY_OWN_GRADIENT) if is_it else None
+
+
+def _of_drift(case: Case) -> Explained | None:
+    """Explain the leaves that agree until towers have changed their variables."""
+    is_it = all(x.split == AFTER_A_STEP for x in case.findings)
+    return Explained(case.names, _BY_DRIFT) if is_it else None
 
 
 def _of_uneven_rows(case: Case) -> Explained | None:
@@ -343,6 +390,7 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _traced_anew,
     _refuted,
     _of_several_devices,
+    _of_drift,
     _of_a_shared_key,
     _of_an_own_key,
     _of_padding,

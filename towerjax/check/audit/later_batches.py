@@ -20,6 +20,8 @@ from towerjax.types.trees import is_key
 
 _LATE = 1_000_003
 _LARGER = 100
+AFTER_A_STEP = "after a step"
+"""The name of a split for which towers have the variables that a step gave them."""
 
 
 class Splits:
@@ -40,12 +42,13 @@ class Splits:
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **options)
 
-    def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
+    def all(self, *, pads: bool, draws: bool, drifts: bool = False) -> list[RowsToRun]:
         """Return all splits, first the one with the batch's rows in order.
 
         Args:
           pads: Whether batches may be padded.
           draws: Whether the tower function draws random numbers.
+          drifts: Whether it changes tower-local variables, which it may read.
         """
         in_order = np.arange(2 * self.tower_rows)
         splits = [self.first]
@@ -61,6 +64,8 @@ class Splits:
             _sizes_of_rows(self.first, 2 * self.tower_rows), kind="stable"
         )
         splits += [self.of_rows("permuted", at) for at in (at_random, by_size)]
+        if drifts:
+            splits.append(split_of(AFTER_A_STEP, in_order, drifts=True))
         splits.append(split_of(f"at step {_LATE:,}", in_order, step=_LATE))
         if pads:
             splits.append(split_of("one row in all", in_order[:1], is_short=True))

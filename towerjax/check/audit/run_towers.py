@@ -53,6 +53,8 @@ class RowsToRun:
     shared: bool = True  # whether there is a key that all towers share
     step: int | None = None  # the step's number, if it is not the state's
     moves: bool = False  # whether the state's parameters are moved at random
+    # Whether each tower has the variables that these rows give it in a step before.
+    drifts: bool = False
     is_short: bool = False  # whether there are padding rows
     # Whether the audit made the rows. A loss of one tower that is not finite is then
     # no error: the split is left out.
@@ -124,11 +126,17 @@ class Towers:
 
     def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
         """Return the merged results for these rows, with ``params`` if given."""
+        merged, placed = self._merged(split, params)
+        return _leaves_of(merged, placed, split.order)
+
+    def _merged(
+        self, split: RowsToRun, params: PyTree
+    ) -> tuple[Sequence[PyTree], PlacedBatch]:
+        """Return what each pass merges for these rows, and the rows as placed."""
         self.trace(split)
         args, placed = self._args(split, self._state_for(split, params))
         with jax.default_matmul_precision("highest"):
-            merged = jax.device_get(self._fn(*args))
-        return _leaves_of(merged, placed, split.order)
+            return jax.device_get(self._fn(*args)), placed
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
         """Return the results for inputs whose rounding errors were changed.
@@ -174,6 +182,11 @@ class Towers:
                 state,
                 params=place(params, self._placement, STATE_LAYOUT.params, params),
             )
+        if split.drifts:
+            before = dataclasses.replace(split, drifts=False)
+            [*_, merged] = self._merged(before, params)[0]
+            after = dataclasses.replace(state, local=merged["local"])
+            state = place(after, self._placement, STATE_LAYOUT, state.params)
         return state
 
     def _args(

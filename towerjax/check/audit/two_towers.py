@@ -108,7 +108,8 @@ class Audit:
         bodies = [x.towers.jaxpr for x in traced.passes]
         names = {x.primitive.name for body in bodies for x in all_eqns(body)}
         draws = any(name.startswith("random_") for name in names)
-        self.splits = self.from_batch.all(pads=self.pads, draws=draws)
+        drifts = self.step.plan.keeps_local and bool(jax.tree.leaves(self._state.local))
+        self.splits = self.from_batch.all(pads=self.pads, draws=draws, drifts=drifts)
 
     def _traced_one_tower(self) -> tuple[Towers, Traced]:
         """Return the passes on one tower, if possible on one device, and the trace."""

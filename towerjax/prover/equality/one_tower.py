@@ -135,6 +135,9 @@ class Equality:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
 
 
+READS_PER_TOWER = "it depends on a per-tower value"
+"""The reason for a leaf that reads a value of which each tower has its own."""
+
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = tuple(Says)
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
@@ -143,7 +146,7 @@ _INPUTS = {
     Given.ROWS: rows().replace(in_padding=_AS_EXAMPLE),
     Given.TOWER_ID: TowerId(in_padding=_AS_EXAMPLE),
     Given.MICRO_BATCH: ZERO,
-    Given.PER_TOWER: Unknown(why="it depends on a per-tower value"),
+    Given.PER_TOWER: Unknown(why=READS_PER_TOWER),
 }
 
 

@@ -20,6 +20,7 @@ PADDING = "padding"
 """The member of `Kind.zeros` that stands for padding rows."""
 
 NO_ZEROS: frozenset[Any] = frozenset()
+MEAN_OF_OWN_ROWS = "a mean over {its} own rows"
 
 
 class InPadding(enum.IntEnum):
@@ -215,6 +216,9 @@ class Part(Kind):
 
     name = "a sum over {its} rows"
 
+    def __str__(self) -> str:  # times T: a sum divided by the number of the own rows
+        return MEAN_OF_OWN_ROWS if self.power == 1 else super().__str__()
+
 
 class GroupDims(NamedTuple):
     """The dims along which an array has a tower's rows, unless it is one dim in order.
@@ -270,7 +274,7 @@ class Mean(Kind):
     dividend is 0 wherever the divisor is 0.
     """
 
-    name = "a mean over {its} rows"
+    name = MEAN_OF_OWN_ROWS
     divisor: Any = NO_POWER
     vanishes: bool = False
 
@@ -525,9 +529,10 @@ def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
     fits |= len(kinds) == 1 and isinstance(live[0], Part | EXTREME)
     is_even = len({x.power for x in live}) == 1
     if not (fits and is_even):
-        first = live[0]
-        odd = [x for x in live if (type(x), x.power) != (type(first), first.power)]
-        other = odd[0] if odd else live[-1]
+        given = [x for x in values if not isinstance(x, Zero)]
+        first = given[0]
+        odd = [x for x in given if (type(x), x.power) != (type(first), first.power)]
+        other = odd[0] if odd else given[-1]
         raise NotOfOneKindError(f"no rule for {first} {verb} {other}")
     if len({x.blocks for x in live if isinstance(x, TowerRows)}) > 1:
         raise NotOfOneKindError("rows are combined with rows in another order")

@@ -30,6 +30,11 @@ from towerjax.prover.equality.kinds.kinds import (
 )
 from towerjax.prover.equality.rules.rules import refused, rule
 
+DRAWS_OF_NO_ROW = "a {one} draws numbers that belong to no row"
+"""The reason for a draw that another number of towers makes in another way."""
+SAME_DRAWS = "all {many} draw the same numbers for their rows"
+SAME_KEYS = "all {many} use the same keys for their rows"
+
 _MERGED: TypeAlias = Copy | Part | Maximum | Minimum
 
 
@@ -236,7 +241,7 @@ def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
     same keys for their rows.
     """
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all {many} use the same keys for their rows")
+        raise NotOfOneKindError(SAME_KEYS)
     return function_of([x], "a key")
 
 
@@ -253,8 +258,8 @@ def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
         if not are_elements or any(blocks_of(x) > 1 for x in others):
             raise NotOfOneKindError("a random draw depends on a {one}'s values")
         if not has_rows:
-            raise NotOfOneKindError("a {one} draws numbers that belong to no row")
+            raise NotOfOneKindError(DRAWS_OF_NO_ROW)
         return rows()
     if has_rows and pair.rows_in[0] is None:
-        raise NotOfOneKindError("all {many} draw the same numbers for their rows")
+        raise NotOfOneKindError(SAME_DRAWS)
     return function_of(pair.ins, "a draw")
