@@ -614,7 +614,7 @@ def hold(lemma, name, seed=0, tally=None):
     rounding = max([eps_of(np.dtype(x)) for x in lemma.dtypes], default=0.0)
     for number, ins in enumerate(combinations):
         try:
-            outs = Walk(sizes, [AXIS]).closed(*programs, ins)
+            outs = Walk(sizes, [AXIS], has_keys=True).closed(*programs, ins)
         except ProgramsDifferError:
             tally.unknown += 1
             continue

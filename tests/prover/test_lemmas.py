@@ -173,7 +173,7 @@ def programs_for(fn, *shapes):
 
 def kind_of(programs, *ins):
     """The kind of the one result of two programs."""
-    [found] = Walk(Sizes((1, 2), (8, 4)), ["towers"]).closed(*programs, ins)
+    [found] = Walk(Sizes((1, 2), (8, 4)), ["towers"], has_keys=True).closed(*programs, ins)
     return found
 
 
@@ -211,7 +211,7 @@ def test_a_row_is_one_in_both_programs():
 
     shape = [jax.ShapeDtypeStruct((n,), np.float32) for n in (1, 2)]
     programs = [jax.make_jaxpr(functools.partial(fill, x.shape[0]))(x) for x in shape]
-    [found] = Walk(Sizes((2, 1), (1, 2)), ["towers"]).closed(*programs, [rows()])
+    [found] = Walk(Sizes((2, 1), (1, 2)), ["towers"], has_keys=True).closed(*programs, [rows()])
     assert isinstance(found, Unknown)
 
 
@@ -309,7 +309,7 @@ def of_template(fn, template, dtype, world, seed):
     scope = Scope(within=frozenset([PLACES]))
     runs = [runner(*x) for x in zip(programs, world.sides, strict=True)]
     for number, known in enumerate(lemmas.kinds_for(template, np.dtype(dtype), world)):
-        walk = Walk(sizes, [AXIS])
+        walk = Walk(sizes, [AXIS], has_keys=True)
         [said] = walk.closed(*programs, [known], scope)
         if isinstance(said, Unknown):
             continue

@@ -455,6 +455,21 @@ def line_of(text):
     return f"{__name__.rpartition('.')[2]}.py:{number}"
 
 
+def test_a_key_of_each_micro_batch_written_out_is_not_proved():
+    def make(n):
+        def step(w, x, key):
+            total = 0.0
+            for i, rows in enumerate(jnp.split(x, n)):
+                kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, rows.shape)
+                loss = lambda w, rows=rows * kept: (rows @ w).sum()  # noqa: E731
+                total += jax.grad(loss)(w)
+            return total
+
+        return step, (W, X, KEY)
+
+    assert tj.testing.prove(make, micro_batches=NUMBERS).unproved
+
+
 @pytest.mark.few_fast(3)
 @pytest.mark.parametrize(
     "name, told",

@@ -114,7 +114,7 @@ def _of_pair(
     of the towers' axes, along which there is one tower.
     """
     few, more = numbers
-    walk = Walk(Sizes(numbers, (more, few)), ())
+    walk = Walk(Sizes(numbers, (more, few)), (), has_keys=False)
     ins = [copy() for _ in first.jaxpr.in_avals]
     outs = walk.closed(first.jaxpr, second.jaxpr, ins, Scope(within=bound))
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)

@@ -163,7 +163,7 @@ def _said_of_results(
     """Return, for each value that the program returns, the proof's answer and why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
-    walk = Walk(Sizes(towers, towers[::-1]), ())
+    walk = Walk(Sizes(towers, towers[::-1]), (), has_keys=False)
     jaxprs = first.traced.jaxpr, second.traced.jaxpr
     one = traced_arrays(first.args)
     two = traced_arrays(second.args)

@@ -112,7 +112,7 @@ class Walk:
         sizes: Sizes,
         axes: Sequence[str | tuple[str, ...]],
         *,
-        has_keys: bool = True,
+        has_keys: bool,
         alone: frozenset[str] = frozenset(),
     ) -> None:
         self.sizes = sizes
@@ -422,7 +422,7 @@ def kinds_of_results(
     """
     first, second = programs
     try:
-        return Walk(sizes, axes).closed(first, second, ins)
+        return Walk(sizes, axes, has_keys=True).closed(first, second, ins)
     except ProgramsDifferError as error:
         unknown = Unknown(why=str(error))
         return [unknown] * len(open_jaxpr(first).outvars)
