@@ -49,7 +49,7 @@ data = {"x": x, "y": np.sin(x.sum(1))}
 step = tj.build_train_step(loss_fn, optax.adam(0.02), tj.Mirrored(towers=4))
 state = step.init(params, local=tj.TowerLocal(stats, tj.Reduction.MEAN))
 batches = tj.batches(data, 40, epochs=40, seed=0)
-# The statistics are each tower's own, which an audit would warn of.
+# The statistics are each tower's own, which an audit refuses.
 state, history = tj.run(step, state, batches, audit=False, progress=False)
 
 state = jax.device_get(state)

@@ -227,18 +227,6 @@ def test_a_run_goes_on_without_an_audit_where_it_is_told_to():
     refused(tj.run, wrong, wrong.init(MODEL), again, audit=True)
 
 
-@pytest.mark.slow
-def test_a_run_warns_of_what_towers_own_statistics_may_explain():
-    def loss_fn(params, batch, tower):
-        loss = WRONG["cumsum_along_rows"](params, batch, tower)
-        return tj.TowerOutput(loss, {}, tower.local)
-
-    step = train_step(loss_fn, audit=None)
-    state = step.init(MODEL, local={"n": tj.TowerLocal(np.float32(0), SUM)})
-    with pytest.warns(UserWarning, match="Unless each tower's own statistics are"):
-        tj.run(step, state, tj.batches(ROWS, 8), steps=1)
-
-
 def test_audit_is_one_of_three():
     step = train_step(mean_of_means, audit=None)
     with pytest.raises(ValueError, match="audit=2 must be"):

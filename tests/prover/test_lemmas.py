@@ -173,7 +173,8 @@ def programs_for(fn, *shapes):
 
 def kind_of(programs, *ins):
     """The kind of the one result of two programs."""
-    [found] = Walk(Sizes((1, 2), (8, 4)), ["towers"], has_keys=True).closed(*programs, ins)
+    walk = Walk(Sizes((1, 2), (8, 4)), ["towers"], has_keys=True)
+    [found] = walk.closed(*programs, ins)
     return found
 
 
@@ -211,7 +212,8 @@ def test_a_row_is_one_in_both_programs():
 
     shape = [jax.ShapeDtypeStruct((n,), np.float32) for n in (1, 2)]
     programs = [jax.make_jaxpr(functools.partial(fill, x.shape[0]))(x) for x in shape]
-    [found] = Walk(Sizes((2, 1), (1, 2)), ["towers"], has_keys=True).closed(*programs, [rows()])
+    walk = Walk(Sizes((2, 1), (1, 2)), ["towers"], has_keys=True)
+    [found] = walk.closed(*programs, [rows()])
     assert isinstance(found, Unknown)
 
 
