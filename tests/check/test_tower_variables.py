@@ -173,7 +173,7 @@ def test_a_key_for_each_row_is_not_blamed_for_a_mean():
 
     error = refusal_of(loss_fn)
     assert "log of a mean over the tower's own rows, at" in str(error)
-    assert "tower.mean(values, tower.weight)" in str(error)
+    assert "tower.mean(x, tower.weight)" in str(error)
     assert "key" not in str(error)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), FOUR)
     error, _ = refused(step, step.init(PARAMS), ROWS)  # without a first call

@@ -131,9 +131,9 @@ _BY_OWN_ROWS = Advice(
 )
 _BY_OWN_MEAN = Advice(
     "it is computed from a mean over the rows of one tower",
-    "Take the mean over the rows of all towers, tower.mean(x, tower.weight), with axis=0"
-    " for the mean row, or compute each row's value and return tj.Weighted.mean(values,"
-    f" tower.weight). {_FOR_BATCH_NORM}",
+    "Take the mean over the rows of all towers, tower.mean(x, tower.weight), or with"
+    " axis=0 the mean row; or compute each row's value and return"
+    f" tj.Weighted.mean(values, tower.weight). {_FOR_BATCH_NORM}",
 )
 
 
