@@ -74,14 +74,6 @@ SAME: dict[tuple[str, str], str] = {
         "bytes of freed memory that stay with a process",
     ("towerjax.sweeps.bench:worker_environ", "constant: 64 -> 65"):
         "bytes that a process takes at once",
-    ("towerjax.prover.programs.processes:_printed",
-     "dropped: subprocess.Popen( [*command, str(read_end)], env=environment, "
-     "pass_fds=(read_end,), stdin=subprocess.DEVNULL, "
-     "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
-     "errors=\"replace\", ) -> subprocess.Popen([*command, str(read_end)], "
-     "env=environment, pass_fds=(read_end,), stdin=subprocess.DEVNULL, "
-     "stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors='replace')"):
-        "errors= asks for text, too",
     ("towerjax.mesh.private_jax:least_effort", "constant: 11 -> 12"):
         "an option of JAX 0.11, which neither end of the suite has",
     ("towerjax.step.passes.on_device:_denominators",

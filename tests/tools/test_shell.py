@@ -1,10 +1,12 @@
 """``towerjax`` from a shell: help, exit codes, errors of one sentence."""
 
+import time
+
 import pytest
 
 import towerjax as tj
 
-PROGRAM = """
+PROGRAM = '''
 value = 3
 
 def make_value():
@@ -37,7 +39,17 @@ def main():
     import time
     print("hangs", flush=True)
     time.sleep(600)
-"""
+
+def starts():
+    """Returns, and leaves two processes that print nowhere else."""
+    import jax, os, subprocess, time
+    subprocess.Popen(["sleep", "600"])
+    if not os.fork():
+        time.sleep(600)
+    all_devices = jax.make_mesh((jax.device_count(),), ("i",))
+    rows = jax.sharding.NamedSharding(all_devices, jax.sharding.PartitionSpec("i"))
+    return jax.device_put(np.arange(8.0), rows)
+'''
 
 
 @pytest.mark.parametrize(("said", "arguments"), [
@@ -85,6 +97,16 @@ def test_a_program_that_hangs_is_ended_after_the_timeout(shell):
     assert code == 1
     text = "The process of 1 device did not end within 8 s, and was killed."
     assert f"towerjax check: {text} The last line that it printed: hangs\n" in error
+
+
+@pytest.mark.slow
+def test_what_a_program_has_started_ends_with_it(shell):
+    began = time.monotonic()
+    code, out, _ = shell(
+        "check", "of_user:starts", "--devices", "1", "2", "--timeout", "90"
+    )
+    assert code == 0 and "is the same on 2 devices as on one" in out
+    assert time.monotonic() - began < 60
 
 
 def test_an_error_of_the_users_own_is_not_hidden(shell):

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import pathlib
 import pickle
@@ -18,17 +19,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from towerjax.jaxprs.sites import is_library
 from towerjax.mesh.devices import want_cpu_devices
-from towerjax.mesh.processes import calls_after
 from towerjax.types.boundary import api_boundary
 
 _FORCED = r"--xla_force_host_platform_device_count=\S*"  # a flag of old programs
 _LAST = 12  # how many of the last lines of a dead process its error shows
+_RESULT = "result"
+_POLL_S = 0.02
+_DRAIN_S = 1.0  # the time to read what a process printed last
+_AFTER_RESULT_S = 20.0  # how long a process may run after it wrote its result
 _MAIN = "__main__"
 _NOTE_OF_JAX = "For simplicity, JAX has removed"  # begins JAX's note after an error
 _BEGIN = (
@@ -178,8 +183,8 @@ def call_in_process(
         (folder / "call").write_bytes(pickle.dumps((run, args)))
         command = [sys.executable, "-c", _BEGIN.format(path=sys.path), name]
         shown = label if is_shown else ""
-        code, last = _printed(command, _environment(devices), shown, timeout_s)
-        result = folder / "result"
+        result = folder / _RESULT
+        code, last = _printed(command, devices, shown, result, timeout_s)
         if code or not result.exists():
             ending = _how_it_ended(code)
             if code is None:
@@ -212,52 +217,73 @@ def _environment(devices: int) -> dict[str, str]:
 
 def _printed(
     command: list[str],
-    environment: dict[str, str],
+    devices: int,
     label: str,
+    result: pathlib.Path,
     timeout_s: float | None,
 ) -> tuple[int | None, list[str]]:
     """Run a process, and return its exit code and the last lines that it printed.
 
     If there is a label, each line is shown after it. The exit code is None if the
-    process was killed after the timeout. The process ends when this one does: it waits
-    at a pipe that this one holds open.
+    process was killed. It is killed after the timeout, and if it runs on for long
+    after it wrote its ``result``. The processes that it started are killed at its end.
+    It ends when this process does: it waits at a pipe that this one holds open.
     """
     last = collections.deque[str](maxlen=_LAST)
-    read_end, write_end = os.pipe()
-    timed_out = threading.Event()
+    parent, parent_end = os.pipe()
+    output, output_end = os.pipe()
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, write_end)
+        stack.callback(os.close, parent_end)
         try:
             process = subprocess.Popen(
-                [*command, str(read_end)],
-                env=environment,
-                pass_fds=(read_end,),
+                [*command, str(parent)],
+                env=_environment(devices),
+                pass_fds=(parent,),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=output_end,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
+                process_group=0,
             )
         finally:
-            os.close(read_end)
-        stack.enter_context(process)
-
-        def end() -> None:
-            timed_out.set()
-            process.kill()
-
-        if timeout_s is not None:
-            stack.enter_context(calls_after(timeout_s, end))
+            os.close(parent)
+            os.close(output_end)
+        # Another process may hold the output open for ever, so a thread reads it.
+        reader = threading.Thread(target=_show, args=(output, label, last), daemon=True)
+        reader.start()
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                last.append(line.rstrip())
-                if label:
-                    print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
-        except BaseException:  # also Ctrl-C must end the process
-            process.kill()
-            raise
-    return None if timed_out.is_set() else process.returncode, list(last)
+            is_ended = _wait(process, result, timeout_s)
+        finally:  # also after Ctrl-C
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(_DRAIN_S)
+    return process.returncode if is_ended else None, list(last)
+
+
+def _show(output: int, label: str, last: collections.deque[str]) -> None:
+    """Keep the last lines of a process, and show each line after the label."""
+    with os.fdopen(output, errors="replace") as lines:
+        for line in lines:
+            last.append(line.rstrip())
+            if label:
+                print(f"[{label}] {line}", end="", file=sys.stderr, flush=True)
+
+
+def _wait(
+    process: subprocess.Popen, result: pathlib.Path, timeout_s: float | None
+) -> bool:
+    """Wait until a process has ended; return False if it is to be killed."""
+    began = time.monotonic()
+    until = math.inf if timeout_s is None else began + timeout_s
+    has_result = False
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+        if time.monotonic() > until:
+            return False
+        if not has_result and result.exists():
+            has_result = True
+            until = min(until, time.monotonic() + _AFTER_RESULT_S)
+    return True
 
 
 def _how_it_ended(code: int | None) -> str:
@@ -290,6 +316,8 @@ def answer(parent: int, folder: str) -> None:
 
     def end_with_parent() -> None:
         os.read(parent, 1)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -299,4 +327,6 @@ def answer(parent: int, folder: str) -> None:
         result = "value", run(*args)
     except ToldError as told:
         result = "error", told.error
-    (place / "result").write_bytes(pickle.dumps(result))
+    new = place / "new result"
+    new.write_bytes(pickle.dumps(result))
+    new.rename(place / _RESULT)
