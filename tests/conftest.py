@@ -1,98 +1,69 @@
-"""Eight CPU devices, no implicit broadcasting, warnings are errors."""
+"""Which tests are run, in which order, and what is told of them at the end."""
 
 import collections
-import gc
 import importlib
-import os
 import re
 import signal
 import sys
 
-import jax
+import durations
 import pytest
-import quickly
-import suite
 from checkout import TESTS
-
-# Before JAX looks for devices, as programs do.
-from towerjax.__main__ import main
 
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Where bytecode is not kept, each process compiles anew all that it imports of ours.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
-quickly.compiled()
-# The models of tests are small, and are split all the same.
-suite.shards_from(1)
 
 
-# Files that compare bits throughout, with other processes too, or look at programs.
-OPTIMIZED = "absent bench compiled going_on processes report same_bits"
-OPTIMIZED = {f"test_{name}" for name in OPTIMIZED.split()}
+def pytest_configure(config):
+    """Begin where tests run; the process that hands them out to others has no JAX."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "tx", None):
+        config.pluginmanager.import_plugin("in_process")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Programs are compiled as a user's are where bits are told, or they are read.
-
-    Before the test's fixtures, of which those of a module come first.
-    """
-    is_optimized = re.search("bits|hash|in_place", item.name) is not None
-    is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
-    quickly.compiled(not is_optimized)
+ALL_SLOW = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
-@pytest.fixture
-def compiled():
-    """The names of what is compiled for the devices, from here on."""
-    names = []
-
-    def listen(name, seconds, **kwargs):
-        if name == "/jax/core/compile/backend_compile_duration":
-            names.append(kwargs.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
+def is_fast_part(config):
+    """Whether no slow test is asked for, so that none is made."""
+    return config.option.markexpr == "not slow"
 
 
-@pytest.fixture
-def users_shards():
-    """Small leaves stay whole, as users have it."""
-    suite.shards_from(suite.LEAST_SHARD)
-    yield
-    suite.shards_from(1)
+def pytest_ignore_collect(collection_path, config):
+    """Import no file for the fast part of which all tests are slow."""
+    if is_fast_part(config) and collection_path.suffix == ".py":
+        return ALL_SLOW.search(collection_path.read_text()) is not None or None
+    return None
 
 
-@pytest.fixture
-def shell(request, tmp_path, monkeypatch, capsys):
-    """`towerjax` beside the test file's ``PROGRAM``: its code, output and errors."""
-    (tmp_path / "of_user.py").write_text(request.module.PROGRAM)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        path = list(sys.path)
-        try:
-            code = main(arguments)
-        except SystemExit as error:
-            code = error.code
-        assert sys.path == path
-        return code, *capsys.readouterr()
-
-    yield run
-    sys.modules.pop("of_user", None)
+def pytest_pycollect_makeitem(collector, obj):
+    """Make no cases of a slow test for the fast part."""
+    marks = getattr(obj, "pytestmark", ())
+    is_slow = isinstance(marks, list) and any(mark.name == "slow" for mark in marks)
+    return [] if is_slow and is_fast_part(collector.config) else None
 
 
 SAMPLED = "ignore:(?s)not proved equal to one tower.*A sample agreed"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them."""
+    """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them.
+
+    Of the files of which a test is left, the longest stands first.
+    """
+    mark_slow(items)
+    done = yield
+    parts = {"slow" if x.get_closest_marker("slow") else "fast" for x in items}
+    files = durations.table()["files"]
+    seconds = {
+        stem: sum(of.get(part, 0) for part in parts) for stem, of in files.items()
+    }
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
+    return done
+
+
+def mark_slow(items):
+    """Mark what runs in the slow part, and what an audit's sample stands for."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -108,15 +79,10 @@ def pytest_collection_modifyitems(items):
                     item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish():
-    """What is imported stays: looking through it again and again takes a twentieth."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-
-
 def pytest_terminal_summary(terminalreporter):
     """The original's cases: how many were run, passed, and have no meaning here."""
+    if is_fast_part(terminalreporter.config):
+        return  # of them it has few
     results = {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):

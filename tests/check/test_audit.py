@@ -252,7 +252,7 @@ class Anew:
         return tj.Weighted.mean(errors(p, b) * noise, t.weight)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(Anew))
 def test_what_is_drawn_or_counted_in_python_is_named(name):
     loss_fn = cases(Anew)[name]
@@ -295,7 +295,7 @@ def median_of_own(params, batch, tower):
     return jnp.median(errors(params, batch))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [SUM, MEAN])
 def test_of_a_bare_loss_is_told_what_its_reduction_makes_of_it(how):
     """The proof does not know what a median of a tower's own rows is of all rows."""
@@ -308,6 +308,7 @@ def test_of_a_bare_loss_is_told_what_its_reduction_makes_of_it(how):
     refused(step, step.init(MODEL), ROWS, text=text)
 
 
+@pytest.mark.slow
 def test_of_a_sum_and_a_penalty_the_factor_of_the_sum_is_told():
     def loss_fn(params, batch, tower):
         own = WRONG["sum_with_weight_1"](params, batch, tower)
@@ -318,7 +319,7 @@ def test_of_a_sum_and_a_penalty_the_factor_of_the_sum_is_told():
     assert "num_towers" not in str(error)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "equinox"])
 def test_parameters_in_any_container_are_audited(kind, wrong):
@@ -485,14 +486,14 @@ def test_without_gradients_a_wrong_loss_is_refused(name):
 
 # Whose derivatives are told by a rule, or left out.
 WITH_GRADIENTS = {"advantage_less_the_mean_of_all"}
+# The others are audited with gradients, above.
+ALONE = ["plain_mean", "class_balance_over_all_towers", "dropout", *WITH_GRADIENTS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["error", "pad"])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", ALONE)
 def test_without_gradients_a_right_loss_passes_and_the_report_says_so(name, remainder):
-    if name == "pairs_of_neighbours" and remainder == "pad":
-        return  # padding would part pairs
     report = loss_alone(RIGHT[name], remainder=remainder)
     follows = any("only the loss was run" in x for x in report.notes)
     assert follows is (name not in WITH_GRADIENTS)
@@ -562,6 +563,7 @@ def test_a_function_that_draws_anew_is_not_audited():
     assert not step.is_audited
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_not_audited():
     step = train_step(RIGHT["plain_mean"])
     state = step.init({**MODEL, "b": np.float32("nan")})
@@ -569,6 +571,7 @@ def test_a_loss_that_is_not_finite_is_not_audited():
         step.audit(state, ROWS)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_not_compared():
     def loss_fn(params, batch, tower):
         own = errors(params, batch) + jnp.sqrt(0.0 * params["b"])

@@ -258,6 +258,7 @@ def test_each_mode_of_a_model_is_proved_unasked(runs, mode):
     assert not runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience_s, lines", [(0.0, 1), (60.0, 0)])
 def test_a_long_proof_says_that_it_runs(monkeypatch, capsys, patience_s, lines):
     monkeypatch.setattr(first_call, "_PATIENCE_S", patience_s)
@@ -334,6 +335,7 @@ def test_what_calls_python_is_run_by_no_proof(runs, ordered):
         assert len(called) == 2 and not runs and step.unproved == {}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_told_and_raised_where_it_was_asked_for(runs):
     def loss_fn(params, batch, tower):
         own = errors(params, batch)
@@ -347,6 +349,7 @@ def test_what_cannot_be_run_is_told_and_raised_where_it_was_asked_for(runs):
     assert [*error.value.unproved] == ["step"]
 
 
+@pytest.mark.slow
 def test_a_function_that_asserts_its_number_of_rows_is_told(runs):
     def loss_fn(params, batch, tower):
         if len(batch["y"]) != 24 // FOUR.num_towers:
@@ -421,6 +424,7 @@ def to_bench():
     return step, step.init(PARAMS), BATCH
 
 
+@pytest.mark.slow
 def test_bench_leaves_the_audit_out(runs):
     job = {"config": {}, "builders": {"": "test_audited:to_bench"}, "rtol": None}
     _timed({**job, "seconds_per_round": 0.01, "rounds": 6})
@@ -542,6 +546,7 @@ def test_a_report_says_what_is_not_proved():
         )
 
 
+@pytest.mark.slow
 def test_an_audit_of_one_tower_says_why_it_speaks_of_two():
     def loss_fn(w, batch, tower):
         return tj.Weighted.mean(batch * w / jnp.std(batch * w), tower.weight)

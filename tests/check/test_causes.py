@@ -49,7 +49,7 @@ def source_of(deck, name):
     return {n for first, last in spans for n in range(first, last)}
 
 
-@pytest.mark.few_fast(5)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(?s)not proved")
 @pytest.mark.parametrize("deck, name", LOSSES)
 def test_a_refusal_names_a_line_of_the_wrong_loss(deck, name):
@@ -97,6 +97,7 @@ def with_a_key_of_the_row(params, batch, tower):
 HARMLESS = [with_a_dead_value, with_a_softmax_within_a_row, with_a_key_of_the_row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", HARMLESS)
 def test_a_harmless_line_is_not_named(loss_fn):
     text = refusal_of(loss_fn, PARAMS, BATCH)
@@ -105,6 +106,7 @@ def test_a_harmless_line_is_not_named(loss_fn):
     assert set(lines_of(text, "check/test_causes")) == {cause}, text
 
 
+@pytest.mark.slow
 def test_a_power_is_told_as_the_number_of_towers():
     def loss_fn(params, batch, tower):
         z = scores(params, batch)

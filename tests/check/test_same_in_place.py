@@ -238,6 +238,7 @@ def test_what_cannot_be_traced_is_run_and_said(make):
         tj.testing.same_on_devices(functools.partial(make, factor=wrong), (1, 2))
 
 
+@pytest.mark.slow
 def test_leaves_that_are_no_numbers_are_told_and_proved():
     make = functools.partial(of_module, factor=right)
     report = tj.testing.same_on_devices(make, (1, 2))

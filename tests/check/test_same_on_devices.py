@@ -71,7 +71,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_depends_on_the_number_of_devices_is_refused(name):
     make, text = WRONG[name]
@@ -154,7 +154,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_does_not_depend_on_it_passes(name):
     report = tj.testing.same_on_devices(RIGHT[name])
@@ -185,7 +185,7 @@ def as_a_number(devices):  # which nobody can see
     return lambda w, x: float(loss(w, x, 0.0)), (W, X)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "text"), [
     (on_all, r"make\(1 devices\) runs on 4 devices, cpu:0, cpu:1, cpu:2, cpu:3"),
     (on_one, r"make\(2 devices\) runs on 1 device, cpu:0, as"),
@@ -197,6 +197,7 @@ def test_a_program_that_runs_on_other_devices_is_refused(make, text):
         tj.testing.same_on_devices(make)
 
 
+@pytest.mark.slow
 def test_a_program_that_draws_anew_is_told():
     drawn = np.random.default_rng(0)
     make, _ = WRONG["share"]

@@ -357,7 +357,7 @@ def test_what_cannot_be_traced_for_other_rows_is_unknown():
     assert "traced for one tower of 24 rows, raises AssertionError" in found["step"].why
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_the_number_of_the_steps_own_towers_is_compared_too(remainder):
     def loss_fn(params, batch, tower):
@@ -543,7 +543,7 @@ def model_fn(variables, features, labels, mode, tower, params):
     return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_passes_of_a_model_function_are_proved(is_right):
     def of_own(values, tower):
@@ -614,6 +614,7 @@ def loss_of_sines(params, batch, tower):
     return tj.Weighted.mean(jnp.sin(batch["x"]).sum(1) * params["w"], tower.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [TypeError("a fault"), RecursionError("too deep"), KeyError("a")]
 )
@@ -675,6 +676,7 @@ def nested(function, depth):
     return function
 
 
+@pytest.mark.slow
 def test_functions_that_call_functions_are_proved_as_deep_as_jax_traces_them():
     def loss_fn(params, batch, tower):
         x = nested(jnp.sin, 80)(batch["x"] * params["w"])

@@ -399,6 +399,7 @@ def test_batch_reduce_is_one_collective_in_order():
     assert (kind, shapes) == ("all-reduce", ["f32[4]"])
 
 
+@pytest.mark.slow
 def test_batch_reduce_of_means_first_towers_and_nothing():
     strategy = mirrored(4, 2, tj.collectives.Packed(num_packs=2))
     pairs = [(tj.PerTower(np.arange(4) + n), None) for n in (0, 10)]

@@ -156,12 +156,14 @@ def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
     assert (out.values.tolist(), out.indices.tolist()) == ([[1, 1], [2, 2]], [4, 4])
 
 
+@pytest.mark.slow
 def test_rows_that_all_towers_share_are_their_own_mean():
     rows = of_tower(0)
     strategy = mirrored(2)
     np.testing.assert_array_equal(strategy.reduce(R.MEAN, rows).values, rows.values)
 
 
+@pytest.mark.slow
 def test_a_mean_of_whole_numbers_is_float32():
     rows = tj.sparse.IndexedRows(np.array([[1, 2]]), np.array([3]), SHAPE)
     out = mirrored(2).reduce(R.MEAN, tj.PerTower((rows, rows)))
@@ -256,7 +258,7 @@ def test_rows_go_where_they_are_sent():
     np.testing.assert_array_equal(first, moved)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction, divisor", [(R.SUM, 1), (R.MEAN, 2)])
 def test_rows_of_several_numbers_that_were_regrouped_reduce(reduction, divisor):
     rows = [([[1, 2]], [1]), ([[3, 4], [5, 6]], [1, 3])]

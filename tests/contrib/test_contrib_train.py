@@ -179,6 +179,7 @@ def test_an_average_of_a_split_module_has_none_where_it_has():
         ema_params(state)
 
 
+@pytest.mark.slow
 def test_extensions_and_optimizers_that_take_the_loss_go_on():
     seen = []
 

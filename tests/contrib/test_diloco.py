@@ -300,6 +300,7 @@ def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     streaming(streaming.init(state.params), batches()[0])  # as it says
 
 
+@pytest.mark.slow
 def test_it_is_a_function(streaming):
     start = streaming.shapes(START)
     after, metrics = jax.eval_shape(streaming.fn, start, batches()[0])
@@ -419,6 +420,7 @@ def test_what_cannot_be_honoured_is_refused(name):
         build(options.pop("sync"), **options).check(START, batches()[0], **extra)
 
 
+@pytest.mark.slow
 def test_padding_that_nothing_masks_is_refused():
     def unmasked(params, batch, tower):
         return tj.Weighted.mean(batch["x"] @ params["w"] * batch["weight"])

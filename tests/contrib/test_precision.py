@@ -102,7 +102,7 @@ def test_what_is_cast_is_what_computes():
     assert not np.allclose(half["loss"], full["loss"], rtol=1e-4)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [
     {"tower_loop": "vmap"}, {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
     {"state": "sharded"}], ids=str)  # fmt: skip
@@ -146,6 +146,7 @@ def test_at_a_scale_of_one_a_step_is_refused_like_any_other(on_nonfinite):
     assert float(after.opt_state.scale) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"compute_dtype": "bfloat16"}, {"compute_dtype": jnp.float16},
     {"loss_scale": LossScale()}, {"compute_dtype": "float16", "remainder": "error"},
@@ -156,6 +157,7 @@ def test_it_is_proved_like_other_steps(options):
     assert step.check(step.init(START), batch).unproved == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_wrong_loss_is_refused_as_without_it(dtype):
     def wrong(params, batch, tower):

@@ -67,6 +67,7 @@ def no_thread_is_left():
     assert feeder_threads() == []
 
 
+@pytest.mark.slow
 def test_a_stream_takes_no_more_than_it_gives():
     source = iter(range(10))
     assert list(Source(source).stream(str, 0, most=4)) == ["0", "1", "2", "3"]
@@ -382,6 +383,7 @@ def test_put_is_device_put(layout, dtype, shared):
         np.testing.assert_array_equal(mine.data, theirs.data)
 
 
+@pytest.mark.slow
 def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
     step = test_placer.known(1)
     state, _ = step(step.init(np.float32(3.0)), test_placer.rows())

@@ -337,6 +337,7 @@ def test_an_error_of_the_loader_comes_after_what_came_before():
         next(iterator)  # and not as if the data had an end here
 
 
+@pytest.mark.slow
 def test_predictions_of_elements_are_in_the_order_of_towers():
     strategy = mirrored(3)
     predict = tj.build_predict_step(lambda params, batch, tower: batch * 2, strategy)
@@ -426,6 +427,7 @@ def test_a_batch_placed_for_other_towers_is_refused():
             call()
 
 
+@pytest.mark.slow
 def test_an_element_goes_to_a_tower_function_as_it_is():
     strategy = mirrored(4, 2)
     dataset = strategy.distribute_dataset([np.arange(8), np.arange(6)])

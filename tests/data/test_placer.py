@@ -206,6 +206,7 @@ def test_a_mesh_that_the_program_has_set_is_told_of():
                 call()
 
 
+@pytest.mark.slow
 def test_without_jit_a_step_says_what_to_write():
     for step in build(), known(2):
         state = step.init(np.float32(0))
@@ -213,7 +214,7 @@ def test_without_jit_a_step_says_what_to_write():
             step(state, rows())
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_parameters_that_lie_right_are_not_copied_for_an_evaluation(state):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], towers=4, state=state)

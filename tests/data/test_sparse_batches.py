@@ -81,7 +81,7 @@ def predicting(fn, strategy, **options):
     return tj.build_predict_step(lambda w, x, tower: fn(w, x), strategy, **options)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D, options, layout",
     [(4, 2, {"tower_loop": "scan"}, {}), (4, 2, {}, {"n_batch": 1})],
@@ -97,7 +97,7 @@ def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
     np.testing.assert_array_equal(out["x"], x)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"n_batch": 1}])
 @pytest.mark.parametrize("remainder, examples", [("error", 8), ("pad", 7)])
 def test_a_sparse_batch_is_audited_as_dense_rows_are(layout, remainder, examples):

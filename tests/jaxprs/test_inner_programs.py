@@ -61,6 +61,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_inner_program_gives_the_equations_results(name):
     traced = jax.make_jaxpr(PROGRAMS[name])(X, Y)

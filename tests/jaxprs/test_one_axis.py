@@ -174,7 +174,7 @@ def test_a_step_is_the_same_wherever_towers_lie(T, D):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=3e-6)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, T, D, jit",
     [("jvp", 4, 2, True), ("fwd", 4, 1, True), ("bwd", 4, 2, False)]
@@ -493,6 +493,7 @@ def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers():
         assert np.array_equal(of_one[f"{scanned.__name__} end"], own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [1, 2])
 def test_a_carry_that_alone_is_summed_and_only_added_to(D):
     def tower_fn(state, batch, tower):

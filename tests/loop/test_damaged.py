@@ -129,6 +129,7 @@ def test_what_cannot_be_read_now_is_not_called_damaged(
     assert text in str(error.value) and "delete" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_lock_that_was_deleted_lets_the_first_run_write_no_more(light, tmp_path):
     """For others may write there now; the lock of an ended run hinders none."""
 
@@ -233,6 +234,7 @@ FORGED = {
 }
 
 
+@pytest.mark.slow
 def test_a_forged_table_is_refused_in_words(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     train(light, saving, 1)
@@ -249,6 +251,7 @@ def test_a_forged_table_is_refused_in_words(light, tmp_path):
             saving.restore(light, model.init(light))
 
 
+@pytest.mark.slow
 def test_containers_that_have_no_leaves_belong_to_the_model(tmp_path):
     """AdamW's leaves are those of Adam, but not the tuples around them."""
     saving = tj.Checkpointer(tmp_path)
@@ -351,6 +354,7 @@ def test_what_is_deleted_while_it_is_read_is_not_called_damaged(
         assert saving.best_step is None
 
 
+@pytest.mark.slow
 def test_a_run_moves_a_checkpoint_away_before_it_deletes_it(
     light, tmp_path, monkeypatch
 ):

@@ -62,6 +62,7 @@ def test_the_best_is_one_real_number(light, tmp_path):
         train(light, tj.Checkpointer(tmp_path, best="tree", mode="min"), 1, **options)
 
 
+@pytest.mark.slow
 def test_the_best_accuracy_is_the_greatest_without_a_mode(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, keep=1, best="accuracy")
     values = iter(np.float32([0.5, 0.875, 0.859]))
@@ -71,6 +72,7 @@ def test_the_best_accuracy_is_the_greatest_without_a_mode(light, tmp_path):
     assert saving.best_step == 2 and saving.steps == (2, 3)
 
 
+@pytest.mark.slow
 def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     early = tj.EarlyStopping("loss", 3, mode="max")

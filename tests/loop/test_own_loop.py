@@ -91,6 +91,7 @@ def test_it_says_after_which_step_it_goes_on(tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_batches_the_user_skips_those_that_were_used(tmp_path):
     saving = tj.Checkpointer(tmp_path)
     step = build()
@@ -197,6 +198,7 @@ def test_evaluations_that_no_record_can_hold_are_refused(tmp_path, evaluations, 
     assert saving.steps == ()
 
 
+@pytest.mark.slow
 def test_evaluations_may_be_numbers_of_any_library(tmp_path):
     step = build(donate=False)
     state, _ = step(first(step), DATA)
@@ -208,6 +210,7 @@ def test_evaluations_may_be_numbers_of_any_library(tmp_path):
     assert record.evaluation == {"loss": 0.25} and saving.best_step == 1
 
 
+@pytest.mark.slow
 def test_batches_are_moved_after_a_restore_too(tmp_path, capsys):
     """Otherwise the rows before the checkpoint would be trained on twice."""
     saving = tj.Checkpointer(tmp_path)
@@ -229,6 +232,7 @@ def test_batches_are_moved_after_a_restore_too(tmp_path, capsys):
     assert "; skip the first 1 batches\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_says_that_its_batches_are_not_where_they_were(tmp_path, capsys):
     saving = tj.Checkpointer(tmp_path)
     step = build(audit=False)
@@ -246,6 +250,7 @@ def test_a_run_says_that_its_batches_are_not_where_they_were(tmp_path, capsys):
     assert told(saving.restore(step, first(step)), anew)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path):
     saving = tj.Checkpointer(tmp_path)
     step = build(donate=False)
@@ -294,6 +299,7 @@ def test_a_loop_is_told_once_that_its_step_is_proved(capsys):
     assert lines[0].startswith(start)
 
 
+@pytest.mark.slow
 def test_evaluations_and_steps_that_are_not_audited_say_nothing(capsys):
     step = build(audit=False)
     state, _ = step(first(step), DATA)
@@ -306,6 +312,7 @@ def test_evaluations_and_steps_that_are_not_audited_say_nothing(capsys):
     assert told_of_proofs(capsys) == []
 
 
+@pytest.mark.slow
 def test_a_loop_that_samples_says_so(capsys):
     def loss(params, batch, tower):
         scores = batch["x"] @ params["w"]

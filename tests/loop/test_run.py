@@ -76,7 +76,7 @@ def oracle(cut, skip=()):
     return np.array(losses), w
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_run_equals_gradient_descent(prefetch, compiled):
     # 10 steps of 16 examples, the last of 9: rows of weight 0 fill it up.
@@ -98,6 +98,7 @@ def test_a_run_equals_gradient_descent(prefetch, compiled):
     assert int(state.step) == 10
 
 
+@pytest.mark.slow
 def test_steps_end_a_run_of_endless_data_and_take_no_more():
     source = batches(make_data(32), 16, epochs=None)
     taken = []
@@ -153,6 +154,7 @@ def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     assert_exact(values, data, W["w"])
 
 
+@pytest.mark.slow
 def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
     # In float32, 2**24 + 1 is 2**24: a sum over many batches would stand still.
     def metrics(params, batch, tower):
@@ -418,7 +420,7 @@ def test_other_parameters_are_evaluated_and_the_state_is_the_last(
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=7 * 16 * EPS)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_named_and_changes_nothing():
     seen = []
     with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as caught:
@@ -551,6 +553,7 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
     np.testing.assert_allclose(results, [1 - 0.8**600] * 3, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("audit", [False, True])
 def test_what_a_run_asks_of_audits_holds_for_a_ragged_batch_too(audit):
     """A last batch with another number of examples is another program to prove."""

@@ -43,6 +43,7 @@ def test_every_step_is_named_in_a_trace(tmp_path):
     assert sorted(int(each["step_num"]) for each in stats) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_lines_without_a_terminal(train_step, eval_step, capsys):
     evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
     train(cut_of(5), step=train_step, steps=5, progress=None, **evaluated)

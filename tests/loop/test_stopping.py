@@ -74,6 +74,7 @@ def bits(tree):
     return [of(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 def test_several_rules_of_several_metrics_end_a_run(steps):
     step = steps[0]
     values = {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
@@ -93,6 +94,7 @@ def test_several_rules_of_several_metrics_end_a_run(steps):
     assert int(state.step) == 4
 
 
+@pytest.mark.slow
 def test_what_stopped_a_run_is_said(steps, capsys):
     early = tj.EarlyStopping("told", 2, "min")
     _, history = train(
@@ -177,7 +179,6 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     assert int(state.step) == 0
 
 
-@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("metric, text", [
     ("loss", r"is not a metric .* has \['column', 'complex', 'told', 'tree'\]."),
     ("column", r"one real number, but its value is an ndarray\(1,\)"),

@@ -107,8 +107,8 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.few_fast(1)
 def test_rates_that_cannot_be_had_are_refused(name):
     options, told = BAD[name]
     with pytest.raises(ValueError) as caught:

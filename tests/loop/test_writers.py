@@ -147,7 +147,7 @@ each_file = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @each_file
 def test_what_is_written_is_the_history(step, evaluate, tmp_path, made, read):
     options = {"evaluate": evaluate, "eval_batches": data(2), "eval_every": 6}
@@ -272,6 +272,7 @@ def test_a_function_that_fails_ends_the_run(step):
     assert int(caught.value.state.step) >= 1
 
 
+@pytest.mark.slow
 def test_pandas_reads_the_table(step, tmp_path):
     pandas = pytest.importorskip("pandas")
     _, history = run(step, data(3), tj.loop.Csv(tmp_path / "run.csv"))

@@ -71,6 +71,7 @@ def test_one_all_reduce_for_all_gradients():
     assert f"f32[{numbers}]" in found[0]
 
 
+@pytest.mark.slow
 def test_a_device_of_one_tower_runs_the_trace_that_was_proved():
     class Counted(tj.collectives.AllReduce):
         traces = 0

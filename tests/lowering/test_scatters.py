@@ -62,6 +62,7 @@ def loss_by(write):
 ALL = pytest.param([*WRITES], marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["set"], ALL], ids=len)
 def test_each_element_is_that_of_one_device(names):
     """Each way has a table of its own, so that one program holds them all.
@@ -96,6 +97,7 @@ def test_each_element_is_that_of_one_device(names):
             np.testing.assert_allclose(done.params[name], write(t * 2), **close)
 
 
+@pytest.mark.slow
 def test_towers_of_one_group_of_devices_are_right_too():
     def tower_fn(state, batch, tower):
         t = lax.with_sharding_constraint(jnp.cumsum(state.params["table"], 0), P())
@@ -109,6 +111,7 @@ def test_towers_of_one_group_of_devices_are_right_too():
     np.testing.assert_allclose(found["out"], wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_which_jax_has_the_fault():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 

@@ -409,6 +409,7 @@ def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
     np.testing.assert_allclose(lowered.compile()(x), fn(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_division_by_what_is_spread_is_a_product_with_its_inverse():
     """Of a number, a column, a row, and of what was spread before; of floats alone."""
 

@@ -85,6 +85,7 @@ def test_what_cannot_be_is_refused(arguments, message):
         tj.Absent(*arguments)
 
 
+@pytest.mark.slow
 def test_one_device_is_one_absent_one():
     with pytest.raises(ValueError, match="is 8 devices. Write tj.Mirrored"):
         tj.OneDevice(H200S)
@@ -94,6 +95,7 @@ def test_one_device_is_one_absent_one():
         step.init([np.zeros((WIDTH, WIDTH), np.float32)] * LAYERS)
 
 
+@pytest.mark.slow
 def test_a_step_is_proved_and_does_not_run():
     strategy = tj.tf1.MirroredStrategy(devices=H200S)
     step, params, batch = make_step(strategy)

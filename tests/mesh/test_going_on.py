@@ -180,6 +180,7 @@ def test_a_program_that_fails_by_itself_is_not_started_again(capfd):
     assert capfd.readouterr().out.count("here") <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
     killed = "os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"

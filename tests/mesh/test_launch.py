@@ -84,6 +84,7 @@ def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypa
     assert sorted(err.splitlines()) == [f"[{i}] err {i}" for i in range(3)]
 
 
+@pytest.mark.slow
 def test_no_line_is_torn_and_none_is_lost(capfd):
     program = (
         "\nfor n in range(400):\n"
@@ -233,7 +234,7 @@ def test_what_is_no_text_goes_to_any_stream():
     assert text.getvalue() == "a\ufffd" and of_raw.buffer.getvalue() == b"a\xff"
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_are_passed_on(number, tmp_path, capfd):
     program = ASKED.format(folder=str(tmp_path), number=number.value)

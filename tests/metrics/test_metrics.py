@@ -123,6 +123,7 @@ def part(rows, chosen, capacity):
     return {name: np.concatenate([x, empty[name]]) for name, x in kept.items()}
 
 
+@pytest.mark.slow
 def test_states_on_the_host_give_values_of_the_same_dtype():
     rows = random_rows(3, 25, "any")
     of_devices = jax.eval_shape(states, rows, rows["weight"])
@@ -143,6 +144,7 @@ def test_a_value_does_not_depend_on_the_name_that_errors_show(monkeypatch):
     check(found, rows, rows["weight"], "", names)
 
 
+@pytest.mark.slow
 def test_the_weights_of_no_rows_are_none():
     none = np.zeros(0, np.float32)
     assert float(m.mean(none, none).weight) == 0
@@ -406,6 +408,7 @@ def test_in_64_bits_weights_are_not_rounded_and_thresholds_are_of_the_scores():
     assert (float(hits.weight), float(wrong.compute())) == (2**24 + 1, 0)
 
 
+@pytest.mark.slow
 def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():
     rng = np.random.default_rng(0)
     tree = {"a": rng.normal(size=(5, 3)), "b": rng.integers(0, 9, 5)}
@@ -507,6 +510,7 @@ def test_any_number_of_rows_gives_the_value_of_one_pass(T, D, way, names, sizes)
     assert all(x.is_fully_replicated for x in found)
 
 
+@pytest.mark.slow
 def test_a_step_with_states_is_proved_for_any_number_of_towers():
     def loss_fn(w, x, tower):
         states = own_states(x, tower.weight, jnp.int32(0))
@@ -520,6 +524,7 @@ def test_a_step_with_states_is_proved_for_any_number_of_towers():
     assert kinds == ["all_gather", "all_gather", "psum"]
 
 
+@pytest.mark.slow
 def test_a_train_metric_has_one_value():
     class Pair(tj.metrics.Additive):
         a: jax.Array
@@ -543,6 +548,7 @@ def test_a_train_metric_has_one_value():
     assert found["pair"] == {"one": 2.0, "two": 4.0}
 
 
+@pytest.mark.slow
 def test_small_integers_and_booleans_are_added_as_numbers():
     class Seen(tj.metrics.Additive):
         flags: jax.Array

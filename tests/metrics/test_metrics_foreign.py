@@ -100,7 +100,7 @@ def test_train_metrics_are_values_of_the_global_batch():
     assert metrics["peak"][0] == ROWS["value"].max()
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Difference, Swapped])
 def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
     def metric_fn(params, x, tower):

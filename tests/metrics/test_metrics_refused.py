@@ -165,6 +165,7 @@ def test_bad_input_is_refused(build, text):
         jax.make_jaxpr(build)()  # what is known is refused before anything runs
 
 
+@pytest.mark.slow
 def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
     sums = np.float32([[1, 2], [3, 4]])
     weight = np.float32([2, 4])

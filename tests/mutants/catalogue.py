@@ -14,7 +14,8 @@ _FILES = {
 def _m(id: str, bug: str, where: str, old: str, new: str, *tests: str) -> Mutant:
     names = (test.partition("::")[::2] for test in tests)
     killed_by = tuple(f"{_FILES[f'test_{file}']}::test_{name}" for file, name in names)
-    return Mutant(id, bug, f"towerjax.{where}", old, new, killed_by)
+    whole = where if where.startswith("tests.") else f"towerjax.{where}"
+    return Mutant(id, bug, whole, old, new, killed_by)
 
 
 _ONE_TOWER = "grid::n_towers_are_one_tower"
@@ -1872,6 +1873,18 @@ ANY_PROGRAM = (
 
 _FLOPS = "jaxprs.flops:"
 TRAINERS = (
+    _m("G00", "of lines that go together the first one goes",
+       "tests.foreign.conversions.diffs:Diff.applied",
+       "gone = {n + i for", "gone = {n for",
+       "foreign::a_page_counts_the_lines_of_each_diff",
+       "foreign::a_diff_removes_and_adds_lines_of_the_pinned_file_alone"),
+    _m("G98", "a product is what its first factor is",
+       f"{_RULE}elementwise:_product",
+       "return guards.flag_of(pair, product_of(x, y))", "return x",
+       "lemmas::what_a_rule_says_holds[mul]"),
+    _m("G99", "a number that no dtype holds is told to be no array",
+       "types.refusals:problem_of", "is_wide = isinstance(leaf, int)",
+       "is_wide = False", "bad_input::a_mistake_is_refused"),
     _m("G01", "a scan counts once", f"{_FLOPS}_trips", 'return params["length"]',
        "return 1", "flops::loops_count_by_their_trips[a scan]"),
     _m("G02", "what is computed again counts in the model's FLOPs", f"{_FLOPS}_count",

@@ -111,6 +111,7 @@ def with_nan(batch):
     return {**batch, "x": batch["x"] * np.where(np.arange(8) == 7, np.nan, 1)[:, None]}
 
 
+@pytest.mark.slow
 def test_a_guarded_step_by_hand_keeps_its_state_where_a_row_is_nan():
     before, after = first_steps("guarded", with_nan)
     jax.tree.map(np.testing.assert_array_equal, after, before)
@@ -128,6 +129,7 @@ def test_a_guarded_step_by_hand_is_the_plain_one_where_all_is_finite():
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_a_trial_is_what_it_says_or_raises():
     trial = {"model": "mlp", "batch": 8}
     with pytest.raises(ValueError, match=r"shard_map, jit, .*, not 'jitt'"):

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,26 @@ import towerjax as tj
 
 WIDTHS = (1280, 390)  # pixels, of a laptop and of a telephone
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@functools.cache
+def of_site(**_):
+    """The pages, how they are shown, and what the reference shows of the package."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "mkdocs.yml"]
+    pages += [
+        x for x in (ROOT / ".ci").rglob("*") if x.suffix in (".py", ".css", ".html")
+    ]
+    shown = re.compile(
+        r'"""(?:.*?)"""|^ *(?:def|class) [^\n]*', re.DOTALL | re.MULTILINE
+    )
+    package = sorted((ROOT / "towerjax").rglob("*.py"))
+    docstrings = [text for x in package for text in shown.findall(x.read_text())]
+    return [*(x.read_text() for x in sorted(pages)), *docstrings]
+
+
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.reads(texts=of_site),
     pytest.mark.skipif(
         BROWSER is None, reason="no browser on this machine: apt-get install chromium"
     ),

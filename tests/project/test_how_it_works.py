@@ -64,6 +64,7 @@ def calls():
     return first, calls_of(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_a_call_goes_by_the_stations_in_their_order(calls, which):
     found = calls[which == "second"]
@@ -146,6 +147,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_frames_of_ours_lie_between_a_call_and_the_loss(layout, micro_batches):

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import sys
 
+import durations
 import numpy as np
 import pytest
 from mutants import runner
@@ -300,3 +301,32 @@ def test_a_test_that_fails_anyway_kills_nothing(
 def test_what_is_called_equivalent_is_generated_once():
     found = [(mutant.where, mutant.bug) for mutant in all_mutants()]
     assert {same: found.count(same) for same in SAME} == dict.fromkeys(SAME, 1)
+
+
+ALL_SLOW = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def rooms_of_fast_tests():
+    """``{stem::function: room}`` of the tests that are not marked slow."""
+    rooms = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        blocks = [] if ALL_SLOW.search(text) else text.split("\n\n\n")
+        room = path.parent.relative_to(ROOT / "tests").as_posix()
+        for block in blocks:
+            decorators, _, rest = f"\n{block}".partition("\ndef test_")
+            if rest and "\n@pytest.mark.slow\n" not in f"{decorators}\n":
+                name = rest.partition("(")[0]
+                rooms[f"{path.stem}::test_{name}"] = room
+    return rooms
+
+
+def test_a_fast_test_is_named_by_a_mutant_or_takes_a_tenth_of_a_second():
+    """Of a core, at the last measurement; each room has one that a mutant names."""
+    rooms = rooms_of_fast_tests()
+    fast = durations.table()["fast"]
+    assert len(rooms) > 500 and len(fast.keys() & rooms.keys()) > 50
+    long = durations.too_long(fast, durations.MOST_S)
+    assert not {name: long[name] for name in long.keys() & rooms.keys()}
+    named = {rooms[name] for name in durations.named() & rooms.keys()}
+    assert named == {*rooms.values()}

@@ -396,7 +396,7 @@ def unproved(step):
             return {"step": str(error)}
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", BY_HAND)
 def test_what_is_right_by_hand_is_proved(losses):
     assert unproved(step_of(losses, within_of(losses))) == {}

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
@@ -16,6 +18,8 @@ import importlib.abc
 import json
 import re
 import sys
+
+import pytest
 import types
 
 ROOT = sys.argv[1]
@@ -77,6 +81,7 @@ print(json.dumps({**found, "rooms": sorted({name.split(".")[1] for name in names
 '''
 
 
+@pytest.mark.slow
 def test_the_prover_works_without_towers(tmp_path):
     path = tmp_path / "alone.py"
     path.write_text(ALONE)

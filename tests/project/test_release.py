@@ -68,6 +68,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_release_is_refused(checkout, what):
     given, text = REFUSED[what]
@@ -110,6 +111,17 @@ def test_ci_runs_the_test_commands_of_the_readme():
     assert [len(x) for x in commands] == [1, 1]
     marks = [re.search(r" -m (\S+|\".*\")$", x)[1] for (x,) in commands]
     assert marks == ['"not slow"', "slow"]  # together all
+
+
+def test_pages_name_one_time_for_the_tests():
+    """Measured; a commit that changes it changes it on each page."""
+    pages = "README.md", "CONTRIBUTING.md", "tests/README.md"
+    texts = {x: " ".join((ROOT / x).read_text().split()) for x in pages}
+    for unit, names in (("seconds", pages), ("minutes", pages[1:])):
+        found = [
+            re.findall(rf"(\d+) {unit} on two idle cores", texts[x]) for x in names
+        ]
+        assert found == [[found[0][0]]] * len(names)
 
 
 def test_every_extra_that_is_named_is_there():

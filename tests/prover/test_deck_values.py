@@ -20,7 +20,7 @@ def held(kind, deck, padded, most=None):
     return counts, odd
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_value_is_what_is_said_of_it(padded):
     counts, odd = held("right", "audited_losses", padded, most=8)

@@ -47,6 +47,7 @@ def test_every_kind_has_a_meaning():
     assert _MEANINGS.keys() == ALL_KINDS
 
 
+@pytest.mark.slow
 def test_what_is_drawn_with_a_kind_has_it():
     seen = set()
     for name, plain in WORLDS.items():

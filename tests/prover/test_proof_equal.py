@@ -43,7 +43,7 @@ def test_a_function_that_depends_on_the_split_is_not_proved(name):
     assert answer_for_loss(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"
 
 
-@pytest.mark.few_fast(50)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_function_that_does_not_is_proved(name, padded):

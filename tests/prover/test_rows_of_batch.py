@@ -69,7 +69,7 @@ def trained(loss_fn, towers):
     return np.array([state.params, metrics["loss"]])
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 4])
 @pytest.mark.parametrize("loss_fn", [by_a_slice, by_numbers])
 def test_rows_at_their_numbers_in_the_batch_are_proved(loss_fn, towers):
@@ -87,7 +87,7 @@ def test_rows_at_other_numbers_are_not(loss_fn):
     assert np.abs(trained(loss_fn, 2) - trained(loss_fn, 1)).max() > 1e-3
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 4])
 @pytest.mark.parametrize("reads", ["a slice", "numbers"])
 def test_a_second_pass_over_rows_that_a_first_one_returned_is_proved(reads, towers):

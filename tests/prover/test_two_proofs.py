@@ -71,6 +71,7 @@ ALL_DECKS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_copy_is_replicated():
     odd, total = judged(SOME, most=3)
     assert total > 50 and not odd
@@ -95,6 +96,7 @@ def as_copy(rule):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reduce_sum", "dot_general", "mul", "axis_index"])
 def test_a_rule_that_calls_all_a_copy_is_seen(name, monkeypatch):
     """Also of the number of a tower, and of sums over rows."""

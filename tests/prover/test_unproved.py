@@ -129,7 +129,7 @@ def trained(name, towers):
     return np.array([metrics["loss"], *state.params["w"]])
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_a_right_program_is_unproved_for_the_reason_in_the_table(name):
     step = step_of(name, TOWERS)

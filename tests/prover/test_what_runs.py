@@ -127,6 +127,7 @@ def test_a_branch_on_the_number_of_rows_is_not_proved(name, rows, towers, remain
     assert not is_proved(step_of(loss_fn, towers, remainder), batch)
 
 
+@pytest.mark.slow
 def test_pairs_of_a_padded_batch_are_not_proved():
     batch = batch_of(13)
     assert not is_proved(step_of(of_pairs, 4, "pad"), batch)
@@ -134,7 +135,7 @@ def test_pairs_of_a_padded_batch_are_not_proved():
     assert not is_proved(full, batch_of(16))  # pairs are not known as such
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_ROW)
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_a_branch_on_one_row_is_not_proved(name, remainder):
@@ -145,6 +146,7 @@ def test_a_branch_on_one_row_is_not_proved(name, remainder):
     assert not is_proved(step_of(loss_fn, 4, remainder), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_towers_of_one_row_are_proved_where_jax_alone_takes_another_way(remainder):
     def loss_fn(params, batch, tower):
@@ -156,7 +158,7 @@ def test_towers_of_one_row_are_proved_where_jax_alone_takes_another_way(remainde
     assert is_proved(step_of(loss_fn, 4, remainder), batch_of(4))
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("rows", [16, 15, 13, 8, 5, 4, 3, 2])
 @pytest.mark.parametrize("remainder", ["error", "pad"])
 def test_a_mean_is_proved_for_any_number_of_examples(rows, remainder):
@@ -167,6 +169,7 @@ def test_a_mean_is_proved_for_any_number_of_examples(rows, remainder):
     assert is_proved(step, batch_of(rows))
 
 
+@pytest.mark.slow
 def test_a_second_shape_of_batches_is_proved_by_itself():
     def loss_fn(params, batch, tower):
         errors = errors_of(params, batch)
@@ -185,6 +188,7 @@ def test_a_second_shape_of_batches_is_proved_by_itself():
     assert step.unproved == {}
 
 
+@pytest.mark.slow
 def test_another_number_of_examples_in_a_padded_batch_is_proved_by_itself():
     def loss_fn(params, batch, tower):
         errors = errors_of(params, batch)
@@ -201,6 +205,7 @@ def test_another_number_of_examples_in_a_padded_batch_is_proved_by_itself():
     state, _ = step(state, batch_of(13))  # it is said once
 
 
+@pytest.mark.slow
 def test_many_numbers_of_examples_are_proved_and_it_is_said_when_no_more_are():
     step = step_of(loss_of(jnp.sqrt), 4, "pad")
     state = step.init(PARAMS)
@@ -212,6 +217,7 @@ def test_many_numbers_of_examples_are_proved_and_it_is_said_when_no_more_are():
     state, _ = step(state, batch_of(6))  # it is said once
 
 
+@pytest.mark.slow
 def test_a_first_call_traces_the_function_once_more():
     calls = []
 

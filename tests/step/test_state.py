@@ -104,7 +104,7 @@ def collected(w, batch, tower):
     return tj.TowerOutput(tj.Weighted.mean((w - batch) ** 2, tower.weight), local=own)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tower_loop": "scan"}, {"state": "sharded"}])
 def test_each_tower_may_start_with_its_own_value(options):
     """An array, a tuple, or parts of one variable beside what all towers share."""
@@ -143,7 +143,7 @@ def rated(devices):
     return tj.build_train_step(mean_square, RATED, mirrored(2, devices))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.25, 1, np.float64(0.25), "on another device"])
 def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     step = rated(2)
@@ -167,6 +167,7 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     assert len(step.programs.compiled) == 1
 
 
+@pytest.mark.slow
 def test_a_state_whose_step_number_is_int64_trains_on():
     step = rated.__wrapped__(2)
     with jax.enable_x64(True):
@@ -222,6 +223,7 @@ def test_a_state_is_replaced_as_in_flax():
         state.replace(weights=1)
 
 
+@pytest.mark.slow
 def test_steps_and_a_donated_state_say_what_they_are():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
@@ -242,6 +244,7 @@ def test_steps_and_a_donated_state_say_what_they_are():
     assert f"{state}" == "TrainState(step=0: 3 leaves, 16 B; 12 B on each device)"
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_variables_that_are_no_dict():
     def metric_fn(params, batch, tower):
         (scale,) = tower.local

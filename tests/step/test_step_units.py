@@ -393,6 +393,7 @@ def test_tables_that_change_places_keep_theirs():
                 np.testing.assert_array_equal(bits(table), bits(expected[name]))
 
 
+@pytest.mark.slow
 def test_calls_are_counted_on_several_cpus_alone(monkeypatch):
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(params * batch, tower.weight)}

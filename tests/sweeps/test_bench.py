@@ -195,6 +195,7 @@ def job(build, peers=(), **config):
     return {"builders": builders, "config": config, "rtol": 1e-4, **QUICK}
 
 
+@pytest.mark.slow
 def test_a_recorded_job_leaves_no_listener_in_jax(here):
     before = get_event_listeners()
     found = recorded(job("mine:by_hand"))

@@ -264,6 +264,7 @@ def test_a_training_that_fails_names_its_members_and_keeps_the_others(tmp_path):
     assert told in error.__notes__
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_loses_no_member(tmp_path, monkeypatch):
     def full(file, record):
         raise OSError("full")
@@ -275,6 +276,7 @@ def test_a_disk_that_is_full_loses_no_member(tmp_path, monkeypatch):
     assert len(member.metrics["loss"]) == len(FEW)
 
 
+@pytest.mark.slow
 def test_an_error_of_evaluate_is_not_taken_for_one_of_build():
     def evaluate(state, **config):
         raise RuntimeError("Tracer, says the user")

@@ -10,6 +10,7 @@ import towerjax as tj
 ROWS = np.arange(24.0).reshape(8, 3)
 
 
+@pytest.mark.slow
 def test_each_device_has_a_copy():
     made = tj.testing.copies({"w": ROWS, "step": 3}, jax.devices()[:4])
     np.testing.assert_array_equal(made["w"], np.stack([ROWS] * 4))

@@ -139,6 +139,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(resumed, "call_in_process", call)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_resume_that_is_exact_is_silent():
     report = tj.testing.same_resumed(right, steps=(3, 4))

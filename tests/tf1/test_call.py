@@ -157,7 +157,7 @@ def test_pmap_refuses_what_it_would_get_wrong():
 # Compiled once.
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @EXECUTORS
 def test_called_again_it_is_not_traced_again(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
@@ -222,7 +222,7 @@ def test_run_concurrently_changes_nothing():
 # Towers called by towers that have met.
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @EXECUTORS
 def test_towers_are_called_in_a_merge(T, D, executor):
     def inner(tower, x, scale):
@@ -423,3 +423,17 @@ def test_what_has_no_hash_is_traced_in_each_call():
         model = types.SimpleNamespace(n=n)
         assert strategy.call_for_each_tower(tower_fn, model, {1}) == {1}
     assert set(seen) == {3, 10} and seen.count(3) == 2 * seen.count(10)
+
+
+@pytest.mark.slow
+def test_towers_may_meet_in_a_branch_that_all_take():
+    def tower_fn(tower, x):
+        total = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), tower.id)
+        return jax.lax.cond(
+            total + x > 6,
+            lambda: tower.reduce(tj.Reduction.SUM, tower.id),
+            lambda: jnp.int32(-1),
+        )
+
+    for x, expected in ((0, -1), (1, 6)):
+        assert int(mirrored(4, 4).call_for_each_tower(tower_fn, x)) == expected

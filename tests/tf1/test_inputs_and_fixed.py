@@ -35,6 +35,7 @@ def loss_fn(params, batch, tower):
 # tj.Whole: the same on all towers, not split, traced.
 
 
+@pytest.mark.slow
 def test_what_lies_on_the_devices_is_shared_without_a_copy():
     strategy = mirrored(2, 2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
@@ -86,6 +87,7 @@ def test_an_evaluation_takes_shared_leaves_and_batches_keep_them():
     assert all(b["scale"] == tj.Whole({"by": 2.0}) for b in cut)
 
 
+@pytest.mark.slow
 def test_rows_may_be_keys_of_several_steps_too():
     bits = np.arange(16, dtype=np.uint32).reshape(8, 2)
     keys = jax.random.wrap_key_data(bits)
@@ -127,6 +129,7 @@ def first_extra():
     }
 
 
+@pytest.mark.slow
 def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
     def check(**returned):
         def loss_fn(params, batch, tower):
@@ -215,6 +218,7 @@ def lora_loss(params, batch, tower):
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
 
 
+@pytest.mark.slow
 def test_what_is_fixed_is_not_sent():
     wide = {**lora(), "base": np.ones((3, 4096), np.int8)}
     wide["b"] = np.ones((2, 4096), np.float32)
@@ -245,6 +249,7 @@ def test_trainable_is_given_readable_names():
     assert set(given) == {("dense/kernel", (2,)), ("heads/0", (2,)), ("heads/1", (1,))}
 
 
+@pytest.mark.slow
 def test_refusals_name_the_leaf_and_what_to_write():
     def check(params, trainable=None):
         step = tj.build_train_step(

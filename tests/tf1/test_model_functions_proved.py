@@ -127,7 +127,7 @@ def by_one_tower(loss_of, count):
     return total / size, 10.0 - 0.1 * slope / size
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_minimize, by_gradients, by_two_optimizers])
 @pytest.mark.parametrize("loss_of, reduction, remainder, count", RIGHT)
 def test_a_right_model_is_proved_and_trains_as_one_tower(
@@ -144,7 +144,7 @@ def test_a_right_model_is_proved_and_trains_as_one_tower(
     np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", E.Mode)
 @pytest.mark.parametrize("loss_of, reduction, remainder, count", RIGHT)
 def test_a_right_model_is_proved_in_every_mode(
@@ -162,6 +162,7 @@ def test_a_right_model_is_proved_in_every_mode(
         np.testing.assert_allclose(value, loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_of_several_means_is_proved():
     model = model_of(three_means, EXACT, remainder="pad")
     features, labels = rows(7)
@@ -177,7 +178,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_minimize, by_gradients, by_two_optimizers])
 @pytest.mark.parametrize("loss_of, reduction, factor, remedy", WRONG)
 def test_a_reduction_that_depends_on_the_towers_is_refuted(
@@ -202,7 +203,7 @@ def test_an_evaluation_by_such_a_reduction_is_refuted(
         model(start(by_minimize), *rows(8), E.Mode.EVAL)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [7, 8])
 def test_a_mean_of_means_is_refused_where_batches_may_be_padded(count):
     def own_mean(errors, tower):

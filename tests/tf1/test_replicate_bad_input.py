@@ -365,6 +365,7 @@ def test_towers_that_would_part_name_the_leaf_and_the_line(name, compiled):
         assert "params['b']" not in said
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_seen(compiled):
     call()()
     assert any("(step)" in name for name in compiled)
@@ -417,7 +418,7 @@ def test_copies_of_two_towers_become_those_of_four():
     assert moved.local["n"].value.shape == (4, 3)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 def test_padding_is_refused_where_there_was_nothing_to_mask_before(compiled):
     model = replicated(lambda v, x, y, t: {"loss": Mean((x @ v.params["w"] - y) ** 2)})
     model(start(), X, Y, EVAL)
@@ -425,7 +426,7 @@ def test_padding_is_refused_where_there_was_nothing_to_mask_before(compiled):
     refused(compiled, lambda: model(start(), X[:7], Y[:7], EVAL), text)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loss", "loss/0"])
 def test_metrics_of_a_step_have_no_name_of_the_loss_or_a_term_of_it(name):
     def of(v, x, y, tower):

@@ -75,6 +75,7 @@ def test_no_predictions_come_back_where_none_are_made():
     assert spec.predictions == {}
 
 
+@pytest.mark.slow
 def test_features_and_labels_are_any_trees():
     def fn(features, labels, tower):
         a = features["a"]
@@ -151,7 +152,7 @@ def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
     np.testing.assert_array_equal(exports["regression"].value, x[:, 0])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "mode"),
     [(4, 2, tj.estimator.Mode.TRAIN), (2, 1, tj.estimator.Mode.EVAL)],
@@ -177,6 +178,7 @@ def test_train_and_eval_hand_back_predictions_and_exports(count, devices, mode):
     assert (spec.train_op is None) == (mode is tj.estimator.Mode.EVAL)
 
 
+@pytest.mark.slow
 def test_hooks_come_back_from_every_mode():
     def first(step, metrics):
         return None
@@ -328,7 +330,7 @@ def test_only_other_params_have_another_key(name):
     assert static_keys({"params": make()}) != static_keys({"params": other})
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["params", "config"])
 def test_params_that_change_after_a_call_change_later_calls_only(which, compiled):
     def model_fn(variables, features, labels, mode, params, config):
@@ -357,7 +359,7 @@ def alive(tree):
     return not any(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "donate", "executor"),
     [(1, 1, True, "shard_map"), (4, 2, True, "pmap")],
@@ -384,7 +386,7 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
             model(placed, x, y)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "kind"),
     [*zip(tj.estimator.VariablePlacement, ["call", "step"], strict=False)],

@@ -87,7 +87,7 @@ def start_averaging():
     return tj.TrainState.create({"w": rows(8, seed=3)}, SGD, extra=extra)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
 def test_a_model_function_may_close_over_values_of_the_program_around_it(tower_loop):
     """Its own program is then traced for the devices too."""
@@ -106,6 +106,7 @@ def test_a_model_function_may_close_over_values_of_the_program_around_it(tower_l
     np.testing.assert_allclose(metrics["loss"], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_original_are_not_audited():
     strategy = towers(2, 1)
     how = {"compat": "tf1", "audit": True}
@@ -309,6 +310,7 @@ def test_what_a_sharded_state_cannot_be_is_refused():
         model({"w": np.ones(8, np.float32)}, **batch(8))
 
 
+@pytest.mark.slow
 def test_a_models_step_is_proved_for_towers_that_are_not_here():
     strategy = tj.Mirrored(towers=1024)
     step = tj.estimator.replicate_model_fn(model_fn, devices=strategy).train_step()

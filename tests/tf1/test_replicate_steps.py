@@ -425,6 +425,7 @@ def test_a_state_that_is_none_is_refused():
         step(state, batch(8))
 
 
+@pytest.mark.slow
 def test_params_reach_the_steps():
     seen = []
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))

@@ -194,6 +194,7 @@ def test_how_long(model, form, steps, epochs, expected):
         assert len(calls) == -(-expected // 3)
 
 
+@pytest.mark.slow
 def test_batches_begin_anew_with_each_pass_and_evaluation(model):
     whole = pairs()
     given = tj.batches(arrays(44), 16)
@@ -205,6 +206,7 @@ def test_batches_begin_anew_with_each_pass_and_evaluation(model):
     assert result[1].final["loss"] == alone["loss"]
 
 
+@pytest.mark.slow
 def test_a_distributed_data_set_has_one_thread_and_no_other(model):
     def endless():
         yield from itertools.cycle(pairs())
@@ -238,6 +240,7 @@ def test_without_labels_there_are_none():
     check(train(model, mixed), data)
 
 
+@pytest.mark.slow
 def test_evaluations_are_those_of_numpy(model):
     """Of data that are distributed, too."""
     data = pairs()
@@ -575,6 +578,7 @@ def lines_model(**options):
     return model, tj.TrainState.create(np.float32(0.5), optimizer)
 
 
+@pytest.mark.slow
 def test_evaluate_is_over_all_rows_however_they_are_cut():
     model, variables = lines_model()
     rng = np.random.default_rng(0)

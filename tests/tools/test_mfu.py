@@ -20,6 +20,7 @@ def built(request):
     return step, step.init(np.zeros((WIDTH, 3), np.float32)), request.param
 
 
+@pytest.mark.slow
 def test_it_is_the_flops_of_products_by_time_and_peak(built):
     step, state, devices = built
     batch = np.ones((ROWS, WIDTH), np.float32)

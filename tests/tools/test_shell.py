@@ -69,6 +69,7 @@ def test_commands_refuse_in_one_line(shell, said, arguments):
     assert said in error and error.startswith("towerjax") and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_other_commands_say_what_to_write(shell, monkeypatch):
     _, _, error = shell("check", "of_user:programs", "--devices", "3")
     assert "devices=(1, 3), or --devices 1 3.\n" in error

@@ -58,6 +58,7 @@ def expected():
     return mask @ gaps**2, 2 * (mask * gaps) @ x, mask @ (gaps**2 > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("loss_fn", [weighted_metric, loss_output])
 def test_a_loss_of_another_library_is_one_of_ours(loss_fn, micro_batches):
@@ -84,6 +85,7 @@ def named_pair(params, batch, tower):
     return Pair(metric.unreduced_sum, metric.denominator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [weighted_metric, loss_output, named_pair])
 def test_its_loss_is_scaled_as_ours_is(loss_fn):
     scale = tj.contrib.LossScale(2.0**10)
@@ -116,6 +118,7 @@ def test_a_loss_that_cannot_be_scaled_is_told_what_to_return():
         step(step.init(PARAMS), BATCH)
 
 
+@pytest.mark.slow
 def test_value_and_grad_takes_it_too():
     def tower_fn(state, batch, tower):
         out, grads = tj.value_and_grad(loss_output)(state.params, batch, tower)

@@ -448,6 +448,7 @@ def test_the_verbs_of_towers_of_several_devices():
     assert np.asarray(out).tolist() == 11  # 1 and each of 1, 2, 3, 4
 
 
+@pytest.mark.slow
 def test_towers_of_devices_that_are_nowhere_are_proved():
     devices = [f"gpu:{i}" for i in range(16)]
     strategy = tj.Mirrored(devices, within={"model": 4}, specs=SPECS)

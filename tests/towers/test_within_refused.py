@@ -196,6 +196,7 @@ def test_an_axis_that_is_not_there_names_the_option(within):
     assert "tj.Mirrored(within={'model': 2})" in "".join(told.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_shard_map_that_is_kept_says_to_call_it_anew():
     whole = P(None, "model"), P("model"), P()
 

@@ -359,6 +359,7 @@ def test_metrics_of_a_history_are_a_tree():
     assert jnp.shape(metrics["loss"]) == (1,)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_run_that_did_nothing_does_not_speak_of_its_state():
     step = build()
     with pytest.raises(ValueError, match="cannot share evenly") as caught:

@@ -128,6 +128,7 @@ def test_a_refusal_shows_the_users_call_alone():
         assert [x.name for x in found][1:] == ["<lambda>"], found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("filtering")
 def test_ctrl_c_shows_the_users_line_alone():
     def batches():

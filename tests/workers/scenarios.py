@@ -20,7 +20,7 @@ import writes
 import towerjax as tj
 from towerjax.contrib import LocalSGD
 
-suite.shards_from(1)  # as in tests/conftest.py
+suite.shards_from(1)  # as in tests/in_process.py
 FOUR = tj.Mirrored(towers=4)
 VERBS = tj.tf1.with_verbs(FOUR)
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")

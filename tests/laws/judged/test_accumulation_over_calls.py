@@ -183,7 +183,7 @@ WRONG = {
 }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_accumulation_over_calls_is_proved(name):
     assert tj.testing.prove(RIGHT[name], micro_batches=NUMBERS).unproved == {}
@@ -201,12 +201,14 @@ def test_no_wrong_accumulation_over_calls_is_proved(name):
         pass  # refuted
 
 
+@pytest.mark.slow
 def test_an_update_by_sums_of_means_is_told_as_such():
     report = tj.testing.prove(WRONG["sums of means"], micro_batches=NUMBERS)
     assert "times the number of micro-batches" in str(report)
     assert "depends on the number n of micro-batches" in str(report)
 
 
+@pytest.mark.slow
 def test_a_quotient_that_may_be_infinite_is_named():
     """A call that only accumulates adds 0 times an update, which may be NaN."""
     report = tj.testing.prove(WRONG["means of masked means"], micro_batches=NUMBERS)
@@ -215,6 +217,7 @@ def test_a_quotient_that_may_be_infinite_is_named():
     assert "(masked_mean)" in why
 
 
+@pytest.mark.slow
 def test_a_step_that_prints_its_gradient_is_proved():
     def printed(grads, _):
         jax.debug.print("gradient {}", grads["b"])

@@ -133,7 +133,7 @@ def loss_of(mode, share=False):
     return loss_fn
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_takes_the_sums_as_they_are(mode):
     batch = {"x": X, "mask": MASK}
@@ -150,6 +150,7 @@ def test_a_step_takes_the_sums_as_they_are(mode):
     assert float(metrics["loss"]) == pytest.approx(float(total / weight), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_takes_a_share_of_a_norm():
     mode = "sequence-mean-token-sum-norm, norm=8"
     strategy = tj.Mirrored(towers=4)

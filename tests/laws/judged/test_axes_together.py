@@ -89,7 +89,7 @@ def unproved(make):
         return {"result": str(error)}
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", functions(Right))
 def test_what_acts_over_both_axes_is_proved(name, shapes):

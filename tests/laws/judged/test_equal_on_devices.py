@@ -413,7 +413,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(Right))
 def test_what_is_the_same_as_on_one_device_is_proved(name):
     report = proof_of(cases(Right)[name])
@@ -528,6 +528,7 @@ def test_prove_takes_a_function_that_makes_the_program():
         tj.testing.prove(Right.data_parallel, devices=(2, 4))
 
 
+@pytest.mark.slow
 def test_sums_of_what_is_the_same_are_notes_where_nothing_better_is_known():
     fn, args = Refuted.sum_of_a_sum(jax.devices()[:4])
     [note] = tj.testing.prove(fn, *args).notes

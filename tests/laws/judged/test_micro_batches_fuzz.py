@@ -216,6 +216,7 @@ def fuzz(seeds):
     return counts
 
 
+@pytest.mark.slow
 def test_what_is_proved_of_random_accumulations_runs_alike():
     counts = fuzz(range(3))
     assert counts[True, True] and counts[False, False]

@@ -420,7 +420,7 @@ def maker(fn):
     return make
 
 
-@pytest.mark.few_fast(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", functions(Right))
 def test_a_right_accumulation_is_proved(name):
     make = maker(functions(Right)[name])

@@ -46,6 +46,7 @@ def test_what_is_proved_of_each_operation_holds(name):
         refuse_false(seed, seed % 2 == 1, operation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [8])
 def test_what_is_proved_of_a_few_random_functions_holds(seed):
     refuse_false(seed, padded=True)

@@ -186,7 +186,7 @@ def own_rows(x, params, tower):
     return (jnp.tanh(x @ params["w"]) * tower.weight).sum() / weight
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("energy", [mean_of_all, mean_of_all_by_hand, own_rows])
 def test_forces_of_a_share_or_of_ones_own_rows_are_those_of_one_tower(energy):
     def loss_fn(params, batch, tower):
@@ -250,7 +250,7 @@ def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     assert mean in (text := " ".join(advice)) and "with tower.shared_rng" in text
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_fn", "options"), [
     (by_what_all_share, {"audit": False}),  # it depends on their number
     (by_own_parameters, {}),

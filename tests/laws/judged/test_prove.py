@@ -226,6 +226,7 @@ def drawn(key):
     return jax.random.normal(key, (8,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
 def test_draws_by_rbg_are_noted_where_they_may_be_split(impl):
     key = jax.random.key(0, impl=impl)

@@ -168,6 +168,7 @@ def tally_of(seeds):
     return tally, wrong
 
 
+@pytest.mark.slow
 def test_no_random_program_is_wrongly_proved():
     tally, wrong = tally_of(range(40))
     assert not wrong

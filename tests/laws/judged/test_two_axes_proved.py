@@ -36,7 +36,6 @@ def unproved(make):
         return {"result": str(error)}
 
 
-@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("growing", GROWING)
 @pytest.mark.parametrize("name", named(Right))
 def test_what_is_right_is_proved(name, growing):
@@ -56,7 +55,7 @@ def test_what_is_proved_is_the_same(name):
     assert tj.testing.same_on_devices(make, devices=NUMBERS)
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(Wrong))
 def test_no_fault_is_proved(name):
     for growing in (ROWS_FIRST, SECOND_FIRST):

@@ -91,7 +91,7 @@ def numbers(x):
     return getattr(x, "value", x)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("T, D, tower_loop, parts", [
     (1, 1, "vmap", 1), (1, 1, "vmap", 3), (4, 2, "vmap", 1), (4, 2, "scan", 3),
 ])  # fmt: skip

@@ -154,6 +154,7 @@ def test_a_mean_of_all_towers_is_a_factor_as_the_error_says():
     )
 
 
+@pytest.mark.slow
 def test_several_means_cost_one_small_reduction_more():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
     found = step.check(params(), data()).analysis.collectives

@@ -37,6 +37,7 @@ def sum_of_squares(strategy, v):
     return sum(x**2 for x in strategy.unwrap(v))
 
 
+@pytest.mark.slow
 def test_pytrees_strings_and_none_go_through():
     seen = []
 
@@ -161,6 +162,7 @@ def test_a_reduction_in_16_bits_is_rounded_once():
             assert (found["f2"].dtype, found["bf"].dtype) == (np.float16, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_other_towers_nan_does_not_leak_into_the_first():
     def tower_fn(tower, x):
         bad = jnp.where(tower.id == 0, x, jnp.nan)
@@ -180,6 +182,7 @@ def test_other_towers_nan_does_not_leak_into_the_first():
     assert all_towers(gradient, T).tolist() == [1] + [0] * (T - 1)
 
 
+@pytest.mark.slow
 def test_typed_keys_meet():
     def tower_fn(tower):
         key = jax.random.fold_in(jax.random.key(3), tower.id)

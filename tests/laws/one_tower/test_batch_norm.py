@@ -151,7 +151,7 @@ def test_an_empty_tower_keeps_its_local_statistics():
     assert (np.asarray(state.local.value["mean"][:3]) != 0).all()
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", APPLY)
 def test_frozen_statistics_normalise_and_stay(kind):
     stats = {"mean": np.float32([1, 2, 3]), "var": np.float32([4, 1, 9])}
@@ -481,6 +481,7 @@ def test_what_cannot_be_honoured_is_refused(call, text):
         call()
 
 
+@pytest.mark.slow
 def test_arguments_of_flax_alone_are_refused():
     for make in (LinenNorm, made_by_nnx):
         with pytest.raises(TypeError, match="axis_name"):

@@ -462,6 +462,7 @@ def test_what_may_not_be_returned_is_refused_by_name(text):
     refused(tower_fn, text, **options)
 
 
+@pytest.mark.slow
 def test_the_tangent_of_a_mean_has_no_weight():
     def tower_fn(state, batch, tower):
         grads_of = tj.value_and_grad(loss_fn)
@@ -483,6 +484,7 @@ def test_the_tangent_of_a_mean_has_no_weight():
     step.check(params(), data(8))
 
 
+@pytest.mark.slow
 def test_a_derivative_of_a_mean_is_taken_of_its_sum():
     def tower_fn(state, batch, tower):
         def grads(params):
@@ -618,6 +620,7 @@ def test_a_guard_of_gradients_looks_at_rows_of_tables():
     np.testing.assert_array_equal(state.params[:8], once)
 
 
+@pytest.mark.slow
 def test_a_tower_knows_into_how_many_parts_its_rows_are_cut():
     def loss_fn(params, batch, tower):
         parts.add(tower.micro_batches)

@@ -85,6 +85,7 @@ def test_what_is_the_same_by_proof_comes_back_bare():
     )
 
 
+@pytest.mark.slow
 def test_arrays_closed_over_are_the_same_on_all_towers():
     weights = jnp.float32([2, 3])
     key = jax.random.key(3)
@@ -177,6 +178,7 @@ def test_values_of_unequal_sizes_are_joined_by_jax():
 # map
 
 
+@pytest.mark.slow
 def test_map_deals_elements_out_in_turn():
     T = 3
     strategy = mirrored(3)

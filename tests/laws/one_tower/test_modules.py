@@ -88,7 +88,6 @@ class WithDropout(nnx.Module):
         return self.norm(x) if hasattr(self, "norm") else x
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
@@ -130,7 +129,7 @@ def in_turn(fn):
     return nnx.scan(nnx.remat(fn), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [nnx.jit, nnx.remat, in_turn])
 @pytest.mark.parametrize("counts", [False, True])
 def test_what_flax_only_puts_back_is_not_written(through, counts):
@@ -151,6 +150,7 @@ def test_what_flax_only_puts_back_is_not_written(through, counts):
         step.check(state, batch(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["local", "extra"])
 def test_what_a_loss_writes_into_a_module_of_the_tower_is_returned(place):
     def loss_fn(params, rows, tower, returns=True):

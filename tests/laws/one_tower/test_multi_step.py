@@ -100,6 +100,7 @@ def test_variables_are_carried():
     assert float(strategy.read_var(seen)) == 28
 
 
+@pytest.mark.slow
 def test_towers_values_that_come_apart_are_carried():
     strategy = mirrored(2)
 
@@ -130,6 +131,7 @@ def test_elements_arrive_as_they_are_and_tuples_part_by_part():
     assert (int(ctx.final), ctx.iterations) == (15 + 55, 3)
 
 
+@pytest.mark.slow
 def test_outputs_that_are_no_arrays():
     strategy = mirrored(2, tower_loop="scan")
 

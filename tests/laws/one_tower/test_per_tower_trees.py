@@ -13,6 +13,7 @@ import towerjax as tj
 R = tj.Reduction
 
 
+@pytest.mark.slow
 def test_results_of_map_that_are_trees_are_reduced():
     strategy = mirrored(4, 2)
     elements = [1.0, 2.0, 3.0, 4.0]
@@ -34,6 +35,7 @@ def test_what_has_no_elements_is_reduced_in_a_tower():
         ]
 
 
+@pytest.mark.slow
 def test_rows_and_saved_values_in_another_byte_order():
     swapped = np.array([[1, 2]], ">f4")
     rows = tj.sparse.IndexedRows(swapped, np.array([1], ">i4"), (2, 2))
@@ -44,6 +46,7 @@ def test_rows_and_saved_values_in_another_byte_order():
     assert out.value.tolist() == [[1, 2]]
 
 
+@pytest.mark.slow
 def test_rows_without_columns_are_reduced_and_joined():
     rows = tj.sparse.IndexedRows(np.ones((2, 2, 0)), np.array([[0, 1], [1, 0]]), (3, 0))
     strategy = mirrored(2)

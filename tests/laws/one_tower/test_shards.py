@@ -180,6 +180,7 @@ def test_pinned_parts_go_on_elsewhere_to_the_same_bits():
     assert bits(state) == bits(expected)
 
 
+@pytest.mark.slow
 def test_a_map_in_an_update_of_pinned_parts_is_refused_by_check():
     def tower(state, rows, tower):
         def loss_fn(w, rows, tower):

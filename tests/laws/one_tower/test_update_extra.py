@@ -125,6 +125,7 @@ def test_rows_of_a_queue_say_which_are_padding():
         step(step.init(W, extra=first_extra()), data(11))
 
 
+@pytest.mark.slow
 def test_what_it_is_given_and_returns_is_told_of():
     with pytest.raises(ValueError, match=r"update_extra\(state, merged\)"):
         build(update_extra=lambda state: state.extra)

@@ -44,6 +44,7 @@ def test_a_variable_is_placed_on_all_devices():
     assert (local.name, local.reduction) == ("n", R.SUM)
 
 
+@pytest.mark.slow
 def test_the_initial_value_is_made_once():
     calls = []
 
@@ -89,6 +90,7 @@ def test_variables_are_made_and_changed_inside_jit():
     assert isinstance(n, tj.TowerLocal) and n.value.tolist() == [3, 4]
 
 
+@pytest.mark.slow
 def test_assigning_keeps_the_dtype():
     strategy = mirrored(2)
     v = strategy.create_var("v", jnp.bfloat16(1), reduction=R.MEAN)
@@ -124,6 +126,7 @@ def test_towers_make_variables():
     assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
 
 
+@pytest.mark.slow
 def test_variables_meet_in_a_merge_as_such():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", (1.0, 2.0))
@@ -171,7 +174,7 @@ def test_assigning_is_differentiable():
     np.testing.assert_allclose(of_v.value, 2 * new, rtol=8 * EPS)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(reduction):
     strategy = mirrored(T, D)
@@ -196,6 +199,7 @@ def test_a_tower_local_variable_reads_as_assigned(reduction):
     assert new.value[0].sharding == n.value[0].sharding
 
 
+@pytest.mark.slow
 def test_a_tower_makes_and_reduces_a_variable_of_its_own():
     strategy = mirrored(T, D)
 
@@ -241,6 +245,7 @@ def test_in_a_tower_a_mirrored_variable_is_every_towers():
     assert float(out.value) == 1
 
 
+@pytest.mark.slow
 def test_update_calls_once_for_each_copy():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", {"x": 2.0})

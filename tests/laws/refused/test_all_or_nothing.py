@@ -280,6 +280,7 @@ def test_it_is_refused_with_the_shards_that_users_have(kind, users_shards):
     test_a_gradient_that_is_not_finite_is_refused_at_its_step(kind)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_not_finite_came_with_an_earlier_step():
     """The loss of step 2 is finite, its gradient not: the loss of step 3 tells."""
     step = plain(tj.OneDevice(), guard="loss")

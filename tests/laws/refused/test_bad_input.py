@@ -406,6 +406,7 @@ def test_a_mistake_is_refused(name, compiled):
         refused(compiled, call, text)
 
 
+@pytest.mark.slow
 def test_what_is_right_beside_mistakes_passes():
     step = build()
     strange = start_of(THERE)
@@ -473,6 +474,7 @@ def test_an_ordered_print_on_several_devices_is_told_of():
     assert "write ordered=False" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_closing_over_another_states_arrays_names_what_to_write():
     teacher = build().init(start())
 
@@ -512,6 +514,7 @@ OTHER_ORDER = {
 }
 
 
+@pytest.mark.slow
 def test_a_function_of_other_arguments_is_told_its_form():
     for form, use in UNLIKE.items():
         text = rf"the signature \(\) cannot be called as {re.escape(form)}: too many"

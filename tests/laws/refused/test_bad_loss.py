@@ -33,6 +33,7 @@ def test_padding_that_nothing_masks_is_refused(compiled):
         measure(state, good(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_padding_that_the_other_part_of_a_loss_masks_is_refused(count):
     def careless(params, batch, tower):
@@ -118,7 +119,7 @@ def of_a_metric(params, batch, tower):
     return tj.TowerOutput(loss_fn(params, batch, tower), {"gap": gap})
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fn, towers, rows, options", [
     (column, 2, 6, {}), (column, 4, 8, {"remainder": "pad"}),
     (column, 2, 8, {"micro_batches": 2}), (unweighted, 4, 8, {"remainder": "pad"}),
@@ -145,7 +146,7 @@ def of_three_rows(params, batch, tower):
     return features(params, {"x": batch["x"].reshape(3, 3)}, tower)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [features, pairs, of_three_rows])
 @pytest.mark.parametrize("towers", [1, 3])
 def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
@@ -172,6 +173,7 @@ def of_means(params, batch, tower):
 OWN = [(of_six, 1, 6), (of_all_numbers, 3, 6), (of_parameters, 3, 3), (of_means, 6, 6)]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("fn", "towers", "rows"), OWN)
 def test_weights_that_are_numbers_of_a_towers_own_pass(fn, towers, rows):
     """Also where they are by chance as many as the whole batch has rows."""
@@ -235,7 +237,7 @@ LOST = [
 ]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_of", LOST)
 def test_a_loss_without_a_gradient_is_refused(loss_of):
     """As of a model that a loss function closes over, or of a count of hits."""

@@ -108,6 +108,7 @@ def test_what_jax_debug_nans_finds_says_how_to_find_more():
             step(state, batch)
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
     def fails(_):
         raise ArithmeticError("a fish")
@@ -172,6 +173,7 @@ def test_checking_without_devices_looks_at_the_batch_too():
 # What NumPy has and devices have not.
 
 
+@pytest.mark.slow
 def test_integers_that_would_wrap_round_are_refused_by_name():
     def predict_fn(params, batch, tower):
         return batch["id"]

@@ -406,7 +406,7 @@ UNASKED = {
     "per_example": False, "bits": False, "lazy": False, "first": 1,
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "replace": False,
-    "max_elements": 64, "iterations": 0, "max_rows": 40,
+    "max_elements": 64, "iterations": 0,
     # Of a loss scale.
     "start": 2.0**15, "double_every": 2000,
     # How long processes wait for one another, in seconds, and their exit code.

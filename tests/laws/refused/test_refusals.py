@@ -508,6 +508,7 @@ def test_what_all_share_comes_back_as_an_array_of_its_own(reduction):
     assert isinstance(alone, jax.Array) and alone.tolist() == [7.0] * 3
 
 
+@pytest.mark.slow
 def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
     strategy = mirrored(4, 2)
     v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
@@ -547,6 +548,7 @@ def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
     assert own(v.value).values.tolist() == [[0, 0], v.value.tolist()]
 
 
+@pytest.mark.slow
 def test_a_variable_that_the_steps_of_a_loop_close_over_is_told():
     strategy = mirrored(2, 2)
     v = strategy.create_var("v", 1.0)

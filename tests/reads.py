@@ -1,0 +1,169 @@
+"""What a program or a test reads of the checkout, as one digest."""
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+
+ROOT = pathlib.Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+
+
+def digest(*texts: str) -> str:
+    """Return a number for texts; others have another."""
+    found = hashlib.sha256("\0".join(texts).encode())
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def _text(path: pathlib.Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def _tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
+def _lines(path: pathlib.Path, node: ast.AST) -> range:
+    """The lines of a definition, from its first decorator on."""
+    first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+    return range(first, node.end_lineno + 1)
+
+
+def function(where: str) -> str:
+    """Return the source of ``"module:function"`` or ``"module:Class.method"``.
+
+    It is empty where there is none.
+    """
+    module, _, names = where.partition(":")
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    path = path if path.exists() else path.with_suffix("") / "__init__.py"
+    if not path.exists():
+        return ""
+    node: ast.AST | None = _tree(path)
+    for name in names.split("."):
+        inner = [x for x in node.body if getattr(x, "name", None) == name]
+        if not inner:
+            return ""
+        node = inner[-1]
+    lines = _text(path).splitlines()
+    return "\n".join(lines[i - 1] for i in _lines(path, node))
+
+
+def tests(ids: Iterable[str]) -> list[str]:
+    """Return what tests read: their files without other tests, and what these import.
+
+    Of a file with tests that is not asked for, but imported, all counts. Fixtures are
+    those of the files themselves and of each ``conftest.py`` above.
+    """
+    asked: dict[pathlib.Path, set[str]] = {}
+    for id in ids:
+        file, _, name = id.partition("::")
+        asked.setdefault(ROOT / file, set()).add(name.partition("[")[0])
+    texts = [_without_others(path, names) for path, names in asked.items()]
+    helpers = {path for own in asked for path in [*_imported(own), *_conftests(own)]}
+    return [*ids, *texts, *map(_text, sorted(_closed(helpers) - {*asked}))]
+
+
+def _without_others(path: pathlib.Path, names: set[str]) -> str:
+    """The text of a file without the tests that have other names."""
+    if not path.exists():
+        return ""
+    left_out: set[int] = set()
+    for node in _tree(path).body:
+        name = getattr(node, "name", "")
+        if name.startswith("test_") and name not in names:
+            left_out |= {*_lines(path, node)}
+    lines = enumerate(_text(path).splitlines(), 1)
+    return "\n".join(line for number, line in lines if number not in left_out)
+
+
+def _conftests(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    for folder in path.parents:
+        if folder.is_relative_to(TESTS) and (folder / "conftest.py").exists():
+            yield folder / "conftest.py"
+
+
+def files(paths: Iterable[pathlib.Path]) -> list[str]:
+    """Return the texts of files, and of what they import beside the package."""
+    return [*map(_text, sorted(_closed(paths)))]
+
+
+def _closed(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
+    found: set[pathlib.Path] = set()
+    todo = {*paths}
+    while todo:
+        found |= todo
+        todo = {x for path in todo for x in _imported(path)} - found
+    return found
+
+
+@functools.cache
+def _imported(path: pathlib.Path) -> frozenset[pathlib.Path]:
+    """The files of tests, benchmarks and examples that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(_tree(path)) if path.exists() else ():
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(path.relative_to(ROOT).parts[: -(node.level or 1)])
+            base = f"{package}.{node.module or ''}" if node.level else node.module or ""
+            base = base.strip(".")
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return frozenset(x for name in names for x in _files_of(name))
+
+
+@functools.cache
+def _files_of(name: str) -> tuple[pathlib.Path, ...]:
+    """The files of a module that is ours but not of the package."""
+    top, *_ = name.split(".")
+    if top == "towerjax":
+        return ()
+    inner = name.replace(".", "/")
+    places = [ROOT / inner, TESTS / inner, ROOT / "examples" / inner]
+    places += _by_stem().get(inner, [])
+    files = [x.with_suffix(".py") for x in places]
+    files += [x / "__init__.py" for x in places]
+    return tuple(x for x in files if x.exists())
+
+
+@functools.cache
+def _by_stem() -> dict[str, list[pathlib.Path]]:
+    """Where modules lie that a test imports by their last name alone."""
+    found: dict[str, list[pathlib.Path]] = {}
+    for path in TESTS.rglob("*.py"):
+        found.setdefault(path.stem, []).append(path.with_suffix(""))
+    return {name: paths for name, paths in found.items() if name[:2] != "__"}
+
+
+def package(*texts: str) -> list[str]:
+    """Return the modules of towerjax that texts name, or that define what they name.
+
+    These are names like ``tj.run`` and ``towerjax.mesh.absent``. What these modules
+    import is not followed.
+    """
+    pattern = r"\b(?:tj|towerjax)((?:\.\w+)+)"
+    chains = {chain[1:] for text in texts for chain in re.findall(pattern, text)}
+    found = {_defining(chain) for chain in chains}
+    return [_text(path) for path in sorted(found - {None})]
+
+
+@functools.cache
+def _defining(chain: str) -> pathlib.Path | None:
+    """The file of the innermost name of a chain that has one."""
+    value = importlib.import_module("towerjax")
+    module = ROOT / "towerjax" / f"{chain.replace('.', '/')}.py"
+    if module.exists():
+        return module
+    found = None
+    for name in chain.split("."):
+        value = getattr(value, name, None)
+        module = value if inspect.ismodule(value) else inspect.getmodule(value)
+        file = pathlib.Path(getattr(module, "__file__", None) or "/")
+        found = file if file.is_relative_to(ROOT / "towerjax") else found
+    return found
