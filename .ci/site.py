@@ -18,19 +18,25 @@ OUTSIDE = {"CHANGELOG.md": "changelog.md", "examples": "examples.md"} | {
 # Where a page that is no more is found now.
 MOVED = {
     "benchmarks/absent": "evidence/absent",
-    "benchmarks/faults": "evidence/faults",
+    "benchmarks/faults": "evidence",
     "benchmarks/overhead": "evidence/overhead",
     "desync_and_nan": "all_or_nothing",
     "design_notes": "how_it_works",
+    "evidence/bits": "same_bits",
+    "evidence/bugs_of_2026": "evidence",
+    "evidence/faults": "evidence",
+    "evidence/proofs": "evidence",
     "how_to/accumulation_checked": "how_to/gradient_accumulation",
     "how_to/compressed_sums": "cross_tower_ops",
     "how_to/each_example_once": "how_to/uneven_data",
     "how_to/profiling": "reports",
     "mirrored_strategy": "reference/mirrored_strategy",
-    "published_bugs": "public_code",
+    "public_code": "evidence",
+    "published_bugs": "evidence",
     "replicate_model_fn": "reference/replicate_model_fn",
-    "foreign_programs": "public_code",
-    "public_programs": "public_code",
+    "testing": "check",
+    "foreign_programs": "evidence",
+    "public_programs": "evidence",
 }
 # What a search is for, most often.
 TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
@@ -38,7 +44,7 @@ TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
 WORDS = {
     "all_or_nothing.md": ["error messages"],
     "batch_norm.md": ["SyncBatchNorm"],
-    "check.md": ["check", "CI"],
+    "check.md": ["check", "CI", "parity"],
     "checkpoints.md": ["resume", "save model", "safetensors"],
     "concepts.md": ["replica"],
     "evidence/absent.md": ["TPU"],
@@ -54,7 +60,6 @@ WORDS = {
     "how_to/tensor_and_expert_parallel.md": ["MoE", "sequence parallel"],
     "how_to/text.md": ["transformer", "GPT"],
     "how_to/uneven_data.md": ["token mean"],
-    "how_to/whole_training.md": ["warmup", "EMA", "export", "early stopping"],
     "limits.md": ["TPU", "pipeline parallel"],
     "notebooks/05_language_model.md": ["transformer"],
     "note.md": ["parallelization equivalence"],
@@ -63,7 +68,6 @@ WORDS = {
     "reports.md": ["MFU"],
     "same_bits.md": ["seed"],
     "several_processes.md": ["multi node", "multi host", "TPU"],
-    "testing.md": ["parity"],
     "train_and_evaluate.md": ["MFU", "resume", "callbacks"],
 }
 _REPOSITORY = "https://github.com/towerjax/towerjax"

@@ -10,7 +10,7 @@ is asked:
   the number of devices?
 
 Run: ``python -m tests.foreign FOLDER [--kind step] [--only brax_ppo]``; ``--checkouts``
-says how to fill the folder; ``--page docs/public_code.md`` writes rows of steps into
+says how to fill the folder; ``--page docs/evidence.md`` writes rows of steps into
 that page; ``--show`` prints the diffs of conversions with what they remove.
 """
 

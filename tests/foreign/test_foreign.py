@@ -20,7 +20,7 @@ from tests.foreign.losses import flax, given
 from tests.foreign.losses import transformers as of_transformers
 from tests.foreign.program import DEPENDS, THE_SAME, function
 
-PAGE = (ROOT / "docs" / "public_code.md").read_text()
+PAGE = (ROOT / "docs" / "evidence.md").read_text()
 PROGRAMS = {(x.KIND, x.name): x for x in foreign.programs()}
 FOLDERS = {"step": "steps", "loss": "losses"}
 CONVERSIONS = [x for x in PROGRAMS.values() if x.KIND == "conversion"]

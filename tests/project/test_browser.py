@@ -106,7 +106,7 @@ SOUGHT = {
     "save model": "checkpoints/",
     "safetensors": "checkpoints/",
     "out of memory": "how_to/larger_than_a_device/",
-    "parity": "testing/",
+    "parity": "check/",
     "invariance": "proof/",
     "replica": "concepts/",
     "token mean": "how_to/uneven_data/",

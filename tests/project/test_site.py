@@ -183,7 +183,7 @@ def test_words_that_are_sought_are_those_of_pages():
     sought = (
         "check ema export mfu multi node resume seed moe elastic flatbuffers warmup"
     )
-    sought += " mixup augmentation fault tolerance"
+    sought += " warmup mixup augmentation fault tolerance"
     assert {*sought.split()} <= {*words.split()}
     assert "parallelization equivalence" in words and "sequence parallel" in words
 

@@ -19,7 +19,7 @@ import towerjax as tj
 
 pytestmark = pytest.mark.slow
 
-# Right, and not proved: each has its reason in docs/evidence/proofs.md.
+# Right, and not proved: each has its reason in docs/evidence.md.
 UNKNOWN = {"mean_of_rows", "gnn"}
 UNKNOWN_PADDED = UNKNOWN | {"clip", "siglip", "simclr"}
 # Groups of rows, of which there are none unless towers have whole ones.

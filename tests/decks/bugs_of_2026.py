@@ -1,34 +1,17 @@
-# Fourteen bugs of 2026, told without a run
+"""Bugs that were published and corrected in 2026, in plain JAX, wrong and right."""
 
-For those who ask what the proof is worth on this year's trainers. Each bug was published
-and corrected in 2026. The program has its lines, wrong and right, in plain JAX. It prints
-what [`tj.testing.prove`](../testing.md#without-a-run) says of each. Older bugs, with what
-they do on devices, are on [another page](../public_code.md#published-bugs).
+import functools
 
-| name | where | what was wrong |
-|---|---|---|
-| `averaged_too` | verl-SpeCo e7bb7df | a gradient of a loss over all tokens is averaged by FSDP once more |
-| `own_guard` | prime-rl#2562 | each device divides by its own number of tokens, at least 1 |
-| `summed_twice` | speculators#759 | two names of one sum: it is reduced twice |
-| `not_summed` | torchtitan#4054 | the gradient that enters the experts is not summed over devices |
-| `validation` | torchtitan#2366 | a sum over all tokens is averaged over devices |
-| `other_rewards` | tt-metal#46548 | prompts are split in micro-batches, advantages along the batch |
-| `lost_rows` | grain 5bad1a2 | each host gets the whole part of `rows / hosts` |
-| `mean_of_padding` | kauldron 73a35b4 | filling rows count in a mean |
-| `one_axis` | verl#5993 | the denominator is added over `dp`, and not over `dp` and `cp` |
-| `md4` | google-deepmind/md4 b9fbf29 | metrics are divided by the number of micro-batches, and gradients are not |
-| `clamped` | tunix 63d07632 | weights that add up to less than 1 are taken for 1, in accumulation alone |
-| `metric` | tunix 1a5415e2 | a mean of the micro-batches' quotients |
-| `divided_again` | AReaL#1273 | a sum over all weights is divided by the number of micro-batches |
-| `masked_mean` | `optax.microbatch` with `MEAN`, a default | a mean of the micro-batches' masked means |
-
-```python run
-import re, jax, jax.numpy as jnp, numpy as np, optax, towerjax as tj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_num_cpu_devices", 4)
-w, rows = jnp.ones(1), jnp.arange(8.0)[:, None]
+w = jnp.ones(1)
+rows = jnp.arange(8.0)[:, None]
 MEAN = optax.microbatching.AccumulationType.MEAN
 
 
@@ -178,51 +161,36 @@ def masked_mean(wrong, n, w, x):
     return grads / weight
 
 
-def says(make, **numbers):
-    try:
-        [result] = tj.testing.prove(make, **numbers).equal
-        return result.says
-    except tj.ReplicationError as error:
-        return (re.findall(r"\S+ times", str(error)) or ["copies differ"])[0]
+def of_rows(fn):
+    """The wrong and the right program of a function, on each number of devices."""
+    return [over_rows(functools.partial(fn, wrong)) for wrong in (True, False)]
 
 
-def show(name, wrong, right, **numbers):
-    print(f"{name:16} {says(wrong, **numbers):14} {says(right, **numbers)}")
+def of_micro_batches(fn):
+    """The same, for each number of micro-batches."""
+
+    def made(wrong):
+        return lambda n: (functools.partial(fn, wrong, n), (w, rows))
+
+    return [made(wrong) for wrong in (True, False)]
 
 
-for fn in (averaged_too, own_guard, summed_twice, not_summed, validation):
-    wrong, right = [over_rows(lambda w, x, b=b, fn=fn: fn(b, w, x)) for b in (1, 0)]
-    show(fn.__name__, wrong, right, devices=(1, 2, 4))
-for fn in (other_rewards, one_axis):
-    show(fn.__name__, fn(True), fn(False), devices=(1, 2, 4))
-more = of_filled(mean_of, lambda number: -(-7 // number))
-show("lost_rows", of_filled(mean_of, lambda n: 7 // n), more, devices=(1, 2, 4))
-padded = of_filled(mean_of_all, lambda number: -(-7 // number))
-show("mean_of_padding", padded, more, devices=(1, 2, 4))
-for fn in (md4, clamped, metric, divided_again, masked_mean):
-    wrong, right = [
-        lambda n, b=b, fn=fn: (lambda w, x: fn(b, n, w, x), (w, rows)) for b in (1, 0)
-    ]
-    show(fn.__name__, wrong, right, micro_batches=(1, 2, 4))
-```
+def fewest(number):
+    return -(-7 // number)
 
-```text
-averaged_too     1/D times      proved
-own_guard        unknown        proved
-summed_twice     D times        proved
-not_summed       copies differ  proved
-validation       1/D times      proved
-other_rewards    unknown        proved
-one_axis         unknown        proved
-lost_rows        unknown        unknown
-mean_of_padding  unknown        unknown
-md4              n times        proved
-clamped          unknown        proved
-metric           unknown        proved
-divided_again    1/n times      proved
-masked_mean      unknown        proved
-```
 
-The right programs of `lost_rows` and `mean_of_padding` are unproved: their arrays have
-another number of rows for another number of devices, so that the proof cannot know them
-for the same data. [`same_on_devices`](../testing.md) runs them.
+def whole(number):
+    return 7 // number
+
+
+BUGS = {
+    fn.__name__: of_rows(fn)
+    for fn in (averaged_too, own_guard, summed_twice, not_summed, validation)
+}
+BUGS |= {fn.__name__: [fn(True), fn(False)] for fn in (other_rewards, one_axis)}
+BUGS["lost_rows"] = [of_filled(mean_of, whole), of_filled(mean_of, fewest)]
+BUGS["mean_of_padding"] = [of_filled(mean_of_all, fewest), of_filled(mean_of, fewest)]
+OF_MICRO_BATCHES = {
+    fn.__name__: of_micro_batches(fn)
+    for fn in (md4, clamped, metric, divided_again, masked_mean)
+}
