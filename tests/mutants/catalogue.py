@@ -460,7 +460,7 @@ STATE = (
        "all_or_nothing"
        "::no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
     _m("S53", "a number that build does not use is not told",
-       "sweeps.train:_warn_if_unused", "if is_varied and all(", "if not all(",
+       "sweeps.train:_warn_if_unused", "if is_varied and all(", "if False and all(",
        "sweep::a_number_that_build_does_not_use_is_told[in_turn]"),
     _m("S05", "early stopping takes more for better", "loop.direction:sign_of",
        'mode == "min"', 'mode != "min"',
