@@ -220,11 +220,11 @@ def test_a_table_that_names_a_file_outside_is_refused(light, tmp_path):
 FORGED = {
     "step": [None, "1", [1], {}],
     "strategy": [3, None],
-    "towers": ["x", None, -1],
+    "towers": ["x", None, -1, 2**33],
     "devices": [3, [1], None],
     "leaves": [3, [], [3], [{}], [{"name": "x"}], {"a": 1}],
     "batches": [3, {}, {"used": "1", "cursor": None}, {"used": 1}],
-    "batch_rows": [3, ["x"]],
+    "batch_rows": [3, ["x"], [2**33]],
     "evaluation": [3, {"loss": "x"}, {"loss": [1]}],
     "evaluation_due": [3, "no"],
     "stopping": [3, {"loss": 1}, {"loss": {"x": 1}}],
@@ -249,6 +249,73 @@ def test_a_forged_table_is_refused_in_words(light, tmp_path):
         folder.write_table(saving.path / "1", {**table, **change})
         with pytest.raises(tj.CheckpointError):
             saving.restore(light, model.init(light))
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("given", ["list", "generator"])
+def test_forged_rows_of_batches_take_no_memory(light, tmp_path, given):
+    """Each next batch would be padded to two hundred million rows."""
+    saving = tj.Checkpointer(tmp_path, batches="count")
+    train(light, saving, 1)
+    table = folder.read_table(saving.path / "1")
+    table["record"]["batch_rows"] = [200_000_000]
+    folder.write_table(saving.path / "1", table)
+    batches = [{"y": np.ones(8, np.float32), "x": np.ones((8, 3), np.float32)}] * 2
+    step = model.build_light()
+    with pytest.raises(ValueError, match="padded to 200,000,000, which takes 2.98 GiB"):
+        train(step, saving, 2, batches if given == "list" else iter(batches))
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("cursor", [3, "x", {}, {"position": None}, {"position": -1}])
+def test_a_forged_position_is_refused_in_words(light, tmp_path, cursor):
+    saving = tj.Checkpointer(tmp_path)
+    train(light, saving, 1)
+    table = folder.read_table(saving.path / "1")
+    good = table["record"]["batches"]["cursor"]
+    forged = {**good, **cursor} if cursor and isinstance(cursor, dict) else cursor
+    table["record"]["batches"]["cursor"] = forged
+    folder.write_table(saving.path / "1", table)
+    text = "is not a position|position=.* must be|belongs to other batches"
+    with pytest.raises(ValueError, match=text):
+        train(light, saving, 2)
+
+
+ESCAPE = "\x1b]0;title\x07"
+
+
+def test_what_a_foreign_checkpoint_says_is_printable(light, tmp_path, capsys):
+    """A terminal would obey its escapes."""
+    saving = tj.Checkpointer(tmp_path)
+    train(light, saving, 1)
+    table = folder.read_table(saving.path / "1")
+    good = table["record"]
+    name = f"state.params{ESCAPE}"
+    leaves = [{**good["leaves"][0], "name": name}, *good["leaves"][1:]]
+    more = {"name": name, "dtype": ESCAPE, "shape": [2], "reduction": None}
+    cursor = {**good["batches"]["cursor"], "batch_size": ESCAPE}
+    forged = [
+        {"leaves": leaves},
+        {"leaves": [*good["leaves"], more]},
+        {ESCAPE: 1},
+        {"evaluation": {"loss": ESCAPE}},
+        {"batches": {"used": 1, "cursor": cursor}},
+    ]
+    for change in forged:
+        record = {**good, **change}
+        folder.write_table(saving.path / "1", {**table, "record": record})
+        with pytest.raises(ValueError) as caught:
+            saving.resume(light, model.init(light), model.batches())
+        assert str(caught.value).isprintable()
+    files = {**table["files"], ESCAPE: [1, 2]}
+    folder.write_table(saving.path / "1", {**table, "files": files})
+    with pytest.raises(tj.CheckpointError, match=r"\\x1b\]0;title\\x07 is missing"):
+        saving.restore(light, model.init(light))
+    record = {**good, "strategy": ESCAPE, "versions": {ESCAPE: "1", "jax": ESCAPE}}
+    folder.write_table(saving.path / "1", {**table, "record": record})
+    saving.resume(light, model.init(light), model.batches())
+    told = capsys.readouterr().err
+    assert told.count("\\x1b]0;title\\x07") == 3 and told.strip().isprintable()
 
 
 @pytest.mark.slow

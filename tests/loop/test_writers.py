@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import json
 import math
 import os
@@ -292,6 +293,55 @@ def test_extreme_scalars_and_arrays_are_curves(tmp_path):
     assert told == {"huge": math.inf, "low": -math.inf, "half": 0.5, "yes": 1, **matrix}
 
 
+@pytest.mark.parametrize("made, read", [JSON, TABLE], ids=["json", "csv"])
+@pytest.mark.parametrize("whole", [0, 1, 2])
+@pytest.mark.parametrize("kept", [0, 9])
+def test_a_file_that_a_power_cut_filled_with_zeros_is_cut(
+    tmp_path, made, read, whole, kept
+):
+    """Whole lines stay, then comes a part of a line, or none, and then zeros."""
+    options = made(tmp_path)
+    with contextlib.closing(options.open(0)) as writer:
+        for step in (1, 2, 3):
+            writer.write(record("train", step, 2.0, {"loss": 0.5}))
+    path = pathlib.Path(options.path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    is_table = len(lines) == 4
+    part = lines[whole][:kept]
+    path.write_bytes(b"".join(lines[:whole]) + part + bytes(4096))
+    with contextlib.closing(options.open(3)) as writer:
+        writer.write(record("train", 4, 2.0, {"loss": 0.25}))
+    steps = [step for _, step, _ in read(tmp_path)]
+    assert steps == [*range(1, whole + 1 - is_table), 4]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "a\x1b[31mb", "a\u2028b"])
+def test_a_metric_may_have_a_name_of_several_lines(tmp_path, name):
+    options = tj.loop.Csv(tmp_path / "run.csv")
+    for start in (0, 1):
+        with contextlib.closing(options.open(start)) as writer:
+            writer.write(record("train", start + 1, 2.0, {name: 0.5}))
+    rows = [("train", n, {repr(name)[1:-1]: 0.5}) for n in (1, 2)]
+    assert rows_of(options.path) == rows
+
+
+@pytest.mark.parametrize("call", ["write_event", "flush"])
+def test_a_full_disk_names_the_folder_of_tensorboard(tmp_path, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = tj.TensorBoard(tmp_path).open(0)
+    text = f"TensorBoard.logdir='{tmp_path}' cannot be written to: No space left"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"tensorboardX.event_file_writer.EventsWriter.{call}", full)
+        with pytest.raises(ValueError, match=text):
+            writer.write(record("eval", 1, 2.0, {"loss": 0.5}))
+        if call == "flush":  # closing flushes, too
+            with pytest.raises(ValueError, match=text):
+                writer.close()
+    writer.close()
+
+
 def writing(options, metrics):
     def write(path):
         with contextlib.closing(options(path).open(0)) as writer:
@@ -363,9 +413,19 @@ REFUSED = [
     (a_file_of("{}\n"), NO_LINE.format(1)),
     (a_file_of('{"step": 3, "loss": 0.5}\n'), NO_LINE.format(1)),  # of another program
     (a_file_of('{"kind": "train", "step": 1}\n{"step": 2}\n'), NO_LINE.format(2)),
+    (a_file_of('{"kind": "Pod", "spec": {}}'), "ends with a whole object and no newl"),
+    *[(a_file_of(f'{{"kind": "train"{fields}}}\n'), f"{NO_LINE.format(1)}.*{why}")
+        for fields, why in (
+            ("", "KeyError: 'step'"), (', "step": "1"', "step is '1', and not a whole"),
+            (', "step": -1', "step is -1"), (', "step": 1e3', "step is 1000.0"),
+            (', "step": true', "step is True"), (', "step": 1' + "0" * 5000, "Error"),
+            (', "step": ' + "[" * 100_000, "RecursionError"))],
     (lambda path: tj.JsonLines(path).open(0), "path='/.* cannot be written to"),
     (in_a_file, "logdir='/.* cannot be written to"),
-    (a_table_of("hello\n"), "Line 1 of .* is not a line of tj.loop.Csv"),
+    *[(a_table_of(text), "Line 1 of .* is not a line of tj.loop.Csv")
+        for text in ("hello\n", "hello", "kind,step\n", "kind,step!")],
+    *[(a_table_of(f"kind,step,time_s,name,value\ntrain,{x},1,a,2\n"), "Line 2 of ")
+        for x in ("-1", "1.0", "1_0", "\N{SUPERSCRIPT TWO}", "9" * 5000, "")],
     (a_table_of("kind,step,time_s,name,value\nx,y\n"), "Line 2 of .* not a line of tj"),
     (writing(in_a_table, {"x": np.complex64(1)}), "Csv: the metric .* is .*real"),
     (lambda _: tj.loop.Csv(""), "must be the path of a file"),

@@ -289,6 +289,22 @@ def written(path, seconds):
     return str(path)
 
 
+def test_forged_times_are_refused_in_words_and_texts_are_printable(tmp_path):
+    path = written(tmp_path / "new.jsonl", {1: 0.002})
+    good = json.loads(pathlib.Path(path).read_text())
+    step = {"median": "x", "low": 1, "high": 2}
+    changes = [{"figures": x} for x in (3, {"step_s": 1}, {"step_s": step})]
+    changes += [{"config": 3}, {"status": 3}, {"examples": "x"}]
+    for change in changes:
+        pathlib.Path(path).write_text(json.dumps({**good, **change}) + "\n")
+        with pytest.raises(ValueError, match="Line 1 of .* is not a line of a sweep"):
+            Timings.read(path)
+    failed = {"config": {"towers": "\x1b[1m"}, "status": "failed", "error": "\x1b[2J"}
+    pathlib.Path(path).write_text(json.dumps(failed) + "\n")
+    shown = str(Timings.read(path))
+    assert r"\x1b[2J" in shown and r"\x1b[1m" in shown and "\x1b" not in shown
+
+
 def test_the_command_shows_what_was_done_before(tmp_path, capsys):
     new = written(tmp_path / "new.jsonl", {1: 0.002, 2: 0.004})
     (tmp_path / "grid.toml").write_text("towers = [7]\n")

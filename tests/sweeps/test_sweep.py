@@ -300,6 +300,33 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     assert path.read_text() == "notes\n"
 
 
+FORGED = {
+    "metrics": [None, 3, {"loss": {}}, {"loss": [[1], [1, 2]]}, {"loss": ["x"]}],
+    "evaluation": [3, {"loss": "x"}, {"loss": [[1], 2]}],
+    "seconds": [None, "1s"],
+    "order": [3],
+}
+
+
+def test_forged_results_are_refused_in_words(tmp_path):
+    path = tmp_path / "found.jsonl"
+    quiet(small, {"rate": [0.1]}, results=path)
+    good = json.loads(path.read_text())
+    forged = [{**good, name: x} for name, values in FORGED.items() for x in values]
+    forged += [{k: x for k, x in good.items() if k != name} for name in FORGED]
+    for record in forged:
+        path.write_text(json.dumps(record) + "\n")
+        with pytest.raises(ValueError, match="Line 1 of .* is not a line of a sweep"):
+            quiet(small, {"rate": [0.1]}, results=path)
+    path.write_text(json.dumps({**good, "sweep": "\x1b[2J"}) + "\n")
+    with pytest.raises(ValueError, match=re.escape("the sweep \\x1b[2J, but")):
+        quiet(small, {"rate": [0.1]}, results=path)
+    path.write_text(json.dumps(good))  # a file of settings of another program
+    with pytest.raises(ValueError, match="ends with a whole object and no newline"):
+        quiet(small, {"rate": [0.1]}, results=path)
+    assert json.loads(path.read_text()) == good
+
+
 def test_configurations_are_one_where_the_file_has_one():
     values = [False, 0, 0.0, np.nan, float("nan"), 0]
     uses = [repr(c["use"]) for c in configs_of({"use": values})]

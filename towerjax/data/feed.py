@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
 from towerjax.types.boundary import api_boundary
 from towerjax.types.options import cast_ints, check_flag, check_whole
+from towerjax.types.refusals import printable, shown
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
@@ -113,8 +114,10 @@ class Batches(Iterator[PyTree]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` returned."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{shown(state)} is not a position of tj.batches.")
         others = [
-            f"{name} was {state.get(name)} and is {now}"
+            printable(f"{name} was {state.get(name)} and is {now}")
             for name, now in self.get_state().items()
             if name not in ("position", "epochs") and state.get(name) != now
         ]
@@ -124,7 +127,7 @@ class Batches(Iterator[PyTree]):
                 f" {', '.join(others)}. Cut the"
                 " data as before, or say tj.Checkpointer(batches='anew')."
             )
-        self.position = self.at(state["position"]).position
+        self.position = self.at(state.get("position")).position
 
 
 @api_boundary

@@ -23,8 +23,11 @@ from towerjax.mesh.transfer import (
 )
 from towerjax.types import Layout, PerTower, PyTree, Whole
 from towerjax.types.refusals import refuse_unheld
+from towerjax.types.tables import in_bytes
 from towerjax.types.trees import held_dtype, native
 
+# The most bytes of padding that a checkpoint may ask for.
+_MOST_PADDING = 2**30
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,
     "num_valid": Layout.PER_TOWER,
@@ -191,6 +194,8 @@ class Placer:
         # For each padded size so far: the most examples that a batch of this size held.
         # Batches that a step then refused count, too.
         self.full_sizes: dict[int, int] = {}
+        # Padded sizes that only a checkpoint tells.
+        self._told: set[int] = set()
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[batch_rows.Signature, batch_rows.Signature] = {}
@@ -204,13 +209,16 @@ class Placer:
         """The sizes of earlier batches, to which smaller batches are padded."""
         return frozenset(self.full_sizes.values())
 
-    def expect(self, sizes: Iterable[int]) -> None:
+    def expect(self, sizes: Iterable[int], *, told: bool = False) -> None:
         """Treat these numbers of rows as those of earlier batches.
 
-        So later batches of fewer rows are padded to them.
+        So later batches of fewer rows are padded to them. With ``told`` a checkpoint
+        has them, which may be forged.
         """
         new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]
-        self.full_sizes |= {n + -n % self.shares: n for n in new}
+        padded = {n + -n % self.shares: n for n in new}
+        self.full_sizes |= padded
+        self._told |= padded.keys() if told else set()
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """Check, pad and place a batch.
@@ -346,6 +354,10 @@ class Placer:
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
         sizes = [n for n in self.full_sizes if n >= most]
         size = min(sizes, default=most + -most % self.shares)
+        if size in self._told:
+            num_bytes = sum(x.nbytes for x in arrays) / max(most, 1)
+            _refuse_giant(most, size, num_bytes)
+            self._told.discard(size)
         dense, num_valid = batch_rows.fit_batch(
             dense, self.shared_by, self._remainder, full_size=size
         )
@@ -388,3 +400,14 @@ class Placer:
                 self._counts.clear()
             self._counts[key] = place_rows(counts, self.placement, layout)
         return self._counts[key]
+
+
+def _refuse_giant(rows: int, size: int, bytes_of_row: float) -> None:
+    """Raise if the size that a checkpoint tells needs much memory for padding."""
+    if (size - rows) * bytes_of_row > _MOST_PADDING:
+        raise ValueError(
+            f"The batch has {rows} examples, but its checkpoint says that it is padded"
+            f" to {size:,}, which takes {in_bytes(size * bytes_of_row)}. If earlier"
+            " batches had as many, place one of them first, step.place_batch(batch)."
+            " Otherwise the checkpoint was forged: name another folder."
+        )

@@ -14,8 +14,18 @@ from typing import Any
 
 from etils import epath
 
-from towerjax.types.options import check_text, refuse_option
+from towerjax.types.options import check_text, is_whole, refuse_option
+from towerjax.types.refusals import printable
 
+# What reading a forged line may raise.
+_MISREAD = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # Matches an address such as "gs:/bucket": pathlib makes one slash of two. A scheme has
 # two letters or more, unlike the drive of a Windows path.
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
@@ -130,14 +140,59 @@ def read_lines(
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             is_ours = line.startswith(head[: len(line)])
-            if is_ours and not line.endswith(b"\n"):
-                return  # a kill or a full disk tore the line
-            if not is_ours:
-                raise ValueError(
-                    f"Line {number} of {str(path)!r} is not a line of {owner}:"
-                    f" {line[:60]!r}. The file was not changed. Use another path."
-                )
-            yield json.loads(line), len(line)
+            if is_torn(line) and (is_ours or not line.strip(b"\0")):
+                refuse_whole(path, line, owner)
+                return
+            with telling_of_line(path, number, line, owner):
+                if not is_ours:
+                    raise ValueError(f"it does not begin with {head.decode()}")
+                fields = json.loads(line)
+            yield fields, len(line)
+
+
+def is_torn(line: bytes) -> bool:
+    """Return whether a kill, a full disk or a power cut tore a file's last line.
+
+    After a power cut a file may end in zeros.
+    """
+    return not line.endswith(b"\n")
+
+
+def refuse_whole(path: epath.Path, line: bytes, owner: str) -> None:
+    """Raise if a line without its end is a whole JSON file, of another program."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    raise ValueError(
+        f"{str(path)!r} ends with a whole object and no newline, so perhaps it is not a"
+        f" file of {owner}. It was not changed. Use another path, or end it by a"
+        " newline."
+    )
+
+
+@contextlib.contextmanager
+def telling_of_line(
+    path: epath.Path, number: int, line: bytes, owner: str
+) -> Iterator[None]:
+    """Raise a `ValueError` on a file's line if this block cannot read it."""
+    try:
+        yield
+    except _MISREAD as why:
+        kind = type(why).__name__
+        raise ValueError(
+            f"Line {number} of {str(path)!r} is not a line of {owner}: {line[:60]!r}"
+            f" ({kind}: {printable(f'{why!s:.100}')}). The file was not changed. Use"
+            " another path."
+        ) from None
+
+
+def whole_at_least_0(fields: Mapping[str, Any], name: str) -> int:
+    """Return a field that counts; raise if it is something else."""
+    number = fields[name]
+    if not is_whole(number) or number < 0:
+        raise ValueError(f"{name} is {number!r:.40}, and not a whole number >= 0")
+    return number
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import json
 import math
 import os
 import pathlib
@@ -22,8 +23,11 @@ from towerjax.loop.files import (
     as_line,
     checked_path,
     is_on_disk,
+    is_torn,
     opened_after,
     read_lines,
+    telling_of_line,
+    whole_at_least_0,
 )
 from towerjax.mesh.placement import Placement
 from towerjax.types.boundary import api_boundaries
@@ -36,6 +40,7 @@ from towerjax.types.options import (
     opening,
     require,
 )
+from towerjax.types.refusals import printable
 
 # How many seconds of output a killed process may lose: of a file that can only be
 # replaced as a whole, and of curves.
@@ -236,8 +241,11 @@ def _as_json_line(record: Record) -> bytes:
 
 def _json_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
     """Yield the kind, the step number and the size of each line of a `JsonLines`."""
-    for line, length in read_lines(path, "kind", "a run"):
-        yield line["kind"], line["step"], length
+    lines = read_lines(path, "kind", "a run")
+    for number, (line, length) in enumerate(lines, 1):
+        with telling_of_line(path, number, json.dumps(line).encode(), "a run"):
+            step = whole_at_least_0(line, "step")
+        yield line["kind"], step, length
 
 
 class _Lines(NamedTuple):
@@ -273,10 +281,22 @@ def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWr
         content = lines.of_record(record)
         with opening(name, path):
             append_bytes(file, content)
-        if record.kind == "eval":
-            file.flush()
+            if record.kind == "eval":
+                file.flush()
 
-    return Opened(write, file.close)
+    return Opened(write, _explained(name, path, file.close))
+
+
+def _explained(
+    name: str, path: epath.Path, close: Callable[[], Any]
+) -> Callable[[], None]:
+    """Return a function that closes a file, and names it if that fails."""
+
+    def close_it() -> None:
+        with opening(name, path):
+            close()
+
+    return close_it
 
 
 def _kept(
@@ -388,7 +408,8 @@ def _as_csv_lines(record: Record) -> bytes:
     rows = []
     for tag, value in curves("Csv", record).items():
         kind, _, name = tag.partition("/")
-        rows.append((kind, record.step, record.time_s, name, repr(value)))
+        # A record ends where its line ends.
+        rows.append((kind, record.step, record.time_s, printable(name), repr(value)))
     return _as_csv(rows)
 
 
@@ -403,16 +424,18 @@ def _csv_lines(path: epath.Path) -> Iterator[tuple[str, int, int]]:
     head = _as_csv([_HEAD])
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                return  # a kill or a full disk tore the line
-            kind, step, *_ = [*line.decode(errors="replace").split(","), ""]
-            is_ours = line == head if number == 1 else step.isdigit()
-            if not is_ours:
-                raise ValueError(
-                    f"Line {number} of {str(path)!r} is not a line of tj.loop.Csv:"
-                    f" {line[:60]!r}. The file was not changed. Use another path."
-                )
-            yield kind, int(step) if number > 1 else 0, len(line)
+            is_first = number == 1
+            is_ours = not is_first or head.startswith(line.rstrip(b"\0"))
+            if is_torn(line) and is_ours:
+                return
+            with telling_of_line(path, number, line, "tj.loop.Csv"):
+                if is_first and line != head:
+                    raise ValueError(f"the first one is {head.decode().strip()}")
+                kind, step, *_ = line.decode().split(",")
+                if not (is_first or step.isdecimal()):
+                    raise ValueError(f"{step!r} is no step number")
+                step = 0 if is_first else int(step)
+            yield kind, step, len(line)
 
 
 @api_boundaries
@@ -518,10 +541,11 @@ class TensorBoard:
             path = "towerjax:" + path
         # The package tensorboardX names a file by the current second, and two runs may
         # start in one second.
-        events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
         mark = proto.SessionLog(status=proto.SessionLog.START)
         is_redone = {"step": start + 1, "session_log": mark}
-        events.write_event(proto.Event(wall_time=time.time(), **is_redone))
+        with opening("TensorBoard.logdir", logdir):
+            events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
+            events.write_event(proto.Event(wall_time=time.time(), **is_redone))
         flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
         def write(record: Record) -> None:
@@ -533,12 +557,13 @@ class TensorBoard:
                     "TensorBoard", record, self.max_elements
                 ).items():
                     event.summary.value.add(tag=tag, simple_value=np.float32(number))
-            events.write_event(event)
-            if record.kind == "eval" or time.monotonic() >= flush_at_s:
-                events.flush()
-                flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
+            with opening("TensorBoard.logdir", logdir):
+                events.write_event(event)
+                if record.kind == "eval" or time.monotonic() >= flush_at_s:
+                    events.flush()
+                    flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
-        return Opened(write, events.close)
+        return Opened(write, _explained("TensorBoard.logdir", logdir, events.close))
 
 
 def _tensorboardx(module: str) -> Any:

@@ -19,15 +19,15 @@ import jax
 import numpy as np
 
 from towerjax.loop.checkpoint.record import library_versions
-from towerjax.loop.files import checked_path, read_lines
+from towerjax.loop.files import checked_path, read_lines, telling_of_line
 from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_number, check_whole
-from towerjax.types.refusals import types_of
+from towerjax.types.options import check_number, check_text, check_whole
+from towerjax.types.refusals import printable, types_of
 
 Builder: TypeAlias = Callable[..., Any] | str
 _WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
@@ -102,7 +102,7 @@ def bench(
     work: Line = {"builders": {name: _importable(x) for name, x in names.items()}}
     work |= {"rounds": rounds, "seconds_per_round": seconds_per_round, "rtol": rtol}
     about = {"machine": describe_machine(), "versions": library_versions()}
-    file = of_grid.RecordFile(results, about | {"work": work})
+    file = of_grid.RecordFile(results, about | {"work": work}, _check_record)
     stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
     todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
     done = len(configs) - len(todo)
@@ -115,7 +115,7 @@ def bench(
                 raise ValueError(measured["error"])
             record = file.add({"config": config, **measured})
             if error := str(record.get("error", "")).partition("\n")[0]:
-                note(f"{text}: {record['status']}: {error}")
+                note(printable(f"{text}: {record['status']}: {error}"))
     return Timings(tuple(map(file.get, configs)))
 
 
@@ -340,8 +340,13 @@ class Timings(RowTable):
         If the file has a configuration several times, the last record counts.
         """
         file = checked_path("path", path, "a file")
+        records = {}
         lines = read_lines(file, "config", "a sweep")
-        records = {of_grid.key_text(record["config"]): record for record, _ in lines}
+        for number, (record, _) in enumerate(lines, 1):
+            text = json.dumps(record).encode()
+            with telling_of_line(file, number, text, "a sweep"):
+                _check_record(record)
+            records[of_grid.key_text(record["config"])] = record
         return cls(tuple(records.values()))
 
     def _rows(self) -> list[Line]:
@@ -359,6 +364,12 @@ class Timings(RowTable):
                 row["examples/s"] = round(examples / step.median)
             rows.append(row | times)
         return rows
+
+
+def _check_record(record: Line) -> None:
+    """Raise unless a record can be shown."""
+    Timings((record,)).tables()
+    check_text("status", record["status"], "a text such as 'ok'")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,18 @@ import jax
 import numpy as np
 from etils import epath
 
-from towerjax.loop.files import append_line, checked_path, opened_after, read_lines
+from towerjax.loop.files import (
+    append_line,
+    checked_path,
+    opened_after,
+    read_lines,
+    telling_of_line,
+)
 from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import as_json
 from towerjax.sweeps.turns import Interval
 from towerjax.types.options import check_choice, check_list, check_methods, require
-from towerjax.types.refusals import a_type
+from towerjax.types.refusals import a_type, printable
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
@@ -73,10 +79,15 @@ class RecordFile:
 
     If the path is None, results stay in memory. A record's ``config`` identifies it. If
     several records have one ``config``, the last counts. ``about`` has the fields that
-    all records of one sweep share.
+    all records of one sweep share. ``check`` raises for a record that was forged.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        about: Line,
+        check: Callable[[Line], Any] = dict,
+    ) -> None:
         self.path: epath.Path | None = None
         self.about = about
         self._records = {}
@@ -86,8 +97,12 @@ class RecordFile:
         self.path = checked_path("results", path, "a file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            for record, length in read_lines(self.path, "config", "a sweep"):
+            lines = read_lines(self.path, "config", "a sweep")
+            for number, (record, length) in enumerate(lines, 1):
                 self._check_same(record)
+                text = json.dumps(record).encode()
+                with telling_of_line(self.path, number, text, "a sweep"):
+                    check(record)
                 self._records[key_text(record["config"])] = record
                 size += length
         opened_after(self.path, size).close()
@@ -95,8 +110,11 @@ class RecordFile:
     def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
             if (old := record.get(name)) != value:
-                why = f"holds results with the {name} {old}, but this sweep has {value}"
-                raise ValueError(f"{str(self.path)!r} {why}. Use another path.")
+                raise ValueError(
+                    f"{str(self.path)!r} holds results with the {name}"
+                    f" {printable(str(old))}, but this sweep has {value}. Use another"
+                    " path."
+                )
 
     def get(self, config: Config) -> Any:
         """Return the record of a configuration, or None."""

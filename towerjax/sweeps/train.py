@@ -23,7 +23,13 @@ from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
 from towerjax.types.boundary import api_boundary, warn
-from towerjax.types.options import check_choice, check_function, check_list, check_takes
+from towerjax.types.options import (
+    check_choice,
+    check_function,
+    check_list,
+    check_number,
+    check_takes,
+)
 from towerjax.types.refusals import listed, refuse_unheld
 from towerjax.types.tables import picture
 from towerjax.types.trees import held_dtype
@@ -257,7 +263,7 @@ def sweep(
         check_takes(form, evaluate, None, **configs[0])
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
-    file = of_grid.RecordFile(results, {"sweep": about})
+    file = of_grid.RecordFile(results, {"sweep": about}, _check_record)
     work = _Work(build, batches, steps, order, evaluate, traced)
     try:
         _train_all(work, configs, file, progress)
@@ -268,6 +274,14 @@ def sweep(
     found = _swept(configs, file)
     _warn_if_unused(traced, found.members)
     return found
+
+
+def _check_record(record: Line) -> None:
+    """Raise unless a record has all that a `Member` has."""
+    member = Member.of(record, dict(record["config"]))
+    check_choice("order", member.order, (*get_args(Order), "alone"))
+    check_number("seconds", member.seconds, "a number of seconds")
+    Sweep((member,)).tables()
 
 
 def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:

@@ -203,6 +203,16 @@ def shown(x: Any) -> str:
     return f"{text} of type {type(x).__name__}"
 
 
+def printable(text: str) -> str:
+    """Return a text with what is not printable written as ``repr`` writes it.
+
+    Files may come from others, and a terminal obeys the escapes that it is given.
+    """
+    if text.isprintable():
+        return text
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
+
+
 def few(items: Iterable[Any]) -> list[str]:
     """Return the first eight items as texts, and how many others there are."""
     texts = [str(x) for x in items]
@@ -224,7 +234,11 @@ def unlike(actual: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
         return []
     names = sorted({*actual, *expected})
     both = [(x, actual.get(x, "absent"), expected.get(x, "absent")) for x in names]
-    return [f"{x} is {got}, expected {want}" for x, got, want in both if got != want]
+    differing = [row for row in both if row[1] != row[2]]
+    return [
+        f"{printable(x)} is {printable(got)}, expected {printable(want)}"
+        for x, got, want in differing
+    ]
 
 
 def kind_of(leaf: Any) -> str:

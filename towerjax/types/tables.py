@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from towerjax.types.options import require
+from towerjax.types.refusals import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,12 +31,21 @@ class Lines(str):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A titled table: named columns of cells."""
+    """A titled table: named columns of cells.
+
+    Its texts may come from files of others, so they are kept `printable`.
+    """
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""  # shown under the table
+
+    def __post_init__(self) -> None:
+        cells = [tuple(map(printable, row)) for row in self.rows]
+        object.__setattr__(self, "rows", tuple(cells))
+        object.__setattr__(self, "head", tuple(map(printable, self.head)))
+        object.__setattr__(self, "title", printable(self.title))
 
     @property
     def is_number(self) -> tuple[bool, ...]:

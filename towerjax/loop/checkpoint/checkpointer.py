@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from etils import epath
 
+from towerjax.data.feed import Batches
 from towerjax.data.stream import Position, Source, has_cursor
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
@@ -311,6 +312,8 @@ class Checkpointer:
                 " Or leave it out, and skip the first int(state.step) batches after a"
                 " restart."
             )
+        if isinstance(batches, Batches):  # as in a run, which may begin with the last
+            step.placer.expect([batches.most_rows])
         source = Source(batches)
         source.last = Position(point.number, source.last.cursor)
         with contextlib.ExitStack() as stack:

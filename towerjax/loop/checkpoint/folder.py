@@ -24,7 +24,7 @@ from etils import epath
 
 from towerjax.loop.files import checked_path, is_on_disk, replace_file
 from towerjax.types.options import refuse_option
-from towerjax.types.refusals import listed
+from towerjax.types.refusals import listed, printable
 
 FORMAT = 1
 TABLE = "towerjax.json"
@@ -69,7 +69,7 @@ def explained(done: str, path: epath.Path) -> Iterator[None]:
         remedy = "Make room" if is_full else _REMEDIES[done]
         raise CheckpointError(
             f"Checkpoints cannot be {done} {str(path)!r}:"
-            f" {getattr(error, 'strerror', None) or why} ({name}). {remedy}."
+            f" {printable(getattr(error, 'strerror', None) or why)} ({name}). {remedy}."
         ) from error
 
 
@@ -337,7 +337,8 @@ def telling_of_forgery(folder: epath.Path) -> Iterator[None]:
 
 def _damaged(folder: epath.Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} was changed after it was written: {fault}."
+        f"The checkpoint {str(folder)!r} was changed after it was written:"
+        f" {printable(fault)}."
         " Restore these files; or delete the whole folder, and the run goes on from the"
         " checkpoint before."
     )

@@ -30,7 +30,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.options import is_one_real, is_whole
-from towerjax.types.refusals import listed, unlike
+from towerjax.types.refusals import listed, printable, unlike
 from towerjax.types.trees import (
     is_key,
     key_data,
@@ -180,12 +180,15 @@ def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
     files = dict(jax.tree_util.tree_leaves_with_path(saved))
     for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
         chunk = files[path].storage.chunk_shape
-        if len(chunk) != leaf.ndim or any(map(operator.gt, chunk, leaf.shape)):
+        is_other = tuple(files[path].shape) != leaf.shape
+        is_large = len(chunk) != leaf.ndim or any(map(operator.gt, chunk, leaf.shape))
+        if is_other or is_large:
+            found = f"an array {list(files[path].shape)}" * is_other
             raise CheckpointError(
                 f"The checkpoint {where!r} was changed after it was"
                 f" written: {leaf_name('state', path)} has the shape"
-                f" {list(leaf.shape)}, but chunks of {list(chunk)}. Restore the files,"
-                " or delete the whole folder."
+                f" {list(leaf.shape)}, but {found or f'chunks of {list(chunk)}'}."
+                " Restore the files, or delete the whole folder."
             )
 
 
@@ -206,8 +209,9 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
     ``resized`` are the saved leaves with another number of towers.
     """
     if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
+        names = printable(", ".join(x.name for x in bad))
         raise CheckpointError(
-            f"{', '.join(x.name for x in bad)} cannot be restored for another number of"
+            f"{names} cannot be restored for another number of"
             f" towers than the {bad[0].shape[0]} of the checkpoint, because of"
             f" Reduction.NONE. Use {bad[0].shape[0]} towers, on any devices, or give"
             " variables of your own SUM, MEAN or ONLY_FIRST_TOWER."
@@ -233,6 +237,9 @@ def _shape_to_read(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
+# More rows and towers than these were never saved, and would take all memory.
+_MOST_ROWS = 2**31
+_MOST_TOWERS = 2**20
 _LIBRARIES = "jax jaxlib flax optax orbax-checkpoint numpy keras tensorflow torch"
 
 
@@ -316,11 +323,13 @@ class CheckpointRecord:
         reductions = (None, *Reduction.__members__)
         if not (
             all(is_whole(number) and number >= 0 for number in numbers)
+            and all(number < _MOST_ROWS for number in record.batch_rows)
+            and record.towers < _MOST_TOWERS
             and all(isinstance(text, str) for text in texts)
             and all(leaf.reduction in reductions for leaf in leaves)
             and isinstance(record.evaluation_due, bool)
         ):
-            raise TypeError("a field of the record has another type")
+            raise TypeError("a field of the record has another type or size")
         return record
 
 
@@ -398,7 +407,9 @@ def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
     before = {**before, **saved.versions}
     now = {**now, **library_versions()}
     names = [x for x in {**before, **now} if before.get(x) != now.get(x)]
-    return [f"{x} was {before.get(x)}, and is now {now.get(x)}" for x in names]
+    return [
+        printable(f"{x} was {before.get(x)}, and is now {now.get(x)}") for x in names
+    ]
 
 
 def _in_short(devices: Sequence[str]) -> str:

@@ -143,7 +143,7 @@ class Saving:
         point.is_evaluation_due = saved.evaluation_due
         point.watch.go_on(saved.stopping)
         self._seek(saved)
-        self._step.placer.expect(saved.batch_rows)
+        self._step.placer.expect(saved.batch_rows, told=True)
         self.is_resumed = True
         self.differs = record.what_was_other(saved, self._step.strategy)
         self._from = saved
