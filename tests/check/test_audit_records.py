@@ -18,6 +18,7 @@ from first_calls import FOUR, evaluation, scaled, step_of, train
 
 import towerjax as tj
 from towerjax.check.audit import kept as audited
+from towerjax.mesh.processes import Processes
 from towerjax.prover.comparison import AuditReport
 
 # What is not proved is audited, and said.
@@ -116,7 +117,8 @@ def test_a_record_that_cannot_be_kept_is_a_line(tmp_path, monkeypatch, cache, na
 
 
 def known_audit_result():
-    return audited.audit_result_of("program", audited.folders_of_records())
+    here = Processes(tuple(jax.devices()))
+    return audited.audit_result_of("program", audited.folders_of_records(), here)
 
 
 def some_report():

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -262,9 +263,13 @@ def _added(rows: list[jax.Array], *, sharding: NamedSharding) -> list[jax.Array]
 
 
 def processes_of(arrays: PyTree) -> Processes:
-    """Return the processes that own the devices of these arrays."""
+    """Return the processes that own the devices of these arrays.
+
+    Arrays of a trace have no devices.
+    """
     leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
-    devices = {device for x in leaves for device in x.sharding.device_set}
+    placed = [x for x in leaves if not isinstance(x, Tracer)]
+    devices = {device for x in placed for device in x.sharding.device_set}
     return Processes(tuple(sorted(devices, key=lambda device: device.id)))
 
 
