@@ -23,7 +23,7 @@ import pytest
 TABLE = pathlib.Path(__file__).with_name("durations.json")
 MOST_S = 0.1
 """Of a core, for a case of a fast test that no mutant names."""
-FAR = 4
+FAR = 10
 """How much longer is told at once: other tests ran before, on another machine."""
 
 

@@ -391,12 +391,13 @@ def test_documented_arguments_are_the_signatures():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_run(name):
-    module = importlib.import_module(name)
+def test_examples_in_docstrings_run():
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    result = doctest.testmod(module, optionflags=flags)
-    assert result.failed == 0
+    modules = [importlib.import_module(name) for name in MODULES]
+    shown = [x for x in modules if ">>>" in pathlib.Path(x.__file__).read_text()]
+    found = {x.__name__: doctest.testmod(x, optionflags=flags) for x in shown}
+    assert sum(x.attempted for x in found.values()) > 300
+    assert not {name: x for name, x in found.items() if x.failed}
 
 
 def test_what_users_call_has_an_example():
