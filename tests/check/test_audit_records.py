@@ -160,6 +160,7 @@ FORGED = [
     *[sealed(**{x.name: {"a": 1}}) for x in dataclasses.fields(AuditReport)],
     *[sealed(towers=x) for x in (2, ["2"], [2.0], [[2]], [True])],
     *[sealed(compared=x) for x in ("loss", [1], [None], ["loss", ["loss"]])],
+    sealed(compared=["\x1b[2J"]),
     *[sealed(examples=x) for x in ("12", 12.5, True)],
     *[sealed(largest=x) for x in ("0", 1, [0.1])],
     *[sealed(by_rounding="loss"), sealed(more=1)],

@@ -198,13 +198,21 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
         value = fields[name]
         [kind, *several] = get_args(kind) or [kind]
         items = value if several else [value]
-        if not isinstance(items, list) or any(type(x) is not kind for x in items):
+        is_list = isinstance(items, list)
+        if not is_list or not all(_is_shown(x, kind) for x in items):
             raise ValueError(
-                f"{name} of a report is {shown(value)}, which has another type than the"
-                " field."
+                f"{name} of a report is {shown(value)}, which the field cannot have."
             )
         values[name] = tuple(value) if several else value
     return AuditReport(**values)
+
+
+def _is_shown(value: Any, kind: type) -> bool:
+    """Return whether a value has this type, and is safe for a terminal.
+
+    A terminal would obey the escapes of a text that somebody else wrote.
+    """
+    return type(value) is kind and (kind is not str or value.isprintable())
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:

@@ -239,7 +239,7 @@ def _lock_locally(path: epath.Path, name: str) -> int:
 def owner(directory: epath.Path) -> str:
     """Return the name in the folder's lock file, which tells who holds the `lock`."""
     with explained("read from", path := directory / ".lock"):
-        return path.read_text() if path.exists() else "nobody"
+        return printable(path.read_text()) if path.exists() else "nobody"
 
 
 # The functions below tell whether a checkpoint holds what was written.
