@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 TESTS = ROOT / "tests"
@@ -92,6 +92,17 @@ def _conftests(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def files(paths: Iterable[pathlib.Path]) -> list[str]:
     """Return the texts of files, and of what they import beside the package."""
     return [*map(_text, sorted(_closed(paths)))]
+
+
+def by_program(path: pathlib.Path, **_: object) -> list[str]:
+    """Return what an example or a notebook reads."""
+    texts = files([path]) if path.suffix == ".py" else [_text(path)]
+    return [*texts, *package(*texts)]
+
+
+def by_example(name: str) -> Callable[..., list[str]]:
+    """Return a function for tests that are marked ``reads``: what an example reads."""
+    return functools.partial(by_program, ROOT / "examples" / name)
 
 
 def _closed(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:

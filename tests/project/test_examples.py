@@ -17,6 +17,7 @@ import nbformat
 import numpy as np
 import optax
 import pytest
+import reads
 from checkout import ROOT
 from PIL import Image
 
@@ -74,6 +75,7 @@ def without_audit(path, folder, flags):
     saying_proved(path, folder, flags)
 
 
+@pytest.mark.reads(texts=reads.by_example("gpt.py"))
 def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
     found = {}
     for run, state, devices in [
@@ -92,6 +94,7 @@ def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
     assert parts[0] < 0.26 * whole[0]
 
 
+@pytest.mark.reads(texts=reads.by_example("digits.py"))
 def test_digits_reaches_its_accuracy(tmp_path):
     flags = ("--towers", "4", "--devices", "2")
     how = {"compiled": "by older emitters"}
@@ -108,12 +111,14 @@ def test_digits_reaches_its_accuracy(tmp_path):
     assert contrast(tmp_path / "runs/digits/learning_curve.png") > 0.01
 
 
+@pytest.mark.reads(texts=reads.by_example("nnx_digits.py"))
 def test_nnx_digits_reaches_its_accuracy(tmp_path):
     output = run_example("nnx_digits.py", folder=tmp_path)
     assert final_accuracy(output) >= 0.95
     assert [step for step, _ in evaluations(output)] == list(range(15, 121, 15))
 
 
+@pytest.mark.reads(texts=reads.by_example("estimator_digits.py"))
 def test_estimator_digits_stops_and_is_served(tmp_path):
     name = "estimator_digits.py"
     output = run_example(name, folder=tmp_path, compiled="by older emitters")
@@ -135,6 +140,7 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
     assert contrast(folder / "training.png") > 0.01
 
 
+@pytest.mark.reads(texts=reads.by_example("gan.py"))
 def test_gan_learns_to_draw_digits(tmp_path):
     # 3,000 steps end at 0.2 to 0.35; of 400, seeds 0 to 2 end at 0.86 to 1.04.
     flags = ("--towers", "2", "--devices", "2", "--steps", "400")
@@ -147,6 +153,7 @@ def test_gan_learns_to_draw_digits(tmp_path):
     assert contrast(tmp_path / "runs/gan/samples.png") > 0.1
 
 
+@pytest.mark.reads(texts=reads.by_example("embeddings.py"))
 def test_embeddings_learns_and_sends_a_tenth(tmp_path):
     flags = ("--towers", "4", "--devices", "2", "--epochs", "1")
     output = run_example("embeddings.py", *flags, folder=tmp_path)
@@ -163,6 +170,7 @@ def test_embeddings_learns_and_sends_a_tenth(tmp_path):
     assert float(chance) < 0.3
 
 
+@pytest.mark.reads(texts=reads.by_example("regression.py"))
 def test_regression_prints_the_least_squares_weights(tmp_path):
     output = run_example("regression.py", folder=tmp_path)
     rows = re.findall(r"^ *(true|fitted|least squares) +(.*)$", output, re.M)
@@ -358,6 +366,7 @@ TOLD = (
 TOLD += ("nnx_split",)  # beside a program of the page, which is run there
 
 
+@pytest.mark.reads(texts=lambda name: reads.by_example(f"{name}.py")())
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_prints(name, tmp_path):
     assert run_example(f"{name}.py", folder=tmp_path) == PRINTED[name]
@@ -640,6 +649,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.reads(texts=reads.by_program)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
@@ -676,6 +686,7 @@ def on_one_device(path, folder):
     forked.program(path, folder, ())
 
 
+@pytest.mark.reads(texts=reads.by_example("anywhere.py"))
 def test_anywhere_prints_the_same_bits_everywhere(tmp_path):
     args = str(ROOT / "examples" / "anywhere.py"), str(tmp_path)
     alone = forked.told(on_one_device, *args).splitlines()[-1]
