@@ -4,6 +4,7 @@ import sys as _sys
 from typing import TYPE_CHECKING
 
 from towerjax import collectives, layers, loop, metrics, towers
+from towerjax.check.replay.report import CorruptionError
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.data.feed import batches
 from towerjax.layers import sparse
@@ -37,6 +38,7 @@ __all__ = [
     "AllReduce",
     "CheckpointError",
     "Checkpointer",
+    "CorruptionError",
     "DesyncError",
     "EarlyStopping",
     "History",

@@ -134,6 +134,12 @@ EXPECTED = {
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
     "desynced": [0, "cpu:3", "params"],
+    "replayed": [
+        True,
+        *[["cpu:2", "cpu:3", part] for part in ("gradient", "loss", "update")],
+        "A replay runs towers on a neighbouring device of the same process, but each"
+        " process has one device of cpu:0, cpu:2"[:90],
+    ],
     "not_finite": [[2, 2, *x, "NaN"] for x in FAULTS],
     # In float64: 192.94, with errors one larger in the second step.
     "sharded": [192.94, [1, 2, 2], *[[round(x - 4.61, 2) for x in range(8)]] * 2],

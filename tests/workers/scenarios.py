@@ -260,10 +260,8 @@ def one_step():
     return tj.build_train_step(loss_fn, optax.sgd(0.1), FOUR, remainder="pad")
 
 
-def desynced(me):
-    """The last device's copy of the parameters differs; both processes name it."""
-    step = one_step()
-    state = step.init(np.float32(1))
+def with_a_wrong_copy(state):
+    """The last device's copy of the parameters differs."""
     shards = [
         jax.device_put(np.array(x.data) * (-1 if x.device == jax.devices()[3] else 1),
                        x.device)
@@ -271,11 +269,32 @@ def desynced(me):
     ]  # fmt: skip
     of_shards = jax.make_array_from_single_device_arrays
     params = of_shards((), state.params.sharding, shards)
+    return dataclasses.replace(state, params=params)
+
+
+def desynced(me):
+    """Both processes name the device whose copy differs."""
+    step = one_step()
+    state = step.init(np.float32(1))
     try:
-        tj.check_mirrored(dataclasses.replace(state, params=params))
+        tj.check_mirrored(with_a_wrong_copy(state))
     except tj.DesyncError as error:
         [one] = error.differing
         return [error.step, one.device, one.leaf]
+
+
+def replayed(me):
+    """Neighbours are devices of one process; two of them cannot vote."""
+    step = step_of(FOUR)
+    state = step.init(np.float32(1))
+    agrees = tj.tools.replay(step, state, rows(8)).agrees
+    report = tj.tools.replay(step, with_a_wrong_copy(state), rows(8))
+    found = {(*x.devices, x.part) for x in report.undecided}
+    alone = step_of(tj.Mirrored(devices=CPUS[::2]))
+    try:
+        tj.tools.replay(alone, alone.init(np.float32(1)), rows(8))
+    except ValueError as error:
+        return [agrees, *sorted(map(list, found)), str(error)[:90]]
 
 
 def not_finite(me):

@@ -19,6 +19,7 @@ from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.progress import Progress
+from towerjax.loop.replays import Replays
 from towerjax.loop.stopping import Point
 from towerjax.loop.throughput import Throughput
 from towerjax.loop.writers import Record, Writers
@@ -69,6 +70,8 @@ class Loop:
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
+        every = options.replay_every
+        self._replays = None if every is None else Replays(step, every)
         self._writers = Writers()
         self._has_begun = False
         self._log = HistoryLog()
@@ -193,6 +196,8 @@ class Loop:
         self._fetch(options.in_flight - 1)
         if placed.signature not in self._flops:
             self._compile(placed)
+        if self._replays is not None and self._replays.is_due(after):
+            self._replay(self._replays, placed)
         with jax.profiler.StepTraceAnnotation("train", step_num=after), self.guard:
             point.state, metrics, step_flag = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, step_flag, placed, wait_s))
@@ -216,6 +221,18 @@ class Loop:
         self._log.aside_s += prepared.seconds
         self._log.compile_s += time.perf_counter() - start_s - prepared.seconds
         self._flops[placed.signature] = prepared.program.flops
+
+    def _replay(self, replays: Replays, placed: PlacedBatch) -> None:
+        """Replay the next step; raise if devices disagree."""
+        self._fetch(0)
+        start_s = time.perf_counter()
+        self._progress.phase(self.point.number + 1, "replaying")
+        report = replays.replay(self.point.state, placed)
+        self._log.aside_s += time.perf_counter() - start_s
+        if not report.agrees:
+            if self._saving is not None:
+                self._saving.wait()
+            raise replays.error(report, self._options.checkpointer)
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; with ``last`` wait until it is saved."""

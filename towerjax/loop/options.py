@@ -89,6 +89,7 @@ class RunOptions:
     in_flight: int
     checkpointer: Checkpointer | None
     audit: bool | None
+    replay_every: int | None
     progress: bool | Sequence[str] | None
     per_second: tuple[str, ...]
     peak_flops: float | None
@@ -99,6 +100,7 @@ class RunOptions:
         """Check that the options fit together."""
         check_whole("steps", self.steps, or_none=True)
         check_whole("eval_every", self.eval_every, or_none=True)
+        check_whole("replay_every", self.replay_every, or_none=True)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)
         cast_ints(self)

@@ -38,6 +38,7 @@ def run(
     in_flight: int = 2,
     checkpointer: Checkpointer | None = None,
     audit: bool | None = None,
+    replay_every: int | None = None,
     progress: bool | Sequence[str] | None = None,
     per_second: Sequence[str] = (),
     peak_flops: float | None = None,
@@ -76,6 +77,10 @@ def run(
       audit: Replaces the step's option ``audit`` for the first call; None keeps the
         step's option. The result of an audit is also saved in the checkpointer's
         folder.
+      replay_every: Before each step whose number is a multiple of this, run its towers
+        on neighbouring devices, too, and compare all bits; see `towerjax.tools.replay`.
+        It costs two gradients, and one compilation in a run. See
+        <https://github.com/towerjax/towerjax/blob/main/docs/how_to/lost_and_lying_devices.md>.
       progress: None shows a bar on a terminal and in a notebook, and otherwise a plain
         line now and then, on stderr. True always shows a bar, False nothing. A list of
         names of metrics, such as ``["accuracy"]``, acts like None and shows these
@@ -103,6 +108,8 @@ def run(
         them, the batch is run once more.
       CheckpointError: Checkpoints cannot be written, or the newest one is damaged or
         belongs to another model. Raised before the first step where possible.
+      CorruptionError: With ``replay_every``, devices gave different bits. The step is
+        not run, and nothing is saved.
       DesyncError: The devices' copies of the state differed at a checkpoint. The
         checkpoint is not written.
 
@@ -137,6 +144,7 @@ def run(
         in_flight=in_flight,
         checkpointer=checkpointer,
         audit=audit,
+        replay_every=replay_every,
         progress=progress,
         per_second=check_list("per_second", per_second),
         peak_flops=peak_flops,
@@ -172,7 +180,7 @@ def _require_same_work(
     """Raise on every process unless all processes will call the step equally often."""
     if placement.num_processes == 1:
         return
-    names = ("steps", "eval_every", "early_stopping")
+    names = ("steps", "eval_every", "early_stopping", "replay_every")
     shared = {name: getattr(options, name) for name in names}
     shared["evaluate"] = options.evaluate is not None
     shared["eval_params"] = options.eval_params is not None

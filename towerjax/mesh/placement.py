@@ -167,6 +167,24 @@ class Placement:
         )
 
     @property
+    def groups_each(self) -> int:
+        """The number of devices, or of groups of a tower's devices, of each process."""
+        return self.num_devices // self.num_processes
+
+    def rotated(self, by: int) -> tuple[str, ...]:
+        """Return the devices' names, each replaced by that of a neighbour.
+
+        The neighbour is ``by`` devices further on in the same process, which is a
+        circle. If a tower has several devices, they move together.
+        """
+        size = self.devices_each
+        each = self.groups_each
+        starts = [
+            (i // each * each + (i + by) % each) * size for i in range(self.num_devices)
+        ]
+        return tuple(x for at in starts for x in self.devices[at : at + size])
+
+    @property
     def axes(self) -> TowerAxes:
         """The named axes of a tower on these devices."""
         return TowerAxes(
@@ -278,6 +296,11 @@ class Placement:
     def sharding(self, layout: Layout) -> NamedSharding:
         """Return the sharding of a value that has this layout."""
         return NamedSharding(self.mesh, SPECS[layout])
+
+    def sharding_like(self, x: jax.Array) -> NamedSharding:
+        """Return the sharding of an array of other devices, on these devices."""
+        assert isinstance(x.sharding, NamedSharding), x.sharding
+        return NamedSharding(self.mesh, x.sharding.spec)
 
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None

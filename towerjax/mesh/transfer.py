@@ -230,6 +230,35 @@ def wait_on_cpus(out: PyTree) -> PyTree:
     return out
 
 
+def on_neighbours(tree: PyTree, placement: Placement, other: Placement) -> PyTree:
+    """Return arrays of ``placement`` as arrays of its rotated devices, ``other``.
+
+    A device that holds a part of an array itself, such as all of a replicated one,
+    keeps its own copy. Other parts move from the device before it, within a process.
+    """
+    pairs = [*zip(placement.jax_devices, other.jax_devices, strict=True)]
+
+    moved = dict[int, jax.Array]()
+
+    def move(x: jax.Array) -> jax.Array:
+        held = {piece.device: piece for piece in x.addressable_shards}
+        pieces = []
+        for before, device in pairs:
+            if device in held:
+                is_same = held[device].index == held[before].index
+                piece = held[device if is_same else before]
+                pieces.append(jax.device_put(piece.data, device))
+        sharding = other.sharding_like(x)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    def move_once(x: jax.Array) -> jax.Array:
+        if id(x) not in moved:
+            moved[id(x)] = like_key(move(key_data(x)), x)
+        return moved[id(x)]
+
+    return jax.tree.map(move_once, tree)
+
+
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
     """Return the tree, replicated, so that each process can read all of it."""
     if placement.num_processes == 1:

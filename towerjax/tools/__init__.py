@@ -1,6 +1,9 @@
 """Tools around training: reports, benchmarks, audits, sweeps and the commands."""
 
 from towerjax import testing as testing
+from towerjax.check.replay.replay import replay as replay
+from towerjax.check.replay.report import ReplayReport as ReplayReport
+from towerjax.check.replay.report import WrongBits as WrongBits
 from towerjax.check.report.report import StepReport as StepReport
 from towerjax.check.report.report import report_of as report_of
 from towerjax.jaxprs.flops import Flops as Flops

@@ -356,6 +356,18 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
     return sorted(parts, key=lambda named: _ORDER.index(named[0]))
 
 
+def leaves_of_tower(tree: PyTree) -> list[NamedPart]:
+    """Return all arrays that a tower returned, in tree order, each with its part."""
+    named = []
+    for path, x in jax.tree_util.tree_leaves_with_path(values_of(tree)):
+        keys = [key_name(key) for key in path] or ["result"]
+        part, root = _BY_KEY.get(keys[0], ("value", keys[0]))
+        is_held = part == "gradient" and len(keys) > 2 and keys[1] in ("value", "sum")
+        rest = keys[2:] if is_held else keys[1:]
+        named.append((part, "/".join([root, *rest]), x))
+    return named
+
+
 def states_of(per_tower: PerTower) -> PyTree:
     """Return a `PerTower`'s values, with None for each bare array among them."""
     return jax.tree.map(

@@ -13,8 +13,13 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
-from towerjax.step.passes.accumulators import parts_of_tower, values_of
+from towerjax.step.passes.accumulators import (
+    leaves_of_tower,
+    parts_of_tower,
+    values_of,
+)
 from towerjax.step.passes.added import Added
+from towerjax.step.state.desync import Bits
 from towerjax.step.state.nonfinite import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.on_towers import OnTowers
@@ -28,7 +33,10 @@ Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
 
 
 class Look(Protocol):
-    """What a pass reports to a guard: on each tower's results and on merged sums."""
+    """What a pass reports: on each tower's results and on merged sums."""
+
+    # Whether it needs each tower's own results, which are then not added before.
+    of_each: ClassVar[bool]
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Return a report on one tower's tree of `Returned`, before any sum."""
@@ -45,6 +53,8 @@ class FiniteSums:
     The rows of a table's gradient are checked, too.
     """
 
+    of_each: ClassVar[bool] = False
+
     def at_tower(self, tree: PyTree) -> None:
         """Return None: if a tower's value is not finite, the sum shows it."""
 
@@ -58,6 +68,8 @@ class FiniteSums:
 
 class TowersFlags:
     """A `Look` that finds each tower's values that are not finite, before any sum."""
+
+    of_each: ClassVar[bool] = True
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Return the `Flags` of the values that the tower returns."""
@@ -73,6 +85,22 @@ class TowersFlags:
 
         replicated = on_shards(flag, params, replicated=True)
         return all_gather_rows(join_flags(replicated, per_tower), axes)
+
+
+class TowersBits:
+    """A `Look` that hashes the bits of all that each tower returns, before any sum."""
+
+    of_each: ClassVar[bool] = True
+
+    def at_tower(self, tree: PyTree) -> Bits:
+        """Return the `Bits` of the arrays that the tower returns."""
+        return Bits.of(leaves_of_tower(tree))
+
+    def at_all(
+        self, per_tower: Bits, params: PyTree, guarded: Guarded, axes: TowerAxes
+    ) -> Bits:
+        """Return the `Bits` of all towers, with a row for each."""
+        return all_gather_rows(per_tower, axes)
 
 
 TowerFn: TypeAlias = Callable[..., PyTree]
@@ -134,7 +162,8 @@ class Pass:
     def needs_each(self) -> bool:
         """Whether each tower's own results must be known before they are added."""
         ops = self.strategy.cross_tower_ops
-        return ops.needs_every_tower or isinstance(self.looks_at, TowersFlags)
+        looks_at_each = self.looks_at is not None and self.looks_at.of_each
+        return ops.needs_every_tower or looks_at_each
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
         """Return which arguments and results devices hold in shards, or None.

@@ -114,7 +114,14 @@ class Traced:
             out = next(passes).run(results)
             return out if pass_.reads_local else _pinned(pass_, out)
 
-        results = plan.passes.run(call, args)
+        return self.finished(*plan.passes.run(call, args))
+
+    def finished(self, *results: PyTree) -> PyTree:
+        """Return the step's results, made from those of its passes.
+
+        ``results`` are ``(donated, kept, merged, reports)``; see `Passes.run`.
+        """
+        plan = self.plan
         if not plan.accepts:
             leaves = jax.tree.leaves(results)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
@@ -124,7 +131,7 @@ class Traced:
         place = plan.strategy.placement
         shards = None
         if place.num_devices > 1:
-            params = args[0]["params"]
+            params = results[0]["params"]
             given_at, taken_at = _layouts(plan, params, results[2:])
             outs_at = jax.tree.map(lambda out: plan.ins.get(out, out), self.outs)
             shards = shards_of(
@@ -156,11 +163,7 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     def call(pass_: Pass, results: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         *of_step, before = results
-        of_pass = *of_step, shapes_of(before)
-        run = functools.partial(on_device, pass_)
-        layouts = tuple(pass_.ins.values())
-        towers = OnTowers(run, pass_.strategy.placement, layouts, of_pass)
-        passes.append(TracedPass(pass_, of_pass, towers))
+        passes.append(traced_pass(pass_, (*of_step, shapes_of(before))))
         return passes[-1].out
 
     def finish(*results: PyTree) -> tuple[PyTree, Static]:
@@ -172,6 +175,14 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     closed, out = jax.make_jaxpr(finish, return_shape=True)(*results)
     shapes, proof = out
     return Traced(plan, shapes_of_args, tuple(passes), closed, shapes, proof.value)
+
+
+def traced_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
+    """Trace a pass for arguments of these shapes."""
+    run = functools.partial(on_device, pass_)
+    layouts = tuple(pass_.ins.values())
+    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
+    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

@@ -155,6 +155,27 @@ def fingerprint(x: jax.Array) -> jax.Array:
     return (h ^ (h >> 16)).sum(dtype=jnp.uint32)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """The fingerprints of the leaves of one tower, or with a row for each of several.
+
+    Attributes:
+      table: ``[M]`` or ``[rows, M]`` uint32.
+      names: For each leaf its part, such as ``"gradient"``, and its name.
+    """
+
+    table: jax.Array
+    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, str, jax.Array]]) -> "Bits":
+        """Hash leaves, each given as ``(part, name, array)``."""
+        prints = [fingerprint(key_data(jnp.asarray(x))) for _, _, x in named]
+        names = tuple((part, name) for part, name, _ in named)
+        return cls(jnp.array(prints, jnp.uint32), names)
+
+
 def outliers(prints: np.ndarray) -> np.ndarray:
     """Return which copies differ from those of most devices, ``[D, L]`` bool.
 

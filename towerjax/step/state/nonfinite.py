@@ -200,7 +200,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
     return Flags(table, replicated.names + per_tower.names)
 
 
-def _towers_text(towers: Sequence[int]) -> str:
+def towers_text(towers: Sequence[int]) -> str:
     """Return a text that names the towers, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
@@ -221,7 +221,7 @@ def locations_text(locations: Sequence[Location]) -> str:
         )
     before = ", which came with an earlier step"
     texts = [
-        f"{_towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
+        f"{towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
         f"{before * (x.part == 'parameter')}"
         for x, ids in towers.items()
     ]

@@ -1,0 +1,1 @@
+"""Run a step's towers on other devices too, and compare bits."""
