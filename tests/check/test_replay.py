@@ -13,7 +13,7 @@ from layouts import mirrored
 
 import towerjax as tj
 from towerjax.check.replay.replay import Replayer
-from towerjax.check.replay.report import Exchange, Station, judge
+from towerjax.check.replay.report import Exchanged, Station, vote
 
 FLAGS = ("update", "params/flags")  # the faulty device's own copy
 
@@ -32,13 +32,13 @@ def placement(devices, towers=None):
     ).placement
 
 
-def judged(tables, exchange=Exchange.NOTHING, parts=("gradient",), towers=None):
+def judged(tables, exchange=Exchanged.NOTHING, parts=("gradient",), towers=None):
     """The report on ``tables[rotation][run]``: rows of leaves of ``parts``."""
     runs = [[np.array(run, np.uint32)[None] for run in x] for x in tables]
     devices = runs[0][0].shape[1]
     names = tuple((part, f"params/{i}") for i, part in enumerate(parts))
     station = Station(names, runs, exchange)
-    return judge([station], 7, placement(devices, towers))
+    return vote([station], 7, placement(devices, towers))
 
 
 def rotated_fault(devices, wrong, leaves=1, leaf=0):
@@ -98,18 +98,18 @@ def test_programs_that_round_in_another_way_name_nobody():
 
 
 def test_after_towers_have_met_nobody_is_named():
-    report = judged(rotated_fault(8, 3), Exchange.TOWERS)
+    report = judged(rotated_fault(8, 3), Exchanged.TOWERS)
     assert not report.named and report.shared
 
 
 def test_a_wrong_denominator_is_named_by_itself_and_not_by_gradients():
     tables = rotated_fault(8, 3, leaves=2)
-    spread = judged(tables, Exchange.DENOMINATORS, ("loss", "gradient"))
+    spread = judged(tables, Exchanged.DENOMINATORS, ("loss", "gradient"))
     assert spread.named == ("cpu:3",) and not spread.shared
     for row in tables[1][0]:
         row[1] = 77  # the gradients of all, in one rotation
     tables[1][0][4][1] = 5
-    spread = judged(tables, Exchange.DENOMINATORS, ("loss", "gradient"))
+    spread = judged(tables, Exchanged.DENOMINATORS, ("loss", "gradient"))
     assert spread.named == ("cpu:3",) and spread.shared == ("gradient params/1",)
 
 
@@ -163,40 +163,55 @@ def test_the_bits_of_a_healthy_step_are_the_same_and_a_faulty_device_is_named():
     step(state, ROWS)  # nothing was donated
 
 
+PINNED = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
 DECK = {
-    "a tower on each device": ({}, {}),
-    "two towers on each": ({"towers": 16}, {"micro_batches": 3}),
-    "in turn, with the same bits": (
-        {"towers": 16, "tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
-        {"micro_batches": 3},
+    "a tower on each device": (mirrored(8, 8), 1),
+    "two towers on each": (mirrored(8, 4), 3),
+    "in turn, in shards, with the same bits": (
+        mirrored(8, 4, state="sharded", **PINNED),
+        2,
     ),
-    "in shards": ({"state": "sharded"}, {}),
-    "in shards, with the same bits": (
-        {"state": "sharded", "tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
-        {},
-    ),
-    "the optimizer in shards": ({"state": "sharded_optimizer"}, {}),
-    "towers of two devices": ({"within": {"model": 2}}, {}),
-    "pmap": ({"executor": "pmap"}, {}),
+    "in shards": (mirrored(4, 4, state="sharded"), 1),
+    "the optimizer in shards": (mirrored(4, 4, state="sharded_optimizer"), 1),
+    "towers of two devices": (mirrored(3, 6, within={"model": 2}), 1),
+    "pmap": (mirrored(4, 4, executor="pmap"), 1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECK)
 def test_a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device(name):
-    """On each device, and nothing but that leaf of that device is named."""
-    of_strategy, options = DECK[name]
-    step, state = begun(tj.Mirrored(**of_strategy), audit=False, **options)
+    """On each device; and nothing but that leaf of that device is named."""
+    strategy, micro_batches = DECK[name]
+    step, state = begun(strategy, micro_batches=micro_batches, audit=False)
     replay = Replayer(step)
     batch = batch_of(48)
     assert replay(state, batch).agrees
+    number = len(strategy.worker_devices)
     for i, kind in enumerate(KINDS):
-        everywhere = name == "a tower on each device"
-        for device in range(8) if everywhere else (i % 8, (i + 5) % 8):
+        for device in range(number) if number == 8 else [i % number]:
             report = replay(with_fault(state, device, kind), batch)
             assert report.named == (f"cpu:{device}",), (kind, device, str(report))
             assert found(report) == {KINDS[kind]}, (kind, device, str(report))
             assert not (report.undecided or report.unstable or report.shared)
+
+
+@pytest.mark.slow
+def test_a_step_that_asks_for_its_towers_number_names_a_device():
+    """The bits of a tower may depend on its number, which is no communication."""
+
+    def numbered(params, batch, tower):
+        number = jax.lax.axis_index(tower.axis_names)
+        w = faulty.nudges_gradient(
+            params["w"], jax.lax.stop_gradient(params["flags"][0])
+        )
+        return tj.Weighted.mean((batch @ w - number) ** 2, tower.weight)
+
+    step, state = small(mirrored(4, 4), numbered)
+    assert tj.tools.replay(step, state, ROWS).agrees
+    assert found(tj.tools.replay(step, on_device(state, 1), ROWS)) == {
+        ("gradient", "params/w")
+    }
 
 
 @pytest.mark.slow

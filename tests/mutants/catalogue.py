@@ -2005,8 +2005,47 @@ ACCUMULATED = (
        "lemmas::what_is_said_of_a_place_holds[all_gather of both, the other way]"),
 )
 
+_REPLAY = "check.replay"
+_VOTES = "replay::two_devices_outvote_a_third[4]"
+_OF_KINDS = "replay::a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device"
+_STOPS = "replays::a_run_stops_before_the_step_with_the_last_good_checkpoint[1]"
+REPLAYED = (
+    _m("Z01", "the majority is accused", f"{_REPLAY}.report:_vote_on_one",
+       "values.count(value) == 1", "values.count(value) > 1", _VOTES),
+    _m("Z02", "a device that differs from itself is blamed",
+       f"{_REPLAY}.report:_vote_on_one",
+       "if unstable:", "if False:",
+       "replay::a_device_that_differs_from_itself_is_not_blamed"),
+    _m("Z03", "a device is named after towers have met", f"{_REPLAY}.report:_is_shared",
+       "case Exchanged.TOWERS:\n            return True",
+       "case Exchanged.TOWERS:\n            return False",
+       "replay::after_towers_have_met_nobody_is_named"),
+    _m("Z04", "a device is named by what all have", f"{_REPLAY}.report:_is_shared",
+       "return in_all and", "return False and",
+       "replay::programs_that_round_in_another_way_name_nobody"),
+    _m("Z05", "a wrong denominator names those that divide by it",
+       f"{_REPLAY}.report:_is_shared", "if is_gradient and", "if False and",
+       "replay::a_wrong_denominator_is_named_by_itself_and_not_by_gradients"),
+    _m("Z06", "a device's own copy goes to its neighbour",
+       "mesh.transfer:on_neighbours", "held[device if is_same else before]",
+       "held[before]",
+       "replay::the_bits_of_a_healthy_step_are_the_same_and_a_faulty_device_is_named"),
+    _m("Z07", "a tower of two devices stands for one",
+       f"{_REPLAY}.replay:_Rotation._read",
+       "here[: self.placement.devices_each]", "here[:1] * self.placement.devices_each",
+       f"{_OF_KINDS}[towers of two devices]"),
+    _m("Z08", "gathered parameters name nobody", f"{_REPLAY}.replay:_Rotation._update",
+       'at["params"] = Layout.SHARDED', "pass",
+       f"{_OF_KINDS}[the optimizer in shards]"),
+    _m("Z09", "a checkpoint after the last replay is good",
+       "loop.replays:Replays.error", "if x <= self._agreed", "if True", _STOPS),
+    _m("Z10", "towers that do not communicate are taken to",
+       f"{_REPLAY}.replay:_exchange_in", 'eqn.primitive.name != "axis_index"', "True",
+       "replay::a_step_that_asks_for_its_towers_number_names_a_device"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
 MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM
-MUTANTS += TRAINERS + ACCUMULATED
+MUTANTS += TRAINERS + ACCUMULATED + REPLAYED

@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 from towerjax.check.replay.report import (
-    Exchange,
+    Exchanged,
     Prints,
     ReplayReport,
-    judge,
     stations_of,
+    vote,
 )
 from towerjax.data.placer import PlacedBatch
 from towerjax.jaxprs.params import named_axes
@@ -27,9 +27,10 @@ from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import on_neighbours
 from towerjax.metrics.weighted import Means
+from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import TowersBits, TracedPass
 from towerjax.step.run.programs import send_replicated
-from towerjax.step.run.trace import Traced, trace, traced_pass
+from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.desync import Bits
 from towerjax.step.state.train_state import (
     TrainState,
@@ -39,6 +40,7 @@ from towerjax.step.state.train_state import (
 )
 from towerjax.step.step import Step
 from towerjax.towers.executors import over_devices
+from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.outputs import unmark_per_tower
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import Layout, PyTree
@@ -127,7 +129,7 @@ class Replayer:
                 run = neighbours(2)
                 runs.append([run(), run()])
             stations = stations_of(runs, own.exchanges)
-        return judge(stations, step_number(state) + 1, placement)
+        return vote(stations, step_number(state) + 1, placement)
 
     def _rotation(self, state: TrainState, placed: PlacedBatch, by: int) -> "_Rotation":
         """Return the step for such a batch on the devices ``by`` places further on."""
@@ -183,7 +185,10 @@ class _Rotation:
         def moved(of_pass: TracedPass) -> TracedPass:
             fields = {"strategy": strategy, "looks_at": TowersBits()}
             pass_ = dataclasses.replace(of_pass.pass_, **fields)
-            return traced_pass(pass_, of_pass.args)
+            run = functools.partial(on_device, pass_)
+            layouts = tuple(pass_.ins.values())
+            towers = OnTowers(run, strategy.placement, layouts, of_pass.args)
+            return TracedPass(pass_, of_pass.args, towers)
 
         passes = tuple(map(moved, self.traced.passes))
         plan = dataclasses.replace(plan, strategy=strategy)
@@ -191,10 +196,10 @@ class _Rotation:
         return _Rotation(traced, self.reports)
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[Exchanged]:
         """What devices exchange in each station."""
         is_mirrored = self.traced.plan.strategy.state == "mirrored"
-        of_update = Exchange.NOTHING if is_mirrored else Exchange.SHARDS
+        of_update = Exchanged.NOTHING if is_mirrored else Exchanged.SHARDS
         return [*map(_exchange_in, self.traced.passes), of_update]
 
     @property
@@ -305,14 +310,14 @@ class _Rotation:
         )
 
 
-def _exchange_in(of_pass: TracedPass) -> Exchange:
+def _exchange_in(of_pass: TracedPass) -> Exchanged:
     """Return what towers exchange in a pass, before its results are merged."""
     axis = of_pass.towers.axes.tower_axis
     for program, _ in of_pass.towers.programs.values():
         for eqn in all_eqns(program):
             if axis in named_axes(eqn) and eqn.primitive.name != "axis_index":
-                return Exchange.TOWERS
+                return Exchanged.TOWERS
     merged, _ = of_pass.out
     if any(len(x.terms) > 1 for x in parts_of(Means, merged)):
-        return Exchange.DENOMINATORS
-    return Exchange.NOTHING
+        return Exchanged.DENOMINATORS
+    return Exchanged.NOTHING

@@ -154,7 +154,7 @@ def _advice(report: ReplayReport, checkpoint: int | None) -> str:
     return f"The step was not run. {good} {leave_out}"
 
 
-class Exchange(enum.Enum):
+class Exchanged(enum.Enum):
     """The values that devices exchange before they compute what is compared.
 
     One wrong device then changes what the others compute, so a vote may name these.
@@ -196,7 +196,7 @@ class Station:
 
     names: tuple[tuple[str, str], ...]
     runs: list[list[np.ndarray]]
-    exchange: Exchange
+    exchange: Exchanged
 
     @property
     def agrees(self) -> bool:
@@ -206,7 +206,7 @@ class Station:
 
 
 def stations_of(
-    runs: Sequence[Sequence[Sequence[Prints]]], exchanges: Sequence[Exchange]
+    runs: Sequence[Sequence[Sequence[Prints]]], exchanges: Sequence[Exchanged]
 ) -> list[Station]:
     """Return the stations; ``runs[rotation][run]`` has the `Prints` of each."""
     stations = []
@@ -227,7 +227,7 @@ class _Kind(enum.Enum):
 _Found: TypeAlias = list[tuple[_Kind, WrongBits]]
 
 
-def judge(stations: Iterable[Station], step: int, placement: Placement) -> ReplayReport:
+def vote(stations: Iterable[Station], step: int, placement: Placement) -> ReplayReport:
     """Vote on each leaf of each tower and device; return what was found."""
     found: _Found = []
     shared = list[WrongBits]()
@@ -268,7 +268,9 @@ def _of_leaf(
         at = row * placement.num_devices // rows * size
         accused: dict[_Kind, list[str]] = {}
         for i in range(size):
-            vote = _vote([[x[i, row, leaf] for x in runs] for runs in station.runs])
+            vote = _vote_on_one(
+                [[x[i, row, leaf] for x in runs] for runs in station.runs]
+            )
             if vote is not None:
                 kind, rotations = vote
                 names = [placement.rotated(by)[at + i] for by in rotations]
@@ -285,7 +287,7 @@ def _of_leaf(
 
 
 def _is_shared(
-    of_leaf: _Found, by_leaf: list[_Found], exchange: Exchange, placement: Placement
+    of_leaf: _Found, by_leaf: list[_Found], exchange: Exchanged, placement: Placement
 ) -> bool:
     """Return whether a leaf differs where a device may have got a wrong value.
 
@@ -296,15 +298,15 @@ def _is_shared(
         return False
     everything = [bits for found in by_leaf for _, bits in found]
     match exchange:
-        case Exchange.TOWERS:
+        case Exchanged.TOWERS:
             return True
-        case Exchange.SHARDS:
+        case Exchanged.SHARDS:
             return len({bits.devices for bits in everything}) > 1
-        case Exchange.DENOMINATORS:
+        case Exchanged.DENOMINATORS:
             is_gradient = any(bits.part == "gradient" for _, bits in of_leaf)
             if is_gradient and any(bits.part == "loss" for bits in everything):
                 return True
-        case Exchange.NOTHING:
+        case Exchanged.NOTHING:
             pass
         case _:
             assert_never(exchange)
@@ -316,7 +318,7 @@ def _is_shared(
     return in_all and len({bits.devices for _, bits in of_leaf}) > 1
 
 
-def _vote(runs: Sequence[Sequence[np.uint32]]) -> tuple[_Kind, list[int]] | None:
+def _vote_on_one(runs: Sequence[Sequence[np.uint32]]) -> tuple[_Kind, list[int]] | None:
     """Return what a difference says, and which rotations are accused.
 
     Returns None if all are the same. ``runs`` has the fingerprints of one leaf for each

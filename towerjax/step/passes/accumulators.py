@@ -356,7 +356,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
     return sorted(parts, key=lambda named: _ORDER.index(named[0]))
 
 
-def leaves_of_tower(tree: PyTree) -> list[NamedPart]:
+def arrays_of_tower(tree: PyTree) -> list[NamedPart]:
     """Return all arrays that a tower returned, in tree order, each with its part."""
     named = []
     for path, x in jax.tree_util.tree_leaves_with_path(values_of(tree)):

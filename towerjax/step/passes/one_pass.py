@@ -14,7 +14,7 @@ from towerjax.lowering.sharded_values import Shards, is_shard, shards_of, whole
 from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.passes.accumulators import (
-    leaves_of_tower,
+    arrays_of_tower,
     parts_of_tower,
     values_of,
 )
@@ -94,7 +94,7 @@ class TowersBits:
 
     def at_tower(self, tree: PyTree) -> Bits:
         """Return the `Bits` of the arrays that the tower returns."""
-        return Bits.of(leaves_of_tower(tree))
+        return Bits.of(arrays_of_tower(tree))
 
     def at_all(
         self, per_tower: Bits, params: PyTree, guarded: Guarded, axes: TowerAxes

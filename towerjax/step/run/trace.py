@@ -163,7 +163,11 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     def call(pass_: Pass, results: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         *of_step, before = results
-        passes.append(traced_pass(pass_, (*of_step, shapes_of(before))))
+        of_pass = *of_step, shapes_of(before)
+        run = functools.partial(on_device, pass_)
+        layouts = tuple(pass_.ins.values())
+        towers = OnTowers(run, pass_.strategy.placement, layouts, of_pass)
+        passes.append(TracedPass(pass_, of_pass, towers))
         return passes[-1].out
 
     def finish(*results: PyTree) -> tuple[PyTree, Static]:
@@ -175,14 +179,6 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
     closed, out = jax.make_jaxpr(finish, return_shape=True)(*results)
     shapes, proof = out
     return Traced(plan, shapes_of_args, tuple(passes), closed, shapes, proof.value)
-
-
-def traced_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
-    """Trace a pass for arguments of these shapes."""
-    run = functools.partial(on_device, pass_)
-    layouts = tuple(pass_.ins.values())
-    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
-    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
