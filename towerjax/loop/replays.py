@@ -4,7 +4,6 @@ from towerjax.check.replay.replay import Replayer
 from towerjax.check.replay.report import CorruptionError, ReplayReport
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
-from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 
@@ -15,6 +14,7 @@ class Replays:
     def __init__(self, step: Step, every: int) -> None:
         """Raise if the step cannot be replayed; see `Replayer`."""
         self._replayer = Replayer(step)
+        self._processes = step.strategy.placement.processes
         self._every = every
         self._agreed = -1
 
@@ -40,4 +40,4 @@ class Replays:
             saved = () if checkpointer is None else checkpointer.steps
             return max([x for x in saved if x <= self._agreed], default=None)
 
-        return CorruptionError(report, call_on_first_process(newest))
+        return CorruptionError(report, self._processes.call_on_first(newest))
