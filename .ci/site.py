@@ -30,6 +30,7 @@ MOVED = {
     "how_to/compressed_sums": "cross_tower_ops",
     "how_to/each_example_once": "how_to/uneven_data",
     "how_to/profiling": "reports",
+    "how_to/proved_losses": "proof",
     "mirrored_strategy": "reference/mirrored_strategy",
     "public_code": "evidence",
     "published_bugs": "evidence",

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 import reads
+import rewritten_losses as rewritten
 from checkout import ROOT
 
 import towerjax as tj
@@ -661,14 +662,16 @@ def of_own_mean(params, batch, tower):
 @pytest.mark.slow
 def test_each_reason_of_the_table_is_one_that_a_step_gives():
     _, section = TEXTS["proof.md"].split("\n## When a right loss stays unproved\n")
-    pairs = TEXTS["how_to/proved_losses.md"]  # which the table names
     [[_, _, *rows]] = tables(section)
     told = {x for row in rows for x in re.findall("`(.*?)`", row[0])}
     fns = [fn for name, fn in vars(Unproved).items() if name[0] != "_"]
     given = [reasons_of(fn, how) for fn in fns for how in ("error", "pad")]
     local = {"mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)}
     given.append(reasons_of(of_own_mean, "error", local))
-    printed = re.findall("^```text\n(.*?)^```", section + pairs, re.S | re.M)
+    for name, (before, after) in {**rewritten.PAIRS, **rewritten.METRICS}.items():
+        given.append(rewritten.reason(name, before))
+        assert given[-1] and rewritten.reason(name, after) is None, name
+    printed = re.findall("^```text\n(.*?)^```", section, re.S | re.M)
     shown = "\n".join(given + printed)
     assert len(told) > 15
     assert [x for x in told if x not in shown] == ["tower.all_gather"]

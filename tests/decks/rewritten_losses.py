@@ -1,27 +1,38 @@
-# Rewrite a right loss so that it is proved
+"""Right losses that stay unproved, each with a form of the same meaning that is proved.
 
-For those whose loss is right and [stays
-unproved](../proof.md#when-a-right-loss-stays-unproved): pairs of losses with the same
-meaning, before and after.
+The table of docs/proof.md says what the note of the first form is, and what to write.
+"""
 
-## Guards and shifts
+import jax
+import jax.numpy as jnp
+import optax
 
-`guard_after` needs no guard, because the value of a `tj.Weighted` is 0 if no example
-counts.
+import towerjax as tj
 
-```python run
-import jax, jax.numpy as jnp, optax, towerjax as tj
+SHAPES = {"x": (16, 6, 3), "mask": (16, 6), "y": (16,), "rare": (16,)}
+BATCH = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in SHAPES.items()} | {
+    "edges": jax.ShapeDtypeStruct((16, 4), jnp.int32),
+    "length": jax.ShapeDtypeStruct((16,), jnp.int32),
+    "number": jax.ShapeDtypeStruct((16,), jnp.int32),
+}
+PARAMS = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
 
-shapes = {"x": (16, 6, 3), "mask": (16, 6), "y": (16,), "rare": (16,)}
-params = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
-batch = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+
+def costly(params, batch):
+    return batch["rare"] * jnp.tanh(batch["x"][:, 0] @ params["w"])
 
 
-def told(*losses, **options):
-    for fn in losses:
-        step = tj.build_train_step(fn, optax.sgd(0.1), tj.Mirrored(towers=4), **options)
-        reason = step.check(params, batch).unproved.get("loss", "proved")
-        print(f"{fn.__name__}: {reason.partition(', at ')[0]}")  # without the line
+def nothing(params, batch):
+    return jnp.zeros(len(batch["x"]))
+
+
+def trips(length):
+    def add(carry):
+        at, total = carry
+        return at + 1, total + (at < length) / (at + 1)
+
+    start = 0, jnp.zeros(length.shape)
+    return jax.lax.while_loop(lambda carry: (carry[0] < length).any(), add, start)[1]
 
 
 def guard_before(params, batch, tower):
@@ -48,14 +59,6 @@ def shift_after(params, batch, tower):
     return tj.Weighted.mean(losses, tower.weight)
 
 
-def costly(params, batch):
-    return batch["rare"] * jnp.tanh(batch["x"][:, 0] @ params["w"])
-
-
-def nothing(params, batch):
-    return jnp.zeros(len(batch["x"]))
-
-
 def skip_before(params, batch, tower):
     is_needed = batch["rare"].any()
     losses = jax.lax.cond(is_needed, costly, nothing, params, batch)
@@ -66,25 +69,6 @@ def skip_after(params, batch, tower):
     is_needed = tower.reduce(tj.Reduction.SUM, batch["rare"].sum()) > 0
     losses = jax.lax.cond(is_needed, costly, nothing, params, batch)
     return tj.Weighted.mean(losses, tower.weight)
-
-
-told(guard_before, guard_after, shift_before, shift_after, skip_before, skip_after)
-```
-
-```text
-guard_before: no rule for the max of a sum over the tower's rows and a replicated value
-guard_after: proved
-shift_before: no rule for the tower's rows minus a maximum over the tower's rows
-shift_after: proved
-skip_before: no rule for a branch by a maximum over the tower's rows
-skip_after: proved
-```
-
-## Loops and indices
-
-```python run more
-batch["edges"] = jax.ShapeDtypeStruct((16, 4), jnp.int32)
-batch["length"] = jax.ShapeDtypeStruct((16,), jnp.int32)
 
 
 def loop_before(params, batch, tower):
@@ -109,34 +93,6 @@ def graph_after(params, batch, tower):
     sums = jax.vmap(lambda nodes, edges: nodes[edges].sum(axis=0))
     losses = sums(batch["x"], batch["edges"]) @ params["w"]
     return tj.Weighted.mean(losses, tower.weight)
-
-
-told(loop_before, loop_after, graph_before, graph_after)
-```
-
-```text
-loop_before: the program differs between numbers of towers
-loop_after: proved
-graph_before: no rule for a replicated value times the numbers of the tower's rows
-graph_after: proved
-```
-
-## Loops with padding
-
-These are proved for full batches. They are unknown if batches [may be
-padded](uneven_data.md#rows-that-do-not-divide), as those of every evaluation step may.
-
-```python run more
-batch["number"] = jax.ShapeDtypeStruct((16,), jnp.int32)  # of a row in the data
-
-
-def trips(length):
-    def add(carry):
-        at, total = carry
-        return at + 1, total + (at < length) / (at + 1)
-
-    start = 0, jnp.zeros(length.shape)
-    return jax.lax.while_loop(lambda carry: (carry[0] < length).any(), add, start)[1]
 
 
 def end_before(params, batch, tower):
@@ -169,19 +125,25 @@ def number_after(params, batch, tower):
     return tj.Weighted.mean(losses, tower.weight)
 
 
-for metric_fn in (end_before, end_after):
-    step = tj.build_eval_step(metric_fn, tj.Mirrored(towers=4))
-    reason = step.check(params, batch).unproved.get("metrics['loss']", "proved")
-    print(f"{metric_fn.__name__}: {reason.partition(', at ')[0]}")
-pairs = (group_before, group_after, number_before, number_after)
-told(*pairs, remainder="pad")
-```
+PAIRS = {
+    "guard": (guard_before, guard_after),
+    "shift": (shift_before, shift_after),
+    "skip": (skip_before, skip_after),
+    "loop": (loop_before, loop_after),
+    "graph": (graph_before, graph_after),
+    "group": (group_before, group_after),
+    "number": (number_before, number_after),
+}
+METRICS = {"end": (end_before, end_after)}  # of an evaluation
+PADDED = {"group", "number"}  # proved for full batches in both forms
 
-```text
-end_before: padding counts in reduce_or over rows
-end_after: proved
-group_before: no rule for a loop with the tower's rows in groups
-group_after: proved
-number_before: no rule for tower.id times the number of the tower's rows, padding included
-number_after: proved
-```
+
+def reason(name, fn):
+    """Why a step of four towers with this loss is not proved; None if it is."""
+    strategy = tj.Mirrored(towers=4)
+    if name in METRICS:
+        step = tj.build_eval_step(fn, strategy)
+        return step.check(PARAMS, BATCH).unproved.get("metrics['loss']")
+    how = {"remainder": "pad" if name in PADDED else "error"}
+    step = tj.build_train_step(fn, optax.sgd(0.1), strategy, **how)
+    return step.check(PARAMS, BATCH).unproved.get("loss")
