@@ -135,6 +135,15 @@ def test_every_extra_that_is_named_is_there():
     assert {"gpu", "plot", "test"} <= found <= set(project["optional-dependencies"])
 
 
+def test_a_page_names_the_extra_that_it_needs():
+    for page, use, extra in (
+        ("docs/how_to/serving.md", "exported.serialize()", "export"),
+        ("README.md", "=[tj.TensorBoard", "tensorboard"),
+    ):
+        text = (ROOT / page).read_text()
+        assert use in text and f"'.[{extra}]'" in text
+
+
 def test_ci_runs_each_benchmark_in_its_small_form():
     text = (ROOT / ".ci/run").read_text()
     named = re.search(r'benchmarks="(.*?)"', text, re.DOTALL)[1].split()

@@ -69,6 +69,29 @@ def test_commands_refuse_in_one_line(shell, said, arguments):
     assert said in error and error.startswith("towerjax") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("said", "arguments"), [
+    ("os:system is a function of Python's own. Name one of your file", ["os:system"]),
+    ("of_user:make.__globals__ is not a function: {", ["of_user:make.__globals__"]),
+    ("Write towerjax audit of_user:make_step, and there def", ["of_user:step"]),
+    ("'-5' must be a number of seconds > 0", ["of_user:main", "--timeout", "-5"]),
+    ("'nan' must be a number of seconds > 0", ["of_user:main", "--timeout", "nan"]),
+    ("unrecognized arguments: --divices 1; write --devices", ["x:y", "--divices", "1"]),
+])  # fmt: skip
+def test_check_refuses_in_one_line(shell, said, arguments):
+    code, out, error = shell("check", *arguments)
+    assert code == 2 and not out
+    assert said in error and error.startswith("towerjax") and error.count("\n") == 1
+
+
+def test_without_a_command_it_says_which_there_are(shell):
+    for arguments, said in (
+        (("--verison",), "unrecognized arguments: --verison; write --version;"),
+        ((), "name a command: launch, report, bench, audit, check;"),
+    ):
+        code, out, error = shell(*arguments)
+        assert (code, out) == (2, "") and error.startswith(f"towerjax: {said}")
+
+
 @pytest.mark.slow
 def test_other_commands_say_what_to_write(shell, monkeypatch):
     _, _, error = shell("check", "of_user:programs", "--devices", "3")

@@ -27,6 +27,16 @@ def build(fn=loss_fn, **options):
     return tj.build_train_step(fn, optax.sgd(0.1), mirrored(2), **options)
 
 
+def one_step(optimizer, params=W):
+    """Call the step of an optimizer once."""
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(batch @ w, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optimizer, mirrored(2))
+    return step(step.init(params), BATCH)
+
+
 def own(params_of):
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
@@ -296,6 +306,11 @@ WRITE = [
         "tj.Mirrored(); call it, optimizer=adam(...)"),
     (lambda: tj.build_train_step(loss_fn, SGD, tj.Mirrored),
         "call it, strategy=Mirrored(...)"),
+    (lambda: tj.build_train_step(loss_fn, SGD, jax.make_mesh((2,), ("data",))),
+        "in place of this mesh write tj.Mirrored(towers=2)"),
+    (lambda: one_step(optax.adam("1e-3")), "given a text in place of a number, such"),
+    (lambda: one_step(optax.clip_by_global_norm("1")), "Write it as float(text)."),
+    (lambda: one_step(SGD, [1.0, 1.0, 1.0]), "Write np.array([...]) for it, in the"),
     (lambda: by_hand(loss_fn), "tj.value_and_grad(loss_fn) differentiates it"),
     (lambda: by_hand(of_value), "for gradients call tj.value_and_grad(loss_fn)"),
     (lambda: call(bare_metric), "Return tj.Weighted.mean(values, tower.weight)"),

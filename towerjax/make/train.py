@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -205,6 +206,10 @@ _NEEDS_MORE = (
     " the update of your own step, tj.build_step(tower_fn, update_fn, strategy), or"
     f" around step.fn: {page('optimizers')}"
 )
+_OF_TEXT = (
+    "The optimizer was given a text in place of a number, such as '1e-3'. Write it as"
+    " float(text)"
+)
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
 
@@ -240,10 +245,18 @@ def pass_loss(
             extra_args.pop("value")
             return inner.update(updates, state, params, **extra_args)
         except (AttributeError, TypeError) as error:
-            fault = f"The optimizer's update failed: {error}."
-            raise ValueError(f"{fault} {_NEEDS_MORE}.") from error
+            fault = f"The optimizer's update failed: {str(error).rstrip('.')}."
+            raise ValueError(f"{fault} {_of_text(error) or _NEEDS_MORE}.") from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _of_text(error: Exception) -> str:
+    """Return advice if optax got a text where it computes with a number; else ""."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    of_optax = [x for x in frames if x.f_globals["__name__"].startswith("optax.")]
+    values = [x for frame in of_optax for x in frame.f_locals.values()]
+    return _OF_TEXT if any(isinstance(x, str) for x in values) else ""
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:

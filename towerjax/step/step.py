@@ -108,7 +108,9 @@ class Step(Generic[_Result]):
         Use it in ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``.
         It is proved when it is traced, and audited if `audit` is called before. Nothing
         is placed or donated. A refused step leaves the state unchanged and does not
-        raise. In a tower function use that of a step on one device.
+        raise. In a tower function use that of a step on one device. A state has
+        integers, so take a gradient of its parameters: ``jax.grad(lambda params:
+        step.fn(state.replace(params=params), batch)[1]["loss"])(state.params)``.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj

@@ -1,7 +1,9 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
 import argparse
+import contextlib
 import dataclasses
+import difflib
 import inspect
 import os
 import pathlib
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"towerjax {version}")
     where = "show the Python traceback of an error"
     parser.add_argument("--traceback", action="store_true", help=where)
-    commands = parser.add_subparsers(dest="name", metavar="command", required=True)
+    commands = parser.add_subparsers(dest="name", metavar="command")
     for run, options in _OPTIONS.items():
         text = inspect.getdoc(run) or ""
         command = commands.add_parser(
@@ -91,7 +93,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keywords |= {"dest": dest} if dest else {}
             command.add_argument(name, help=help_text, **keywords, **dict(*more))
         command.set_defaults(run=run)
-    return run_parsed(parser.parse_args(arguments))
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [*parser._option_string_actions, *_names_of_options(options.name)]
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        remedy = f"; write {near[0]}" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
+    if options.name is None:
+        parser.error(f"name a command: {', '.join(x.__name__ for x in _OPTIONS)}")
+    return run_parsed(options)
+
+
+def _names_of_options(command: str | None) -> list[str]:
+    """Return the options of a command."""
+    named = {run.__name__: options for run, options in _OPTIONS.items()}
+    names = [option[0].partition("=")[0] for option in named.get(command or "", ())]
+    return [name for name in names if name.startswith("--")]
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds; refuse one that is not above 0."""
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds > 0")
 
 
 def run_parsed(options: argparse.Namespace) -> int:
@@ -239,6 +264,13 @@ def check(
     if words is OF_DEVICES:
         want_cpu_devices(max(numbers))
     maker = resolve(make, "train:make")
+    if isinstance(maker, Step):
+        module = make.partition(":")[0]
+        raise ValueError(
+            f"{make} is a step. Write towerjax audit {module}:make_step, and there"
+            " def make_step(): return step, step.init(params), batch."
+        )
+    _require_function(make, maker)
     entries = read_baseline(baseline, make) if baseline is not None else []
     form = f"{make.rpartition(':')[2]}({words.option})"
     try:
@@ -299,8 +331,7 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
             f"{make_step} is a step. Name a function that returns it with its"
             " arguments: def make_step(): return step, step.init(params), batch."
         )
-    if not callable(function):
-        raise ValueError(f"{make_step} is not a function: {function!r}.")
+    _require_function(make_step, function)
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
     for x in strategy:  # raises here if the compiler is not installed
@@ -314,6 +345,16 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
         f"{form} must return (step, {second}, batch), a step of towerjax and its"
         f" arguments, but it returned {types_of(returned)}."
     )
+
+
+def _require_function(name: str, x: Any) -> None:
+    """Raise unless the object of that name is a function of a user's module."""
+    if not callable(x):
+        raise ValueError(f"{name} is not a function: {x!r:.80}.")
+    if inspect.isbuiltin(x):
+        raise ValueError(
+            f"{name} is a function of Python's own. Name one of your file."
+        )
 
 
 def _devices_of(text: str) -> Absent:
@@ -394,9 +435,9 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--out=results", str, "the file for results, as JSON lines", _NEEDED),
         ("--peer", str, "name=module:function to time as well", {"action": "append"}),
         ("--rounds", int, "rounds of timing, at least 6 (11)"),
-        ("--seconds-per-round", float, "seconds for each step or peer (0.25)"),
+        ("--seconds-per-round", _seconds, "seconds for each step or peer (0.25)"),
         ("--retry-failed", True, "time configurations again that failed before"),
-        ("--timeout=timeout_s", float, "seconds for one configuration (1800)"),
+        ("--timeout=timeout_s", _seconds, "seconds for one configuration (1800)"),
         ("--quiet=progress", False, "print no progress"),
         _JSON,
     ),
@@ -414,7 +455,7 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--run=always_run", True, "run the program even if everything is proved"),
         (
             "--timeout=timeout_s",
-            float,
+            _seconds,
             "seconds for each run, in a process of its own",
         ),
         ("--github", True, "print each fault so that GitHub shows it in the code"),

@@ -473,6 +473,8 @@ def check_roles(builder: str, **functions: Any) -> None:
             )
         elif role == "optimizer" and _is_schedule(x):
             are += "; this is a schedule: write optimizer=optax.adam(schedule)"
+        elif isinstance(x, jax.sharding.Mesh):
+            are += f"; in place of this mesh write tj.Mirrored(towers={x.size})"
         elif callable(x) and not swapped:
             are += f"; call it, {role}={getattr(x, '__name__', role)}(...)"
     raise ValueError(

@@ -118,6 +118,10 @@ _TEXTS = {
         "A value was called. tower.rng, tower.weight and the like are values: write"
         " them without ()."
     ),
+    r"^unsupported operand type.*'list'|^'list' object has no attribute|, not list$": (
+        "A list of numbers is a tree with a leaf for each, and no array. Write"
+        " np.array([...]) for it, in the parameters or in the batch."
+    ),
     r"Unable to initialize backend": _NO_PLATFORM,
     r"UnexpectedTracerError|unexpected tracer": (
         "A tower function stored a value in a list, a global or an attribute, and the"
