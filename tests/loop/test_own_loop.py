@@ -1,5 +1,6 @@
 """A loop of one's own: saved and resumed, stopped, told of its proof."""
 
+import dataclasses
 import math
 
 import jax
@@ -251,6 +252,24 @@ def test_a_run_says_that_its_batches_are_not_where_they_were(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_list_does_not_go_on_for_batches_with_a_position(tmp_path):
+    """Their order was another one, so rows would be trained on twice, and never."""
+    saving = tj.Checkpointer(tmp_path)
+    step = build(audit=False)
+    batches = tj.batches(DATA, 8, epochs=None, seed=1)
+    state, _ = step(first(step), next(batches))
+    saving.save(step, state, batches)
+    listed = list(tj.batches(DATA, 8))
+    for given in (listed, iter(listed)):
+        with pytest.raises(
+            tj.CheckpointError, match="lack get_state|have no get_state"
+        ):
+            tj.run(step, first(step), given, checkpointer=saving, progress=False)
+    counting = dataclasses.replace(saving, batches="count")
+    state, _ = tj.run(step, first(step), listed, checkpointer=counting, progress=False)
+    assert int(state.step) == len(listed)
+
+
 def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path):
     saving = tj.Checkpointer(tmp_path)
     step = build(donate=False)

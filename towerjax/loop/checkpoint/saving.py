@@ -172,13 +172,15 @@ class Saving:
         cursor = saved.batches["cursor"]
         if self.options.batches == "anew":
             return
-        uses_cursor = self.options.batches == "cursor" and self._source.has_cursor
-        if uses_cursor and cursor is None:
+        has_cursor = self._source.has_cursor
+        if self.options.batches == "cursor" and has_cursor != (cursor is not None):
+            here, there = ("have", "did not") if has_cursor else ("lack", "had them")
             raise CheckpointError(
-                "These batches have get_state and set_state, but the batches of the"
-                f" checkpoint of step {saved.step} did not. Pass batches like those, or"
+                f"These batches {here} get_state and set_state, but the batches of the"
+                f" checkpoint of step {saved.step} {there}. Pass batches like those, or"
                 f" write batches='count' to skip the first {used} batches."
             )
+        uses_cursor = self.options.batches == "cursor" and has_cursor
         cursor = record.decode_cursor(cursor) if uses_cursor else None
         self._source.go_to(Position(used, cursor))
 
