@@ -1,6 +1,7 @@
 """What other libraries have, and what Python says too little of: what to write."""
 
 import dataclasses
+import itertools
 import tempfile
 
 import flax.linen as nn
@@ -35,6 +36,17 @@ def one_step(optimizer, params=W):
 
     step = tj.build_train_step(loss_fn, optimizer, mirrored(2))
     return step(step.init(params), BATCH)
+
+
+def of_counter():
+    """Call the step of a loss that Python counts the traces of."""
+    calls = itertools.count(1)
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(batch @ w / next(calls), tower.weight)
+
+    step = build(loss_fn)
+    return step(step.init(W), BATCH)
 
 
 def own(params_of):
@@ -308,6 +320,7 @@ WRITE = [
         "call it, strategy=Mirrored(...)"),
     (lambda: tj.build_train_step(loss_fn, SGD, jax.make_mesh((2,), ("data",))),
         "in place of this mesh write tj.Mirrored(towers=2)"),
+    (of_counter, "A Python counter is another number in each trace: read tower.step."),
     (lambda: one_step(optax.adam("1e-3")), "given a text in place of a number, such"),
     (lambda: one_step(optax.clip_by_global_norm("1")), "Write it as float(text)."),
     (lambda: one_step(SGD, [1.0, 1.0, 1.0]), "Write np.array([...]) for it, in the"),

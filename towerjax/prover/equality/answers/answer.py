@@ -69,7 +69,8 @@ _MEAN_OF_ROWS = (
 )
 _FREE_OF_NUMBER = (
     "Do not multiply or divide by the number of towers or of a tower's rows: sums are"
-    " added over towers, and divided once, by the sum of all weights."
+    " added over towers, and divided once, by the sum of all weights. A Python counter"
+    " is another number in each trace: read tower.step."
 )
 _NO_COPY = (
     "All T towers have the same value, so that their sum is T times as large. Return"
