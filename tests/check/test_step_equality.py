@@ -636,21 +636,6 @@ def test_an_error_in_a_rule_ends_no_training(error, monkeypatch):
         step(step.init(params), batch)
 
 
-def test_an_error_in_the_proof_of_a_loop_leaves_its_results_unknown(monkeypatch):
-    def raise_it(*_):
-        raise KeyError("a")
-
-    equality = "towerjax.prover.programs.equality.kinds_by_matches"
-    monkeypatch.setattr(equality, raise_it)
-
-    def make(micro_batches):
-        return lambda x: sum(map(jnp.sum, jnp.split(x, micro_batches))), (np.ones(4),)
-
-    report = tj.testing.prove(make, micro_batches=(1, 2))
-    [why] = report.unproved.values()
-    assert why == "the proof failed with KeyError: 'a'; please report this"
-
-
 def test_ctrl_c_in_a_rule_is_one(monkeypatch):
     def stop(pair, *ins):
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """The work of ``towerjax check``: prove what can be proved, and run the rest."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from towerjax.prover.comparison import AuditReport, SplitError
@@ -19,6 +19,7 @@ from towerjax.prover.programs.programs import (
     ProgramReport,
     made_for_parts,
     proved_on,
+    run_the_rest,
 )
 from towerjax.prover.programs.runs import UserProgram
 from towerjax.prover.programs.same import (
@@ -80,11 +81,7 @@ def check_program(
     looked = Looked()
     if words is OF_MICRO_BATCHES:
         programs = made_for_parts(maker, numbers, form)
-        is_answered = _prove(lambda: proved_on(programs, words), looked)
-        if is_answered and not always_run:
-            _tell_of_no_run(looked)
-        else:
-            _compare(lambda: same_for(maker, micro_batches=numbers, rtol=rtol), looked)
+        _check_parts(maker, programs, rtol, looked, always_run=always_run)
         return looked
     if takes_nothing(maker):
         _check_in_processes(maker, numbers, rtol, looked, timeout_s)
@@ -101,6 +98,38 @@ def check_program(
     else:
         _compare(lambda: same_on_devices(maker, numbers, rtol=rtol), looked)
     return looked
+
+
+def _check_parts(
+    maker: Callable[..., Any],
+    programs: Mapping[int, UserProgram],
+    rtol: float | None,
+    looked: Looked,
+    *,
+    always_run: bool,
+) -> None:
+    """Prove a program for numbers of micro-batches, and run what is not proved."""
+    has_run = False
+
+    def prove_and_run() -> tuple[ProgramReport | None, str]:
+        nonlocal has_run
+        report, why = proved_on(programs, OF_MICRO_BATCHES)
+        if report is None:
+            return None, why
+        has_run = any(x.says is Says.UNKNOWN for x in report.equal)
+        try:
+            return run_the_rest(report, maker, programs, rtol), ""
+        except SplitError as error:
+            _add_differences(error, looked)
+            return report, ""
+
+    is_answered = _prove(prove_and_run, looked)
+    looked.fields["ran"] = has_run
+    if always_run or not (is_answered or has_run):
+        numbers = [*programs]
+        _compare(lambda: same_for(maker, micro_batches=numbers, rtol=rtol), looked)
+    elif not has_run:
+        _tell_of_no_run(looked)
 
 
 def _prove(
@@ -170,11 +199,7 @@ def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
     try:
         outcome = compare()
     except SplitError as error:
-        advice = "\n".join(error.advice)
-        looked.faults += [
-            Fault("comparison", x.leaf, str(x), x.relative, advice)
-            for x in error.findings
-        ]
+        _add_differences(error, looked)
         return
     looked.texts.append(str(outcome))
     looked.notes += outcome.notes
@@ -182,3 +207,11 @@ def _compare(compare: Callable[[], AuditReport], looked: Looked) -> None:
         "compared": outcome.compared,
         "not_compared": outcome.not_compared,
     }
+
+
+def _add_differences(error: SplitError, looked: Looked) -> None:
+    """Add the leaves that differ between runs to the faults."""
+    advice = "\n".join(error.advice)
+    looked.faults += [
+        Fault("comparison", x.leaf, str(x), x.relative, advice) for x in error.findings
+    ]

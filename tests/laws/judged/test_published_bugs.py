@@ -29,6 +29,8 @@ def said(make, numbers=None):
         report = tj.testing.prove(make, **(numbers or {"devices": DEVICES}))
         [result] = report.equal
         how, text = result.says, result.why
+    except tj.testing.SplitError as error:
+        how, text = "differs in a run", str(error)
     except tj.ReplicationError as error:
         text = str(error)
         how = (re.findall(r"\S+ times", text) or ["copies differ"])[0]

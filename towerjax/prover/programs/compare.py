@@ -164,7 +164,7 @@ def runs_nearby(
             is_anew = True  # the program may have a state, such as a generator
     if is_anew:
         refuse_other_run(anew().run(), first)
-    by = rounding / 8 if rounding > 1e-4 else 2.0**-23
+    by = rounding / 8 if rounding > 1e-4 else min(rounding, 2.0**-23)
     programs = [anew() if is_anew else program for _ in range(3)]
     return [x.run(step * by) for x, step in zip(programs, (1, -1, 2), strict=True)]
 

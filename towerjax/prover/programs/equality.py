@@ -31,7 +31,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     copy,
 )
-from towerjax.prover.equality.loops.written_out import kinds_by_matches
 from towerjax.prover.equality.one_tower import Equality, worst_of
 from towerjax.prover.equality.walk.walk import Walk
 from towerjax.prover.programs.traced import (
@@ -41,7 +40,7 @@ from towerjax.prover.programs.traced import (
     state_places,
     traced_arrays,
 )
-from towerjax.prover.programs.words import OF_MICRO_BATCHES, Words
+from towerjax.prover.programs.words import Words
 from towerjax.types.refusals import listed
 from towerjax.types.trees import key_data, named_leaves
 
@@ -74,22 +73,9 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
       The proof's answer for each numeric result: the worst of all pairs of numbers.
     """
     answers = list[Equality]()
-    first, *others = sorted(programs.items())
-    pairs = itertools.pairwise([first, *others])
-    if _may_be_written_out(programs, words):
-        pairs = ((first, other) for other in others)
-    for pair in pairs:
+    for pair in itertools.pairwise(sorted(programs.items())):
         answers += _of_pair(dict(pair), words)
     return worst_of(answers)
-
-
-def _may_be_written_out(programs: Mapping[int, MadeProgram], words: Words) -> bool:
-    """Return whether to compare each program with that of one micro-batch.
-
-    That program has no loop over micro-batches, so the other programs may have their
-    loops written out.
-    """
-    return words is OF_MICRO_BATCHES and 1 in programs
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
@@ -168,10 +154,7 @@ def _said_of_results(
     one = traced_arrays(first.args)
     two = traced_arrays(second.args)
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
-    if _may_be_written_out(programs, words):
-        kinds = kinds_by_matches(walk, jaxprs, ins)
-    else:
-        kinds = walk.closed(*jaxprs, ins)
+    kinds = walk.closed(*jaxprs, ins)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
     answers = []

@@ -11,9 +11,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.jaxprs.params import manual_axes, named_axes
 from towerjax.jaxprs.sites import Site, all_sites, outwards, user_line
+from towerjax.prover.comparison import SplitError
 from towerjax.prover.equality.answers.says import Says
 from towerjax.prover.equality.one_tower import Equality
 from towerjax.prover.programs.devices import FORM_OF_MAKE, lists_of_devices
+from towerjax.prover.programs.drawn import compare_on_drawn
 from towerjax.prover.programs.equality import MadeProgram, equal_for_all
 from towerjax.prover.programs.runs import UserProgram
 from towerjax.prover.programs.traced import (
@@ -68,7 +70,8 @@ class ProgramReport:
       same: The number of results that are proved the same, over all maps and axes.
       copies: The number of leaves of a state that stay the same on all devices.
       equal: For a program for several numbers of devices, or of micro-batches, whether
-        each result is the same as with one.
+        each result is the same as with one: its ``says`` is "proved", "refuted",
+        "unknown", or "ran the same" if it was only run.
       words: The words for what was counted: devices, or micro-batches.
     """
 
@@ -129,7 +132,9 @@ def prove(
 
     With ``micro_batches`` each result is proved to be the same for any of these numbers
     of micro-batches, into which the program splits its batch to accumulate a gradient.
-    `same_for` compares the numbers of results that are not proved.
+    Results that are not proved, such as those of a Python loop, are run for each number
+    and compared in float64, on the given arguments and on drawn ones. Such a result
+    ``says`` "ran the same". It stays in ``unproved``, because a run is no proof.
 
     Args:
       fn: Any JAX function, jitted or not. With ``devices``, a function
@@ -148,6 +153,8 @@ def prove(
         device; only some devices reach a collective; or a result differs from that on
         one device, or with one micro-batch, by their number or a power of it. The error
         has all findings.
+      SplitError: A result that is not proved was run, and depends on the number of
+        micro-batches.
 
     Example:
       >>> import towerjax as tj
@@ -180,7 +187,7 @@ def prove(
         raise ValueError(f"Nothing is proved: {why}.")
     if refuted := refuted_in(report):
         raise ReplicationError(refuted)
-    return report
+    return run_the_rest(report, fn, by_number) if words is OF_MICRO_BATCHES else report
 
 
 def made_for_parts(
@@ -216,6 +223,52 @@ def proved_on(
     most = by_number[max(by_number)]
     report = proved(most.traced, most.args, equal_for_all(by_number, words))
     return dataclasses.replace(report, words=words), ""
+
+
+def run_the_rest(
+    report: ProgramReport,
+    make: Callable[[int], Any],
+    traced: Mapping[int, UserProgram],
+    rtol: float | None = None,
+) -> ProgramReport:
+    """Run and compare the results that are unknown; say which ran the same.
+
+    ``traced`` are the programs of `made_for_parts`, for the same ``make``.
+
+    Raises:
+      SplitError: A result depends on the number of micro-batches.
+    """
+    unknown = {x.leaf for x in report.equal if x.says is Says.UNKNOWN}
+    if not unknown:
+        return report
+    arrays = [flatten(x.traced_args)[0] for x in traced.values()]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for leaves in arrays for x in leaves):
+        note = "nothing was run, because arguments are shapes alone: pass arrays"
+        return dataclasses.replace(report, notes=(*report.notes, note))
+    try:
+        ran = compare_on_drawn(
+            lambda number: UserProgram(FORM_OF_PARTS, make(number)),
+            traced,
+            unknown,
+            rtol,
+        )
+    except SplitError as error:
+        differ = {x.leaf for x in error.findings}
+        whys = dict.fromkeys(x.why for x in report.equal if x.leaf in differ)
+        advice = (*error.advice, *[f"Not proved: {why}." for why in whys])
+        raise SplitError(error.findings, advice) from None
+    numbers = ", ".join(map(str, traced))
+    ran_why = f"with {numbers} micro-batches, on drawn rows; not proved: {{}}"
+    answers = list[Equality]()
+    for x in report.equal:
+        if x.leaf in ran.leaves:
+            why = ran_why.format(x.why)
+            x = dataclasses.replace(x, says=Says.RAN_THE_SAME, why=why)
+        elif x.leaf in unknown:
+            x = dataclasses.replace(x, why=f"{x.why}; {ran.why_not}")
+        answers.append(x)
+    notes = (*report.notes, *ran.notes)
+    return dataclasses.replace(report, equal=tuple(answers), notes=notes)
 
 
 def refuted_in(report: ProgramReport) -> str:

@@ -1,6 +1,6 @@
 """Run a user's program: its results, call by call, and the devices that it uses."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,7 @@ class UserProgram:
     """
 
     def __init__(self, form: str, program: Any) -> None:
+        self._form = form
         match program:
             case (fn, tuple() | list() as args) if callable(fn):
                 self.fn = fn
@@ -80,6 +81,21 @@ class UserProgram:
         self.traced_args = self.args  # the arguments that it was traced with
         self._trace: tuple[TracedProgram | None, str] | None = None
         self.unseen: tuple[str, ...] = ()  # values whose changes no trace follows
+
+    def with_arrays(self, change: Callable[[int, Any], Any]) -> "UserProgram":
+        """Return the program with ``change(place, array)`` for each array it takes.
+
+        An array that is several arguments is changed once, and stays one array.
+        """
+        leaves, treedef = flatten(self.args)
+        places = {id(x): i for i, x in reversed([*enumerate(leaves)])}
+        changed = {
+            i: change(i, leaves[i])
+            for i in places.values()
+            if isinstance(leaves[i], ARRAY_TYPES)
+        }
+        new = [changed.get(places[id(x)], x) for x in leaves]
+        return UserProgram(self._form, (self.fn, treedef.unflatten(new)))
 
     @property
     def is_plain(self) -> bool:

@@ -1,11 +1,16 @@
-"""What a proof says of a value: proved, unknown or refuted."""
+"""What is said of a value: proved, ran the same, unknown or refuted."""
 
 import enum
 
 
 class Says(enum.StrEnum):
-    """The three answers that a proof gives for a leaf, from the best to the worst."""
+    """The answers for a leaf, from the best to the worst.
+
+    A proof says that a leaf is proved, unknown or refuted. An unknown one that was run
+    and compared may have run the same, which is no proof.
+    """
 
     PROVED = "proved"
+    RAN_THE_SAME = "ran the same"
     UNKNOWN = "unknown"
     REFUTED = "refuted"

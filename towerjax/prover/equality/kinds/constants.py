@@ -1,6 +1,5 @@
 """The constants of a program, literals and arrays that it closes over; their kinds."""
 
-import functools
 from fractions import Fraction
 from typing import Any
 
@@ -19,60 +18,9 @@ from towerjax.prover.equality.kinds.kinds import (
     Unknown,
     copy,
 )
-from towerjax.types.trees import is_key, key_data
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 """The exponents p that are tried if two constants may differ by a factor T^p."""
-
-
-class ConstValue:
-    """A constant of a program: an array, a number or a random key."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.array = np.asarray(key_data(value) if is_key(value) else value)
-
-    def is_same(self, other: Any) -> bool:
-        """Return whether ``other`` is a constant with equal elements and dtype."""
-        if not isinstance(other, ConstValue):
-            return False
-        x = self.array
-        y = other.array
-        is_like = (x.dtype, x.shape) == (y.dtype, y.shape)
-        return is_like and (self.value is other.value or bool(np.array_equal(x, y)))
-
-    @functools.cached_property
-    def is_finite(self) -> bool:
-        """Whether no element is infinite or NaN."""
-        is_inexact = jnp.issubdtype(self.array.dtype, jnp.inexact)
-        return not is_inexact or bool(np.isfinite(self.array).all())
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether the constant is one number or flag, and not a key."""
-        return self.array.shape == () and not is_key(self.value)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the constant is one whole number or flag."""
-        return self.is_scalar and self.array.dtype.kind in "biu"
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether the constant is the floating-point number 0.
-
-        The whole number 0 is left out, because it may be the index of a micro-batch.
-        """
-        return not self.is_whole and self.is_scalar and bool(self.array == 0)
-
-
-def real_number(x: Any) -> float | None:
-    """Return a constant as a float if it is one real number; otherwise None."""
-    if not isinstance(x, ConstValue) or not x.is_scalar:
-        return None
-    dtype = x.array.dtype
-    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    return float(x.array) if is_real else None
 
 
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from towerjax.jaxprs.flow import is_ref
+from towerjax.jaxprs.flow import is_ref, needed_eqns
 from towerjax.jaxprs.params import is_foreign, named_axes, open_jaxpr, sub_jaxprs
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import user_line
@@ -367,8 +367,12 @@ def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
-    """Pair the equations of two programs; raise if their structures differ."""
-    pairs = list(zip(a.eqns, b.eqns, strict=False))
+    """Pair the equations of two programs; raise if their structures differ.
+
+    Equations that no result needs are left out. JAX traces them, and drops them later.
+    """
+    needed = [_needed(program) for program in (a, b)]
+    pairs = list(zip(*needed, strict=False))
     for one, two in pairs:
         if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
             line = user_line((one, None))
@@ -376,9 +380,15 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
             raise ProgramsDifferError(
                 f"the program differs between numbers of {{many}}{at}"
             )
-    if len(a.eqns) != len(b.eqns):
+    if len(needed[0]) != len(needed[1]):
         raise ProgramsDifferError("the program differs between numbers of {many}")
     return pairs
+
+
+def _needed(program: Jaxpr) -> list[JaxprEqn]:
+    """Return the equations that some result needs, and those with an effect."""
+    has_effect = [eqn for eqn in program.eqns if eqn.effects]
+    return needed_eqns(program.eqns, program.outvars, always=has_effect)
 
 
 def is_same(x: Any, y: Any) -> bool:
