@@ -49,7 +49,7 @@ class OfStep(Program):
     without: dict[str, Any] = dataclasses.field(default_factory=dict)
     paths: tuple[str, ...] = ("",)
     KIND: ClassVar = "step"
-    HEAD: ClassVar = ("program", "prove", "same_on_devices", "by hand", "why")
+    HEAD: ClassVar = ("program", "copies", "a run", "apart", "why")
 
     def ask(self, folder: pathlib.Path) -> dict[str, Any]:
         """What is said of the step, and what NumPy says."""
@@ -88,15 +88,17 @@ class OfStep(Program):
         """A row, marked with the program's name."""
         at = f"`{self.repository}/{self.file}` at {self.commit}"
         notes = re.findall("^note: (.*)", told["prove"], re.MULTILINE)
-        leaves = re.compile(r"^result.*?(?: and (\d+) more)?(?=: each device)")
-        notes = [leaves.sub(lambda x: f"{int(x[1] or 0) + 1} do not", x) for x in notes]
+        leaves = re.compile(r"^result.*?(?: and (\d+) more)?: each device")
+        found = [leaves.match(note) for note in notes]
+        differ = sum(int(note[1] or 0) + 1 for note in found if note)
         copies = re.search("stay the same: (.*)", told["prove"])
         alike = re.search(r"over .*: (.*) results are the same", told["prove"])
-        proved = f"{alike[1]} results are the same" if alike else "no map"
-        proved = "; ".join([f"{copies[1]} copies stay" if copies else proved, *notes])
-        hand = _sizes(told["hand"])
+        proved = f"{alike[1]} the same" if alike else "no map"
+        proved = f"{copies[1]} stay" if copies else proved
+        proved += f", {differ} do not" if differ else ""
+        hand = _apart(told["hand"])
         if "without" in told:
-            hand += f"; without the cause {_sizes(told['without'])}"
+            hand += f", without the cause {_apart(told['without'])}"
         source = f"{at}: {told['of'].rstrip('.')}"
         judged = f"{self.judged} {mark(self.name)}"
         return [[source, proved, *self.says(told), hand, judged]]
@@ -127,6 +129,6 @@ def _first(state: Any) -> np.ndarray:
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in copies])
 
 
-def _sizes(sizes: tuple[float, ...]) -> str:
-    one, four, apart = sizes
-    return f"{one:.4g}, {four:.4g}: {apart / one:.1e} apart"
+def _apart(sizes: tuple[float, ...]) -> str:
+    one, _, apart = sizes
+    return f"{apart / one:.1e}"
