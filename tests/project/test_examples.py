@@ -347,6 +347,7 @@ step 256:    585 rows
     "results in arguments' buffers: 73,732 bytes\ntimes: calls dispatch_s step_s\n",
     "rows_of_rows": "1 towers: -36.75\n4 towers: -1.75\n"
     "2 leaves depend on how the batch is split over towers:\n",
+    "two_updates": "1200 [1. 2. 3.]\n",
     "weights": "".join(
         f"{towers} tower(s): loss 9.2857, m 1.5429\n" for towers in (1, 2, 3, 8)
     )
