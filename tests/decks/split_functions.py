@@ -171,6 +171,14 @@ class Split:
     def count_of_own_rows(p, b, t):
         return p["b"] * jnp.ones(t.rows).sum()
 
+    def twice_the_number_of_a_tower(p, b, t):
+        number = (jnp.arange(t.num_towers) * 2)[t.id]
+        return total(b["y"] * jnp.sin(number * t.rows + jnp.arange(t.rows)), t)
+
+    def the_negative_number_of_a_tower(p, b, t):
+        number = (-jnp.arange(t.num_towers))[t.id]
+        return total(b["y"] * jnp.sin(number * t.rows + jnp.arange(t.rows)), t)
+
     # Draws.
 
     def draws_of_a_shared_key(p, b, t):

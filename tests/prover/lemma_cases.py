@@ -592,6 +592,12 @@ lemma("custom_linear_solve", _solved_by_program, (N, 2, 2), (N, 2, 1))
 
 # Reads and writes by index.
 
+for dtype in (jnp.float32, jnp.int32):  # numbers of all towers, among others
+    lemma("mul", lambda side, x: [x * 2, 2 * x], (T,), dtypes=dtype)
+    lemma("neg", lambda side, x: [-x], (T,), dtypes=dtype)
+    lemma("gather", lambda side, x, i: [jnp.take(x, i, 0, mode="clip")], (T,), (),
+          dtypes=(dtype, jnp.int32), kinds=(None, [TowerId()]))  # fmt: skip
+lemma("div", lambda side, x: [x / 2.0], (T,))
 I32 = jnp.int32
 INDEXED = (F32, jnp.int32, jnp.int8, jnp.bool_)
 for dtype in INDEXED:

@@ -209,6 +209,7 @@ def _plain_kinds_for(template, dtype, world):
         kinds = (TowerRows,) if has_rows else ()
         kinds = kinds or (Copy, Maximum, Minimum, Part)
         kinds = [x for x in kinds if not (is_flag and x is Part)]
+        kinds += [TowerId] if template == (T,) and dtype == np.int32 else []
         return [ZERO, *[Stacked(of=x) for x in kinds]]
     powers = [] if is_flag else [copy(1)]
     if has_rows:

@@ -293,6 +293,11 @@ class Stacked(Kind):
     name = "the values of all {many}"
     of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kind stays if all values are multiplied by one number."""
+        return self.of in (Copy, Part, TowerRows, RowsInTurn())
+
 
 # The next kinds are of numbers and random keys that differ from tower to tower.
 
@@ -488,7 +493,9 @@ def of_one_tower(x: Stacked, axis: int | None) -> Kind:
         return own_rows if axis is None else permuted(own_rows, axis, x.of)
     if x.of is TowerRows and axis is not None:
         return rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-    return TowerId() if x.of is TowerId else x.of(x.power)
+    if x.of is TowerId and x.power:
+        raise NotOfOneKindError(f"no rule for {x.of(x.power)}")
+    return x.of(x.power)
 
 
 def as_part(value: Kind) -> Kind:

@@ -27,6 +27,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     blocks_of,
     copy,
+    of_one_tower,
     rows,
 )
 from towerjax.prover.equality.loops.mesh_axes import (
@@ -136,7 +137,7 @@ def _given_device(
     is_of_each = split is not None and axes.has_each_tower_of(pair.sizes)
     if isinstance(x, Stacked) and is_of_each:
         if pair.towers_in[operand] == split and isinstance(x.of, type):
-            return x.of(x.power)
+            return of_one_tower(x, pair.rows_in[operand])
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 

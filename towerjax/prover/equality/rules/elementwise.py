@@ -21,9 +21,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Groups,
     InfinitePadding,
     Kind,
-    Maximum,
     Mean,
-    Minimum,
     NextRow,
     NotOfOneKindError,
     NumberInBatch,
@@ -98,9 +96,10 @@ def _negative(pair: EquationPair, x: Kind) -> Kind:
 def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
     """Return the kind of the negatives of all towers' values: the kind stays.
 
-    Maxima and minima are refused, because the negative of a maximum is a minimum.
+    Others are refused: the negative of a maximum is a minimum, and that of an index is
+    no index.
     """
-    if x.of in (Maximum, Minimum):
+    if not x.is_linear:
         raise refused(pair)
     return x.times_tower(x.power)
 
@@ -295,11 +294,10 @@ def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
 def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
     """Return the kind of groups of rows, or all towers' values, times one number.
 
-    The kind stays. Maxima and minima are refused, because a negative number would
-    exchange them.
+    The kind stays. All other values are refused: a negative number would exchange
+    maxima and minima, and a multiple of an index is another number.
     """
-    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
-    if pair.shape(1) != () or is_extreme:
+    if pair.shape(1) != () or not _is_linear(x):
         raise refused(pair)
     return x.times_tower(x.power + y.power)
 
@@ -335,10 +333,14 @@ def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
     The kind stays.
     """
-    is_extreme = isinstance(x, Stacked) and x.of in (Maximum, Minimum)
-    if _is_whole(pair) or pair.shape(1) != () or is_extreme:
+    if _is_whole(pair) or pair.shape(1) != () or not _is_linear(x):
         raise refused(pair)
     return x.times_tower(x.power - y.power).replace(zeros=x.zeros)
+
+
+def _is_linear(x: Groups | Stacked) -> bool:
+    """Return whether a kind stays if its values are multiplied by one number."""
+    return isinstance(x, Groups) or x.is_linear
 
 
 def _is_whole(pair: EquationPair) -> bool:
