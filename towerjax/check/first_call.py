@@ -19,7 +19,11 @@ from towerjax.check.audit.kept import (
     refuse_unasked,
     told_not_audited,
 )
-from towerjax.check.equality.of_step import equality_of, line_of_own_devices
+from towerjax.check.equality.of_step import (
+    equality_of,
+    line_of_own_devices,
+    of_whole_step,
+)
 from towerjax.check.equality.own_devices import why_not_as_on_one_device
 from towerjax.check.equality.read_by_update import per_tower_values_read
 from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
@@ -30,8 +34,10 @@ from towerjax.mesh.processes import calls_after, print_line
 from towerjax.mesh.transfer import readable
 from towerjax.prover.comparison import AuditReport, NotAudited, SplitError
 from towerjax.prover.equality.answers.nouns import is_told
+from towerjax.prover.equality.kinds.equation_pair import failed
 from towerjax.prover.equality.one_tower import READS_PER_TOWER
 from towerjax.prover.equality.rules.meetings import DRAWS_OF_NO_ROW
+from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.train_state import TrainState, split_state
@@ -182,6 +188,32 @@ def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
 
 
 def equality_of_step(
+    step: Step[Any],
+    state: TrainState,
+    args: tuple[PyTree, ...],
+    traced: Traced,
+    examples: int | None,
+) -> StepEquality:
+    """Prove the leaves that a step merges, for a batch of this shape.
+
+    If the proof itself raises an error, or the proof that towers have the same values
+    has raised one, the step is unknown, with that error as the reason.
+    """
+    faults = [
+        f"the proof that all towers have equal values failed with {x.error}, at"
+        f" {x.line}; please report this"
+        for x in traced.proof.analysis.faults
+    ]
+    try:
+        equality = _equality_of_step(step, state, args, traced, examples)
+    except ReplicationError:
+        raise
+    except Exception as error:  # A fault of the proof must not end a user's training.
+        return StepEquality(tuple(of_whole_step(failed(error))), 0.0)
+    return equality.with_leaves([x for why in faults[:1] for x in of_whole_step(why)])
+
+
+def _equality_of_step(
     step: Step[Any],
     state: TrainState,
     args: tuple[PyTree, ...],

@@ -23,6 +23,7 @@ from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.jaxprs.sites import all_sites, sites_over, user_line
 from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.kinds.equation_pair import failed
 from towerjax.prover.equality.one_tower import (
     Equality,
     Merge,
@@ -57,18 +58,17 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       A result for each leaf; none if each tower keeps what it returns. Or one result
       for the whole step, if it cannot be traced for one tower.
     """
-    if why := _why_not_traced(step):
-        return _of_whole_step(why)
     try:
+        if why := _why_not_traced(step):
+            return of_whole_step(why)
         return _equalities(step)
     except NotTracedError as error:
-        return _of_whole_step(str(error))
+        return of_whole_step(str(error))
     except Exception as error:  # A fault of the proof must not end a user's training.
-        why = f"the proof failed with {type(error).__name__}: {error}"
-        return _of_whole_step(f"{why.splitlines()[0]}; please report this")
+        return of_whole_step(failed(error))
 
 
-def _of_whole_step(why: str) -> list[Equality]:
+def of_whole_step(why: str) -> list[Equality]:
     """Return one result for all leaves of a step: unknown, with this reason."""
     return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 

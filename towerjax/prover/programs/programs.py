@@ -310,10 +310,17 @@ def proved(
         )
     notes += dict.fromkeys(_elsewhere(jaxpr))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
-    lines = [
-        f"{_at(x)}: {x.replicated} results are the same, {x.split} split" for x in maps
+    faults = [
+        f"{x.line}, since the proof failed with {x.error}; please report this"
+        for part in (analysis, *[y for x in maps for y in x.along.values()])
+        for x in part.faults
     ]
-    same = sum(x.replicated for x in maps)
+    unread += faults
+    known = [] if faults else maps  # after a fault, nothing is said of any result
+    lines = [
+        f"{_at(x)}: {x.replicated} results are the same, {x.split} split" for x in known
+    ]
+    same = sum(x.replicated for x in known)
     return ProgramReport(
         tuple(lines),
         tuple(notes),

@@ -119,12 +119,29 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
         rule = _RULES.get(eqn.primitive.name, _of_unknown)
         written = refs(eqn)
         rule = _opaque if written and rule is not _of_unknown else rule
-        env |= zip(eqn.outvars + written, rule(eqn, ins, context), strict=True)
+        results = eqn.outvars + written
+        try:
+            env |= zip(results, rule(eqn, ins, context), strict=True)
+        except Exception as error:  # A fault of a rule must not end a user's training.
+            env |= dict.fromkeys(results, _of_fault(error, eqn, ins, context))
     outs = [
         REPLICATED if isinstance(v, Literal) else known(v, REPLICATED)
         for v in jaxpr.outvars
     ]
     return outs, env
+
+
+def _of_fault(error: Exception, eqn: JaxprEqn, ins: _Marks, context: Context) -> Mark:
+    """Note that a rule failed, and return the mark for the results of its equation.
+
+    Nobody is refused for that: the results count as equal on all towers, and the step
+    tells the fault. In `depends` they depend on all operands.
+    """
+    site = (eqn, context.outer)
+    lines = str(error).splitlines() or [""]
+    fault = f"{type(error).__name__}: {lines[0]}"
+    context.noted.append(findings.Fault(fault, user_line(site)))
+    return made_at(join(ins), site) if context.axis == _NO_AXIS else REPLICATED
 
 
 # Each rule is called with an equation, the marks of its operands, and the context.

@@ -72,6 +72,13 @@ class Unread(NamedTuple):
     line: str
 
 
+class Fault(NamedTuple):
+    """An error that the analysis itself raised for an equation, and the user's line."""
+
+    error: str
+    line: str
+
+
 class TowerCall(NamedTuple):
     """One operand of a collective that a tower function calls over all towers."""
 
@@ -96,6 +103,7 @@ class Analysis:
     meshes: tuple[OwnMesh, ...] = ()
     unread: tuple[Unread, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found only by `depends`
+    faults: tuple[Fault, ...] = ()
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
@@ -107,7 +115,7 @@ class Analysis:
         def each(kind: type) -> tuple[Any, ...]:
             return tuple([x for x in noted if isinstance(x, kind)])
 
-        kinds = Hang, Collective, Draw, Dependence, OwnMesh, Unread, TowerCall
+        kinds = Hang, Collective, Draw, Dependence, OwnMesh, Unread, TowerCall, Fault
         return cls(tuple(outputs), *map(each, kinds))
 
     @classmethod
