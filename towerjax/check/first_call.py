@@ -202,7 +202,7 @@ def equality_of_step(
     faults = [
         f"the proof that all towers have equal values failed with {x.error}, at"
         f" {x.line}; please report this"
-        for x in traced.proof.analysis.faults
+        for x in traced.proof.analysis.failures
     ]
     try:
         equality = _equality_of_step(step, state, args, traced, examples)

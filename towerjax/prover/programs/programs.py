@@ -313,7 +313,7 @@ def proved(
     faults = [
         f"{x.line}, since the proof failed with {x.error}; please report this"
         for part in (analysis, *[y for x in maps for y in x.along.values()])
-        for x in part.faults
+        for x in part.failures
     ]
     unread += faults
     known = [] if faults else maps  # after a fault, nothing is said of any result

@@ -140,7 +140,7 @@ def _of_fault(error: Exception, eqn: JaxprEqn, ins: _Marks, context: Context) ->
     site = (eqn, context.outer)
     lines = str(error).splitlines() or [""]
     fault = f"{type(error).__name__}: {lines[0]}"
-    context.noted.append(findings.Fault(fault, user_line(site)))
+    context.noted.append(findings.Failure(fault, user_line(site)))
     return made_at(join(ins), site) if context.axis == _NO_AXIS else REPLICATED
 
 

@@ -72,7 +72,7 @@ class Unread(NamedTuple):
     line: str
 
 
-class Fault(NamedTuple):
+class Failure(NamedTuple):
     """An error that the analysis itself raised for an equation, and the user's line."""
 
     error: str
@@ -103,7 +103,7 @@ class Analysis:
     meshes: tuple[OwnMesh, ...] = ()
     unread: tuple[Unread, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found only by `depends`
-    faults: tuple[Fault, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
@@ -115,7 +115,7 @@ class Analysis:
         def each(kind: type) -> tuple[Any, ...]:
             return tuple([x for x in noted if isinstance(x, kind)])
 
-        kinds = Hang, Collective, Draw, Dependence, OwnMesh, Unread, TowerCall, Fault
+        kinds = Hang, Collective, Draw, Dependence, OwnMesh, Unread, TowerCall, Failure
         return cls(tuple(outputs), *map(each, kinds))
 
     @classmethod
