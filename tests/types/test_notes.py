@@ -38,6 +38,21 @@ def one_step(optimizer, params=W):
     return step(step.init(params), BATCH)
 
 
+def kept():
+    """Read a value of a loss function in a hook."""
+    values = []
+
+    def loss_fn(w, batch, tower):
+        values.append(batch.sum())
+        return tj.Weighted.mean(batch @ w, tower.weight)
+
+    def hook(number, metrics):
+        float(values[0])
+
+    step = build(loss_fn)
+    tj.run(step, step.init(W), [BATCH], progress=False, hooks=[hook])
+
+
 def of_counter():
     """Call the step of a loss that Python counts the traces of."""
     calls = itertools.count(1)
@@ -320,6 +335,7 @@ WRITE = [
         "call it, strategy=Mirrored(...)"),
     (lambda: tj.build_train_step(loss_fn, SGD, jax.make_mesh((2,), ("data",))),
         "in place of this mesh write tj.Mirrored(towers=2)"),
+    (kept, "Return it instead: from a loss function as tj.TowerOutput(loss, metri"),
     (of_counter, "A Python counter is another number in each trace: read tower.step."),
     (lambda: one_step(optax.adam("1e-3")), "given a text in place of a number, such"),
     (lambda: one_step(optax.clip_by_global_norm("1")), "Write it as float(text)."),

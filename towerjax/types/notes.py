@@ -123,7 +123,7 @@ _TEXTS = {
         " np.array([...]) for it, in the parameters or in the batch."
     ),
     r"Unable to initialize backend": _NO_PLATFORM,
-    r"UnexpectedTracerError|unexpected tracer": (
+    r"unexpected tracer|(?s:^Abstract tracer value(?!.*depends on the values))": (
         "A tower function stored a value in a list, a global or an attribute, and the"
         " value is read after the function returned. Return it instead: from a loss"
         " function as tj.TowerOutput(loss, metrics={...})."
