@@ -26,6 +26,14 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
             yield from all_jaxprs(inner)
 
 
+def constants_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """Yield the arrays in a jaxpr whose numbers its text does not show in full."""
+    for program in all_jaxprs(jaxpr):
+        yield from getattr(program, "consts", ())
+        for eqn in open_jaxpr(program).eqns:
+            yield from (x.val for x in eqn.invars if isinstance(x, Literal))
+
+
 def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """Return an iterator over the equations of a jaxpr and of its inner jaxprs."""
     return (eqn for program in all_jaxprs(jaxpr) for eqn in open_jaxpr(program).eqns)

@@ -317,6 +317,25 @@ def test_a_pass_of_an_own_step_that_reads_no_leaf_of_its_batch_is_refused():
         step(step.init({"w": np.ones(3, np.float32)}), np.ones((4, 3), np.float32))
 
 
+OWN_ROWS = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"remainder": "pad"}])
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_a_loss_that_closes_over_an_array_of_one_towers_rows_is_refused(of, options):
+    towers = tj.Mirrored(("cpu:0",), towers=4 // options.get("micro_batches", 1))
+    labels = of(OWN_ROWS)
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((batch @ params["w"] - labels) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), towers, **options)
+    text = "works only for batches of 4 rows; does it close over an array of 4 rows"
+    with pytest.raises(tj.testing.SplitError, match=text) as error:
+        step.check({"w": np.ones(3, np.float32)}, np.ones((16, 3), np.float32))
+    assert "a leaf of the batch" in str(error.value)
+
+
 def _draws(kind):
     """Losses with keys of a kind, and whether the draws depend on the devices."""
     key = functools.partial(jax.random.key, 3, impl=kind)

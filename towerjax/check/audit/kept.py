@@ -15,10 +15,9 @@ from typing import Any, get_args, get_type_hints
 import jax
 import numpy as np
 from etils import epath
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from towerjax.jaxprs.params import open_jaxpr
-from towerjax.jaxprs.sites import all_eqns, all_jaxprs
+from towerjax.jaxprs.sites import all_eqns, constants_in
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Processes
 from towerjax.prover.comparison import AuditReport, NotAudited
@@ -123,17 +122,9 @@ def hash_of_programs(
         # The text shows functions with their addresses in memory. These differ between
         # processes, so they are left out of the hash.
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
-        for array in _constants_in(jaxpr):
+        for array in constants_in(jaxpr):
             digest.update(np.asarray(key_data(array)).tobytes())
     return digest.hexdigest()
-
-
-def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """Yield the arrays in a jaxpr whose numbers its text does not show in full."""
-    for program in all_jaxprs(jaxpr):
-        yield from getattr(program, "consts", ())
-        for eqn in open_jaxpr(program).eqns:
-            yield from (x.val for x in eqn.invars if isinstance(x, Literal))
 
 
 def folders_of_records(*others: str | None) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.check.equality.told import StepEquality
@@ -21,7 +22,7 @@ from towerjax.check.equality.traced_passes import (
 )
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.collectives.sparse_rows import is_sparse
-from towerjax.jaxprs.sites import all_sites, sites_over, user_line
+from towerjax.jaxprs.sites import all_sites, constants_in, sites_over, user_line
 from towerjax.prover.equality.answers.says import Says
 from towerjax.prover.equality.kinds.equation_pair import failed
 from towerjax.prover.equality.one_tower import (
@@ -63,9 +64,31 @@ def equalities_of(step: StepToProve) -> list[Equality]:
             return of_whole_step(why)
         return _equalities(step)
     except NotTracedError as error:
-        return of_whole_step(str(error))
+        return _of_other_rows(step) or of_whole_step(str(error))
     except Exception as error:  # A fault of the proof must not end a user's training.
         return of_whole_step(failed(error))
+
+
+def _of_other_rows(step: StepToProve) -> list[Equality]:
+    """Refute a step that closes over an array with an element for each row of a tower.
+
+    It is called if the tower function raises an error for another number of rows. The
+    list is empty if the step has no such array: the function may raise for another
+    reason.
+    """
+    traced = (x for programs in step.programs for x, _ in programs.values())
+    shapes = (np.shape(x) for program in traced for x in constants_in(program))
+    if step.rows < 2 or not any(x[:1] == (step.rows,) for x in shapes):
+        return []
+    why = (
+        f"it works only for batches of {step.rows} rows; does it close over an array of"
+        f" {step.rows} rows?"
+    )
+    advice = (
+        "Make the array a leaf of the batch, so that each tower is given its own rows"
+        " of it."
+    )
+    return [Equality(WHOLE_STEP, Says.REFUTED, why, advice)]
 
 
 def of_whole_step(why: str) -> list[Equality]:
