@@ -168,6 +168,17 @@ def test_a_file_of_tests_is_one_idea():
     assert not long
 
 
+def test_what_takes_long_to_import_is_imported_by_the_tests_that_need_it():
+    """Each process of the fast part imports all files but those that are slow alone."""
+    heavy = "grain nbformat pandas matplotlib sklearn torch tensorflow"
+    at_head = re.compile(rf"^(?:import|from) ({heavy.replace(' ', '|')})\b", re.M)
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
+        assert "\npytestmark = pytest.mark.slow" in text or not at_head.search(text), (
+            path
+        )
+
+
 def test_contrib_is_written_on_the_public_names():
     for path in (ROOT / "contrib").rglob("*.py"):
         assert set(imports_of(path)) <= {"contrib"}, path.name

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from checkout import ROOT
 from PIL import Image
-from sklearn.datasets import load_digits
 
 import towerjax as tj
 
@@ -41,6 +40,8 @@ def written(folder):
 
 def served(folder, rows):
     """How many of these digits are right, by the file for a server."""
+    from sklearn.datasets import load_digits
+
     image, label = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(label))[rows]
     content = bytearray((folder / "runs/whole/served.bin").read_bytes())

@@ -13,7 +13,6 @@ import sys
 import time
 
 import checkpoint_model as model
-import grain
 import numpy as np
 import pytest
 
@@ -100,7 +99,15 @@ class Rows:
         return "Rows()"  # by which Grain knows them
 
 
+def stream_of_grain():
+    import grain
+
+    return grain.MapDataset.source(Rows()).repeat().to_iter_dataset()
+
+
 def loader_of_bytes():
+    import grain
+
     sampler = grain.samplers.SequentialSampler(
         STEPS + 3, shard_options=grain.sharding.NoSharding()
     )
@@ -116,7 +123,7 @@ SOURCES = {
     "list": cut,
     "generator": one_by_one,
     "iterator": lambda: iter(cut()),
-    "grain": lambda: grain.MapDataset.source(Rows()).repeat().to_iter_dataset(),
+    "grain": stream_of_grain,
     "bytes": loader_of_bytes,
     "distributed, cursor": lambda: distributed(model.batches()),
     "distributed list": lambda: distributed(cut()),
