@@ -318,6 +318,28 @@ def test_a_loop_is_told_once_that_its_step_is_proved(capsys):
     assert lines[0].startswith(start)
 
 
+def test_a_step_of_one_tower_has_nothing_unproved_after_a_call():
+    step = tj.build_train_step(loss_fn, optax.sgd(0.05), tj.OneDevice())
+    assert step.unproved is None
+    step(first(step), DATA)
+    assert step.unproved == {}
+
+
+def test_of_a_step_whose_towers_merge_nothing_no_line_is_printed(capsys):
+    def tower_fn(state, batch, tower):
+        return {"own": tj.PerTower(batch["x"].sum())}
+
+    def update_fn(state, merged):
+        return state, merged
+
+    towers = tj.Mirrored(("cpu:0",), towers=2)
+    step = tj.build_step(tower_fn, update_fn, towers)
+    state = step.init({"w": np.zeros(3, np.float32)})
+    step(state, {"x": DATA["x"][:26]})
+    assert "merged" not in capsys.readouterr().err
+    assert "merge nothing" in step.unproved["step"]
+
+
 @pytest.mark.slow
 def test_evaluations_and_steps_that_are_not_audited_say_nothing(capsys):
     step = build(audit=False)

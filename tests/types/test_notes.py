@@ -381,6 +381,19 @@ def test_an_error_says_what_to_write(make, text):
     assert text in told and told.count(text) == 1
 
 
+def test_a_remedy_stands_before_what_jax_says_of_frames():
+    step = build(lambda w, batch, tower: jax.jit(lambda x: x.score)(batch))
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "quiet_remove_frames")
+    try:
+        with pytest.raises(AttributeError) as error:
+            step(step.init(W), BATCH)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    *remedies, of_frames = error.value.__notes__
+    assert "x is float32[2,3] here." in remedies and "frames" in of_frames
+
+
 def test_an_error_of_ours_has_the_remedy_where_it_is_raised_alone():
     with pytest.raises(ValueError, match=r"tj\.Weighted.*write \.value") as caught:
         own(lambda state, merged: merged["loss"] + 1)

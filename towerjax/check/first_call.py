@@ -82,7 +82,9 @@ def prepare(
     hook = functools.partial(before_first, step, state=state, batch=batch)
     kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
-    if asked.audit and step.unproved is None:  # compiled in an earlier call, unproved
+    if (
+        asked.audit and step.checked.unproved is None
+    ):  # compiled in an earlier call, unproved
         hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
     _found(step, note="", is_told=True)
@@ -112,6 +114,8 @@ def before_first(
             equality_of_step, step, state, batch.args, traced, examples
         )
         _prove(step, to_prove, sample, is_asked=bool(wanted))
+    else:
+        _found(step, is_alone=True)
 
 
 def tell_once(step: Step[Any]) -> None:
@@ -306,7 +310,7 @@ def _prove(
     _found(step, seconds=step.checked.seconds + equality.seconds)
     if not equality.leaves and is_asked:
         raise NotProved(equality.unproved)
-    notes = [f"{equality}, in {equality.seconds:.1f} s"]
+    notes = [f"{equality}, in {equality.seconds:.1f} s"] if equality.leaves else []
     before = step.checked.unproved or {}
     new = {x: why for x, why in equality.unproved.items() if x not in before}
     if equality.leaves and (new or is_asked and equality.unproved):

@@ -99,7 +99,8 @@ class Step(Generic[_Result]):
     @property
     def unproved(self) -> Mapping[str, str] | None:
         """The reason for each leaf that is not proved; None before the first call."""
-        return self.checked.unproved
+        checked = self.checked
+        return {} if checked.unproved is None and checked.is_alone else checked.unproved
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], _Result]:

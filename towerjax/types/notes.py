@@ -171,6 +171,14 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     for note in notes:
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+    if told := getattr(error, "__notes__", ()):
+        # JAX's note on the frames that it has removed begins with a rule of hyphens.
+        error.__notes__ = sorted(told, key=_is_of_frames)
+
+
+def _is_of_frames(note: str) -> bool:
+    """Return whether a note is JAX's, on frames that are not shown."""
+    return note.startswith("-----")
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:

@@ -54,6 +54,7 @@ class Checked:
     """The results of proof and audit for a step so far."""
 
     unproved: Mapping[str, str] | None = None  # leaf -> why it is not proved
+    is_alone: bool = False  # whether one tower has all rows, so that all is proved
     # The numbers of examples, in batches that may be padded, for which the step was
     # proved.
     examples: tuple[int, ...] = ()
