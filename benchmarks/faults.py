@@ -105,7 +105,8 @@ class Row:
         return self.same and in_time and self.first > self.saved
 
 
-def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
+def loss_fn(params: Any, batch: Any, tower: Any) -> Any:
+    """Return the loss of a small model with dropout."""
     hidden = jnp.tanh(batch["x"] @ params["u"])
     hidden *= jax.random.bernoulli(tower.rng, 0.9, hidden.shape)
     return tj.Weighted.mean((hidden @ params["v"] - batch["y"]) ** 2, tower.weight)
@@ -123,7 +124,7 @@ def train(
     strategy = tj.Mirrored(
         devices, towers=towers, tower_loop="scan", cross_tower_ops=tj.PinnedTree()
     )
-    step = tj.build_train_step(_loss_fn, optax.adam(0.01), strategy, remainder="pad")
+    step = tj.build_train_step(loss_fn, optax.adam(0.01), strategy, remainder="pad")
     x = np.random.default_rng(0).normal(size=(61, 8)).astype(np.float32)
     params = {"u": np.eye(8, 16, dtype=np.float32), "v": np.ones(16, np.float32)}
 

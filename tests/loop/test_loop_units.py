@@ -4,7 +4,9 @@ import io
 import itertools
 import json
 import math
+import os
 import pathlib
+import signal
 import sys
 import time
 import weakref
@@ -18,13 +20,14 @@ from etils import epath
 from test_writers import events_of, record
 
 import towerjax as tj
+from towerjax.loop import meetings, writers
 from towerjax.loop import progress as shown
-from towerjax.loop import writers
 from towerjax.loop.files import StoredFile, append_line, checked_path
-from towerjax.loop.history import HistoryLog
+from towerjax.loop.history import HistoryLog, LogMark
 from towerjax.loop.stopping import Watch
 from towerjax.loop.throughput import Done, Throughput, flops_in_words
 from towerjax.loop.writers import json_value
+from towerjax.mesh.interrupt import InterruptGuard
 
 Flops = tj.tools.Flops
 NO_FLOPS = Flops(0, 0)
@@ -353,3 +356,83 @@ def test_rates_beside_a_step_are_those_of_the_last_twenty():
     assert flops_in_words(log.now(), True) == "at least 20 FLOP/s (40.0% of the peak)"
     assert flops_in_words({"steps_per_second": 2.0}, True) == ""
     assert "flops_per_second" not in Throughput().rates(Done(1.0, 1, 2))
+
+
+# A run that goes on without lost processes.
+
+
+def test_meetings_are_a_second_apart_and_copies_take_a_hundredth():
+    """Steps of 0.1 s; a copy takes 0.05 s, so that 5 s must lie between two."""
+    pace = meetings.Pace(copy_s=0.05)
+    number, now_s, copies = 0, 0.0, []
+    for _ in range(60):
+        at, is_copied = pace.next_meeting(number, now_s)
+        assert number < at <= number + 10
+        number, now_s = at, now_s + 0.1 * (at - number)
+        if is_copied:
+            copies.append(now_s)
+            pace.copied_s = now_s
+    between = np.diff(copies)
+    assert len(copies) > 3 and between.min() >= 4.99 and between.max() < 7
+
+
+def test_copies_after_each_given_step():
+    pace = meetings.Pace(every=7)
+    number, met = 0, []
+    while number < 30:
+        at, is_copied = pace.next_meeting(number, 0.05 * number)
+        assert is_copied == (at % 7 == 0)
+        met.append(at)
+        number = at
+    assert {7, 14, 21, 28} <= {*met}
+
+
+def test_a_run_that_goes_back_meets_at_the_next_step():
+    pace = meetings.Pace(every=50)
+    for number in (0, 1, 3, 7, 15):
+        pace.next_meeting(number, 0.01 * number)
+    assert pace.next_meeting(4, 9.0) == (5, False)
+
+
+def log_of(numbers, log=None):
+    log = log or HistoryLog(Throughput(["tokens"]))
+    for number in numbers:
+        metrics = {"loss": np.float32(number), "tokens": np.float32(10 * number)}
+        refused = number if number % 3 == 0 else None
+        log.add(number, metrics, refused, number, 0.0, Flops(number, 0))
+        if number % 2 == 0:
+            log.evaluations.append((number, {"loss": 2.0 * number}))
+    return log
+
+
+def test_a_history_that_is_cut_has_each_step_once():
+    log = log_of(range(1, 5))
+    mark = log.mark()
+    log_of([5, 6, 7], log)
+    log.cut(mark)
+    log_of([5, 6], log)
+    placement = tj.OneDevice("cpu:0").placement
+    once = log_of(range(1, 7))
+    found, expected = (x.history(6, placement, None) for x in (log, once))
+    assert found.steps.tolist() == expected.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert found.metrics["loss"].tolist() == expected.metrics["loss"].tolist()
+    assert found.evaluations == expected.evaluations
+    assert found.skipped == expected.skipped == (3, 6)
+    assert found.summary.examples == expected.summary.examples == 21
+    assert log.throughput.done.counts == (210.0,)
+    assert log.throughput.done.products == 21
+    log.cut(LogMark(0, 0, 0, Done()))
+    assert log.num_steps == 0 and log.throughput.done.counts == (0.0,)
+
+
+def test_a_sigterm_is_held_for_a_run_that_asks_for_it():
+    guard = InterruptGuard(75)
+
+    def body():
+        guard.hold_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert guard.is_told_to_end
+        guard.forget_sigterm()
+        return "saved"
+
+    assert guard.call(body) == "saved"

@@ -108,6 +108,23 @@ def test_the_first_that_fails_gives_the_code_and_ends_the_others(capfd):
     assert re.fullmatch(f"towerjax launch: {why}", capfd.readouterr().err)
 
 
+def test_the_others_of_a_recoverable_job_go_on(capfd):
+    """Processes 1 and 2 end in two ways; the job has the code of process 0."""
+    program = (
+        "\nassert os.environ['TOWERJAX_RECOVERABLE'] == '1'"
+        "\nif i == '1': os.kill(os.getpid(), signal.SIGKILL)"
+        "\nif i == '2': sys.exit(4)"
+        "\ntime.sleep(1)"
+    )
+    options = {"processes": 3, "recoverable": True, "restarts": 0}
+    assert launch(child(program), **options) == 0
+    told = capfd.readouterr().err
+    for ending in ("1 was killed by signal 9", "2 exited with code 4"):
+        assert re.search(f"process {ending} .*; the others go on: [12]", told)
+    program += "\nif i == '0': sys.exit(7)\ntime.sleep(60)"
+    assert launch(child(program), processes=3, recoverable=True) == 7
+
+
 def test_a_killed_process_is_named(capfd):
     program = "\nif i == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     assert launch(child(program), processes=2) == 128 + 9

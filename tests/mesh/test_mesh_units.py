@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import signal
 import threading
@@ -17,8 +18,8 @@ import pytest
 
 import towerjax as tj
 from towerjax.lowering.xla import compile_on_devices, lower_on_devices
-from towerjax.mesh import absent, devices, processes
-from towerjax.mesh.cluster import ends, leaving
+from towerjax.mesh import absent, devices, live, processes
+from towerjax.mesh.cluster import ends, leaving, start
 from towerjax.mesh.cluster.spec import Cluster
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of
@@ -271,12 +272,13 @@ def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
             self.asked += 1
             if self.asked < 13:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
-            return json.dumps([key.rpartition("/")[2]])
+            assert key.endswith("/all")
+            return json.dumps({0: ["0"], 1: "one"})
 
     monkeypatch.setattr(processes, "coordinator_client", Client)
     stopped = threading.Event()
     exchange = processes.Exchange("data", "a batch of process {}", [1, 0], stopped)
-    assert exchange.all_gather(["0"]) == ["all"]
+    assert exchange.all_gather(["0"]) == ["one", ["0"]]
     text = "towerjax: process 0 waits for a batch of process 1\n"
     assert capfd.readouterr().err == text
     stopped.set()
@@ -387,3 +389,58 @@ def test_the_others_are_waited_for_up_to_the_timeout(two_processes, capsys):
     assert "process 0 of 2 ends: the others did not end within 0.02 s" in (
         capsys.readouterr().err
     )
+
+
+def test_a_lost_process_is_left_out_of_an_answer(monkeypatch):
+    """The first one collects: it waits for all that may still answer."""
+
+    class Client:
+        told = {}
+
+        def key_value_set(self, key, value):
+            self.told[key.rpartition("/")[2]] = value
+
+        def blocking_key_value_get(self, key, milliseconds):
+            if key.endswith("/2"):
+                return json.dumps("two")
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+
+    monkeypatch.setattr(processes, "coordinator_client", Client)
+    monkeypatch.setattr(live._job, "silent", frozenset([1]))
+    exchange = processes.Exchange("data", "process {}", [0, 1, 2])
+    assert exchange.gather_from_left("zero") == {0: "zero", 2: "two"}
+    assert json.loads(Client.told["all"]) == {"0": "zero", "2": "two"}
+    with pytest.raises(live.LostError, match="process 1 was lost"):
+        exchange.all_gather("zero")
+
+
+def test_processes_that_are_left_out_stay_so(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(live._job, "left_out", frozenset())
+    live.leave_out([3])
+    live.leave_out([1])
+    assert live.numbers_left() == (0, 2) and live.silent() == {1, 3}
+    assert live.named([1]) == "process 1 was"
+    assert live.named([3, 0, 1]) == "processes 0, 1 and 3 were"
+
+
+FLAG = "--xla_cpu_collective_timeout_seconds"
+
+
+@pytest.mark.parametrize("given, asked, flags", [
+    ("", None, f"{FLAG}=30"),
+    ("--a=1", 7, f"--a=1 {FLAG}=7"),
+    (f"{FLAG}=5", None, f"{FLAG}=5"),
+    (f"{FLAG}=5 --a=1", 7, f"--a=1 {FLAG}=7"),
+])  # fmt: skip
+def test_a_recoverable_job_bounds_its_collectives(given, asked, flags, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    set_there = {}
+    config = SimpleNamespace(update=set_there.__setitem__)
+    monkeypatch.setattr(jax, "config", config)
+    start._make_recoverable(asked)
+    assert os.environ["XLA_FLAGS"] == flags
+    assert set_there["jax_enable_recoverability"] is True
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match=r"before jax\.distributed\.initialize\(\)"):
+        start._make_recoverable(asked)

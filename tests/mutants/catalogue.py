@@ -1107,7 +1107,7 @@ ALONE = (
        "Weighted.mean(values, None, axis=axis)",
        "research::tower_mean_is_that_of_all_rows[18]"),
     _m("D11", "one device runs all towers where more divide them",
-       "towers.strategies:_pick_devices", "fitting[-1]", "fitting[0]",
+       "towers.pick:pick_devices", "max(fitting)", "min(fitting)",
        "strategies::as_many_devices_as_divide_the_towers[16-8]"),
     _m("D12", "frames of towerjax stay in the traceback of a user's mistake",
        "types.boundary:_of_others", "startswith(_OURS)", "startswith(_OURS[:1])",

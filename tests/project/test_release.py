@@ -12,7 +12,7 @@ from checkout import ROOT
 import towerjax as tj
 
 # Benchmarks that CI does not run, and the one that draws docs' pictures, as tests do.
-LEFT_OUT = {"duel", "faults", "public_run", "pictures"}
+LEFT_OUT = {"duel", "faults", "survivors", "public_run", "pictures"}
 VERSION = f'__version__ = "{tj.__version__}"\n'
 CHANGES = f"# Changelog\n\n## Unreleased\n\n## {tj.__version__}\n\n- It began.\n"
 CITED = f"version: {tj.__version__}\n"

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 from towerjax.mesh import placement
 from towerjax.tf1.strategies import Verbs
+from towerjax.towers.pick import pick_devices
 from towerjax.towers.strategies import (
     METHODS_OF_TENSORFLOW,
     PROPERTIES_OF_TENSORFLOW,
@@ -66,6 +67,26 @@ def test_towers_of_several_devices_go_to_the_first_of_them(options):
     found = on_one_group(strategy, 2).placement
     expected = tj.Mirrored(["cpu:4", "cpu:5"], towers=2, **options).placement
     assert found == expected
+
+
+@pytest.mark.parametrize("counts, towers, size, number", [
+    ((2, 2, 2), 12, 1, 6),
+    ((2, 2, 2), 4, 1, 4),  # the last process waits as a spare
+    ((1, 1, 1), 4, 1, 2),
+    ((3, 3), 4, 1, 4),  # two of each
+    ((4, 4), 6, 2, 4),  # pairs of devices: three each would be six, but two fit
+    ((3, 1), 7, 1, 1),
+])  # fmt: skip
+def test_the_most_devices_that_are_left_share_the_towers(counts, towers, size, number):
+    of_each = {
+        process: [f"{process}.{i}" for i in range(count)]
+        for process, count in enumerate(counts)
+    }
+    chosen = pick_devices(of_each, towers, size, spares=True)
+    assert len(chosen) == number and len({*chosen}) == number
+    owners = [name[0] for name in chosen]
+    assert owners == sorted(owners) and owners[0] == "0"
+    assert len({owners.count(process) for process in owners}) == 1
 
 
 def test_a_tower_is_of_one_process(monkeypatch):

@@ -30,7 +30,7 @@ from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, tol
 from towerjax.check.equality.traced_passes import StepToProve
 from towerjax.data.batch_rows import with_replicated
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.processes import calls_after, print_line
+from towerjax.mesh.lines import calls_after, print_line
 from towerjax.mesh.transfer import readable
 from towerjax.prover.comparison import AuditReport, NotAudited, SplitError
 from towerjax.prover.equality.answers.nouns import is_told

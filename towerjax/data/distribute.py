@@ -25,6 +25,7 @@ from towerjax.data.stream import (
     check_source,
     from_tensors,
     has_cursor,
+    is_elastic,
     open_source,
 )
 from towerjax.mesh.placement import Placement
@@ -108,19 +109,29 @@ class DistributedDataset:
         if self._asks_peers:  # the processes exchange sizes under this name
             self._name = placement.processes.call_on_first(lambda: uuid.uuid4().hex)
 
+    def on(self, placement: Placement) -> "DistributedDataset":
+        """Return the data set for the same towers on other devices."""
+        return DistributedDataset(placement, self._source, self._options)
+
     def __iter__(self) -> Stream[PlacedBatch]:
         """Start one pass over the data.
 
-        Its position can be saved if all processes read one source that has
-        ``get_state``.
+        Its position can be saved if the source has ``get_state``, and all processes
+        read one source, or parts of global batches that do not depend on the number of
+        processes.
         """
         self._passes += 1
         elements = open_source(self._source, *self._open_with)
         begin = functools.partial(self._begin, self._passes, elements)
         start = None
-        if not self._asks_peers and has_cursor(elements):
+        if self._tells_position(elements):
             start = {"elements": elements.get_state(), "rows": 0}
         return Stream(begin, self._options.prefetch, start)
+
+    def _tells_position(self, elements: Any) -> bool:
+        """Return whether another number of processes can go on from its position."""
+        is_global = not self._asks_peers or is_elastic(elements)
+        return is_global and has_cursor(elements)
 
     def _begin(
         self, number: int, elements: Any, at: Any, stopped: threading.Event
@@ -161,7 +172,7 @@ class DistributedDataset:
             most_rows = max(rows, most_rows)
             counts = self._counts(sizes_of_all, rows)
             after = None
-            if peers is None and has_cursor(source):
+            if self._tells_position(source):
                 after = {"elements": source.get_state(), "rows": most_rows}
             yield self._place(taken, rows, counts), after
 

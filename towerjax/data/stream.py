@@ -322,6 +322,16 @@ def has_cursor(iterator: Any) -> bool:
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
 
 
+def is_elastic(iterator: Any) -> bool:
+    """Return whether an iterator gives its shard of batches that do not depend on it.
+
+    Grain's `ElasticIterator` does. Its position is that of the global batches.
+    """
+    grain = sys.modules.get("grain.experimental")
+    kind = getattr(grain, "ElasticIterator", None)
+    return kind is not None and isinstance(iterator, kind)
+
+
 def close(iterator: Any) -> None:
     """Close an iterator that has ``close``, unless a thread is running it."""
     if not getattr(iterator, "gi_running", False):

@@ -3,13 +3,13 @@
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from towerjax.jaxprs.flops import Flops
 from towerjax.loop.progress import format_value
-from towerjax.loop.throughput import Throughput, flops_in_words
+from towerjax.loop.throughput import Done, Throughput, flops_in_words
 from towerjax.mesh.placement import Placement
 from towerjax.types.boundary import api_boundary
 from towerjax.types.notes import Named, explain_missing
@@ -219,6 +219,15 @@ class History:
         return Table(str(self.summary), tuple(names), tuple(cells))
 
 
+class LogMark(NamedTuple):
+    """How far a `HistoryLog` has come: numbers of entries, and the work done."""
+
+    steps: int
+    evaluations: int
+    skipped: int
+    done: Done
+
+
 class HistoryLog:
     """The growing log of a run, from which its `History` is made."""
 
@@ -280,6 +289,21 @@ class HistoryLog:
         self._waits_s.append(wait_s)
         if refused is not None:
             self.skipped.append(refused)
+
+    def mark(self) -> "LogMark":
+        """Return how far the log has come, for `cut`."""
+        steps = len(self._waits_s)
+        return LogMark(
+            steps, len(self.evaluations), len(self.skipped), self.throughput.done
+        )
+
+    def cut(self, mark: "LogMark") -> None:
+        """Forget all that was added after a mark, because it is done again."""
+        for column in (*self._columns.values(), self._waits_s):
+            del column[mark.steps :]
+        del self.evaluations[mark.evaluations :]
+        del self.skipped[mark.skipped :]
+        self.throughput.go_back(mark.done)
 
     def history(
         self, number: int, placement: Placement, stopped: str | None

@@ -14,14 +14,16 @@ from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.jaxprs.flops import Flops
+from towerjax.loop.checkpoint.record import CheckpointRecord
+from towerjax.loop.checkpoint.resume import record_of
 from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.evaluate import evaluate
-from towerjax.loop.history import History, HistoryLog
+from towerjax.loop.history import History, HistoryLog, LogMark
 from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.replays import Replays
-from towerjax.loop.stopping import Point
-from towerjax.loop.throughput import Throughput
+from towerjax.loop.stopping import Point, Watch, rules_of
+from towerjax.loop.throughput import Done, Throughput
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.peaks import peak_flops_of_all
@@ -59,12 +61,21 @@ class Loop:
         point: Point,
         batches: Iterable[PyTree],
         guard: InterruptGuard,
+        *,
+        recovery: Any = None,
+        after: "Loop | None" = None,
     ) -> None:
+        """Prepare a run, or with ``after`` the next attempt of one.
+
+        ``recovery`` is the run's `Recovery`, if it goes on without lost processes.
+        """
         self.guard = guard
         self.point = point
         self._batches = batches
         self._step = step
         self._options = options
+        self._recovery = recovery
+        self._after = after
         # The number of the run's last step. It stays the same if a checkpoint is
         # resumed.
         self._end = None if options.steps is None else point.number + options.steps
@@ -75,6 +86,9 @@ class Loop:
         self._writers = Writers()
         self._has_begun = False
         self._log = HistoryLog()
+        if after is not None:
+            self._end = after._end
+            self._log = after._log
         self._in_flight: collections.deque[Call] = collections.deque()
         # The number of recorded steps whose hooks have not been called.
         self._without_hooks = 0
@@ -88,15 +102,27 @@ class Loop:
         batches = self._batches
         self._source = Source(batches)
         self._first = point.number
+        if self._recovery is not None:
+            self._recovery.begin()
         if options.checkpointer is not None:
             self._saving = Saving(
-                options.checkpointer, self._step, point.state, self._source, stack
+                options.checkpointer,
+                self._step,
+                point.state,
+                self._source,
+                stack,
+                alone=self._recovery is not None and self._recovery.saves_alone,
             )
-            self._saving.resume(point)
+            is_again = self._after is not None
+            is_elsewhere = is_again and not self._saving.is_alone
+            self._saving.resume(point, or_equal=is_elsewhere, is_again=is_again)
+        if self._recovery is not None:
+            self._recovery.cut_history()
         placement = self._step.strategy.placement
         peak = peak_flops_of_all(placement, options.peak_flops)
         throughput = Throughput(options.per_second, peak)
-        self._log = HistoryLog(throughput)  # its clock starts here
+        if self._after is None:
+            self._log = HistoryLog(throughput)  # its clock starts here
         with self.guard:
             self._progress = stack.enter_context(
                 contextlib.closing(
@@ -109,12 +135,63 @@ class Loop:
                 "endless: tj.batches(..., epochs=None) without steps=...; Ctrl-C"
                 " ends it, with error.state"
             )
+        self._after = None
         if self._saving is not None and self._saving.is_resumed:
             text = f"goes on after step {point.number}, from its checkpoint"
             self._progress.note("; ".join([text, *self._saving.differs]))
         if self._saving is not None and self._saving.note:
             self._progress.note(self._saving.note)
         self._has_begun = True
+
+    def again(
+        self, step: Step, options: RunOptions, batches: Iterable[PyTree], state: Any
+    ) -> "Loop":
+        """Return the loop of the next attempt of this run, on other devices."""
+        point = Point(state, Watch(rules_of(options.early_stopping)))
+        return Loop(
+            step,
+            options,
+            point,
+            batches,
+            self.guard,
+            recovery=self._recovery,
+            after=self,
+        )
+
+    def leave(self) -> None:
+        """Drop calls in flight, and close writers: the run goes on in another loop."""
+        self._in_flight.clear()
+        self._writers.close()
+        if self._has_begun:
+            self._source.settle()
+
+    def record(self) -> CheckpointRecord:
+        """Wait for the steps so far, and return the record of the run after them."""
+        self._fetch(0)
+        return record_of(self._step, self.point, self._source)
+
+    def mark(self) -> LogMark:
+        """Return how far the history has come."""
+        return self._log.mark()
+
+    def cut(self, mark: LogMark | None) -> None:
+        """Forget what was added to the history after a mark; None forgets all."""
+        self._log.cut(mark or LogMark(0, 0, 0, Done()))
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this attempt began with a checkpoint."""
+        return self._saving is not None and self._saving.is_resumed
+
+    @property
+    def step(self) -> Step:
+        """The step that the loop calls."""
+        return self._step
+
+    @property
+    def source(self) -> Source:
+        """The batches of the run."""
+        return self._source
 
     @property
     def _recorded(self) -> int:
@@ -126,6 +203,8 @@ class Loop:
         try:
             self._run()
         except BaseException as error:
+            if self._recovery is not None and isinstance(error, Exception):
+                raise  # the run may go on
             self.guard.finish()
             try:
                 self._save_at_stop(error)
@@ -173,6 +252,8 @@ class Loop:
         """
         if self.point.is_evaluation_due:
             self._evaluate()
+        if self._recovery is not None:
+            self._recovery.at_step()
         if self.point.is_saving_due:
             self._save()
 
@@ -214,6 +295,8 @@ class Loop:
         folder = None if self._saving is None else self._saving.directory
         asked = {"audit": self._options.audit, "folder": folder}
         prepared = self._step.prepare(self.point.state, placed, **asked)
+        if self._recovery is not None:
+            self._recovery.after_compiling()
         if self._saving is not None and (other := self._saving.compare_programs()):
             self._progress.note(f"goes on as another experiment: {other}")
         if prepared.note:
@@ -240,10 +323,11 @@ class Loop:
             return
         self._fetch(0)  # records all steps so far, and raises if one was refused
         self._saving.wait()
+        copy = None if self._recovery is None else self._recovery.agree_on_copy()
         with self.guard:
             self.point.is_saving_due = False
             evaluation = self._log.evaluated(self.point.number)
-            self._saving.save(self.point, evaluation or {})
+            self._saving.save(self.point, evaluation or {}, copy and copy.state)
         if last:
             self._saving.wait()
 
@@ -293,6 +377,8 @@ class Loop:
                         f" state, _ = tj.run(step, state, batches, steps={hook.every})."
                     )
         self._without_hooks = 0
+        if self._recovery is not None:
+            self._recovery.after_step(number)
         self._progress.step(number, row, self._log.steps_per_second)
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:

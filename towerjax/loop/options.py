@@ -95,12 +95,14 @@ class RunOptions:
     peak_flops: float | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
+    copy_every: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""
         check_whole("steps", self.steps, or_none=True)
         check_whole("eval_every", self.eval_every, or_none=True)
         check_whole("replay_every", self.replay_every, or_none=True)
+        check_whole("copy_every", self.copy_every, or_none=True)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)
         cast_ints(self)

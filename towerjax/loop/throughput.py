@@ -72,6 +72,13 @@ class Throughput:
         )
         self._last.append(self.done)
 
+    def go_back(self, done: Done) -> None:
+        """Count on from an earlier point of the run, in the time that has passed."""
+        counts = done.counts or (0.0,) * len(self._counting)
+        self.done = dataclasses.replace(done, seconds=self.done.seconds, counts=counts)
+        self._last.clear()
+        self._last.append(self.done)
+
     def now(self) -> dict[str, float]:
         """Return the rates over the last steps, by name."""
         return self.rates(self.done.since(self._last[0]))

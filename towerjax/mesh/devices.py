@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import backend
 
+from towerjax.mesh import live
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree
 from towerjax.types.refusals import few
@@ -95,7 +96,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
     if not (gpus or devices):
         raise ValueError(f"num_gpus=0 chooses the CPU, but {_WITHOUT_CPU}")
     names: list[str] = []
-    for process in range(jax.process_count()):
+    for process in live.numbers_left():
         places = [i for i, d in enumerate(devices) if d.process_index == process]
         if len(places) < wanted:
             raise ValueError(

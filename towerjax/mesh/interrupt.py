@@ -124,6 +124,19 @@ class InterruptGuard:
         """Hold SIGTERM back until `call` ends, while the run saves and cleans up."""
         self._holding += 1
 
+    def hold_sigterm(self) -> None:
+        """Hold SIGTERM back for the whole run, which asks for it and ends by itself."""
+        self._holding += 1
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether a SIGTERM came that is held back."""
+        return signal.SIGTERM in self._waiting
+
+    def forget_sigterm(self) -> None:
+        """Drop a SIGTERM that was held back, because the run ends by itself."""
+        self._waiting.discard(signal.SIGTERM)
+
     def _deliver(self, number: int, frame: Any = None) -> None:
         if number != signal.SIGTERM:
             self._previous[number](number, frame)

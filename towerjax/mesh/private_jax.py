@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -103,6 +103,30 @@ def bound_axes() -> list[Any]:
 def coordinator_client() -> Any:
     """Return JAX's client of the job's key-value store."""
     return distributed.global_state.client
+
+
+def live_processes(numbers: Iterable[int]) -> dict[int, int]:
+    """Return which of these processes are alive, each with a number of its start.
+
+    It waits until all that are alive have asked. `multihost_utils.live_devices` is made
+    of it.
+    """
+    return coordinator_client().get_live_nodes([*numbers])  # JAX 0.10 to 0.12
+
+
+def take_number() -> int | None:
+    """Return the number of this process; None if an earlier one has had it.
+
+    It does not start the devices, as `jax.process_index` does.
+    """
+    number = distributed.global_state.process_id
+    try:
+        coordinator_client().key_value_set(f"towerjax/joined/{number}", "")
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+        return None
+    return number
 
 
 def detects_cluster(method: str | None) -> bool:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,9 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from towerjax.mesh import live
 from towerjax.mesh.devices import Device
+from towerjax.mesh.lines import calls_after, print_line
 from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
@@ -33,25 +34,6 @@ _IN_ORDER = "Do all processes make this call, in the same order?"
 _ROUNDS: dict[tuple[int, ...], Iterator[int]] = {}
 # How many of the calls that all processes make this one has begun: the steps, and all.
 begun = types.SimpleNamespace(steps=0, calls=0)
-
-
-def print_line(text: str) -> None:
-    """Print a line to stderr that begins with "towerjax:"."""
-    # The line is written by one call, so that lines of other threads cannot mix with
-    # it.
-    print(f"towerjax: {text}\n", end="", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Call a function, in a thread, if the block takes longer than ``seconds``."""
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class Stopped(Exception):
@@ -86,16 +68,31 @@ class Exchange:
         self._round = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values that all processes give in this round, in process order."""
+        """Return the values that all processes give in this round, in process order.
+
+        If a process was lost, every other one raises a `live.LostError`.
+        """
+        values = self.gather_from_left(value)
+        if lost := set(self._processes) - values.keys():
+            raise live.LostError(lost)
+        return [values[number] for number in self._processes]
+
+    def gather_from_left(self, value: Any) -> dict[int, Any]:
+        """Return the values of this round by process, without those that are lost.
+
+        All processes get the same answer.
+        """
         me = jax.process_index()
         first = self._processes[0]
         prefix = f"towerjax/{self._name}"
         here = f"{prefix}/{self._round}"
         if me == first:
-            texts = [json.dumps(value)]
+            values = {me: value}
             for peer in self._processes[1:]:
-                texts.append(self._wait_for(f"{here}/{peer}", peer))
-            answer = f"[{', '.join(texts)}]"
+                with contextlib.suppress(live.LostError):
+                    text = self._wait_for(f"{here}/{peer}", peer)
+                    values[peer] = json.loads(text)
+            answer = json.dumps(values)
             self._client.key_value_set(f"{here}/all", answer)
         else:
             self._client.key_value_set(f"{here}/{me}", json.dumps(value))
@@ -106,12 +103,13 @@ class Exchange:
             own = "all" if me == first else me
             self._client.key_value_delete(f"{prefix}/{self._round - 2}/{own}")
         self._round += 1
-        return json.loads(answer)
+        return {int(number): x for number, x in json.loads(answer).items()}
 
     def _wait_for(self, key: str, peer: int) -> str:
         """Wait for the value of another process, and return it.
 
-        JAX ends the job if that process dies.
+        If that process dies, JAX ends the job. If the job goes on without lost ones,
+        this raises a `live.LostError`.
         """
         each_s = min(_PATIENCE_S, 1)
         for times in itertools.count():
@@ -126,6 +124,8 @@ class Exchange:
             except StoreError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+                if peer in live.silent():
+                    raise live.LostError([peer]) from None
         raise Stopped
 
 
@@ -169,7 +169,7 @@ class Processes:
         if not self.are_several:
             return
         digest = hashlib.sha256(text.encode()).hexdigest()
-        of_all = self._gather(digest, f"{name} is compared between processes")
+        of_all = self.gather(digest, f"{name} is compared between processes")
         pairs = zip(self.numbers, of_all, strict=True)
         differing = [process for process, other in pairs if other != of_all[0]]
         if differing:
@@ -185,8 +185,13 @@ class Processes:
         """Count a call that all processes of the job make."""
         begun.calls += len(self.numbers) == jax.process_count()
 
-    def _gather(self, value: Any, why: str) -> list[Any]:
-        """Return the small values that all processes give, in process order."""
+    def gather(self, value: Any, why: str = "numbers are compared") -> list[Any]:
+        """Return the small values that all processes give, in process order.
+
+        They go through JSON. ``why`` is said if one of them is late.
+        """
+        if not self.are_several:
+            return [value]
         self._count_call()
         rounds = _ROUNDS.setdefault(self.numbers, itertools.count())
         name = f"{'.'.join(map(str, self.numbers))}/{next(rounds)}"
@@ -237,7 +242,7 @@ class Processes:
             except Exception as error:
                 failure = error
                 answer = {"error": str(error)}
-        answer = self._gather(answer, f"process {first} sends its values")[0]
+        answer = self.gather(answer, f"process {first} sends its values")[0]
         if failure is not None:
             raise failure
         if "error" in answer:

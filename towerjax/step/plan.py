@@ -246,6 +246,22 @@ class Plan:
         passes = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
+    def on(self, strategy: Strategy) -> "Plan":
+        """Return the same plan on other devices, for as many towers.
+
+        Raises a ``ValueError`` if the plan's functions belong to its devices.
+        """
+        if not isinstance(self.passes, PassesInOrder):
+            raise ValueError(
+                "a step of a model function, or of a sweep's members, cannot be moved"
+                " to other devices"
+            )
+        passes = self.passes.changed(strategy=strategy)
+        states = dataclasses.replace(self.states, strategy=strategy)
+        return dataclasses.replace(
+            self, strategy=strategy, passes=passes, states=states
+        )
+
     def flagging(self) -> "Plan":
         """Return a plan that only runs towers, and flags values that are not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())

@@ -19,6 +19,7 @@ from towerjax.step.state.first_state import first_shapes, first_state, placed_st
 from towerjax.step.state.nonfinite import Location, NonFiniteError
 from towerjax.step.state.policies import Read
 from towerjax.step.state.train_state import TrainState, split_state
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Metrics, PyTree
 from towerjax.types.boundary import api_boundaries, api_boundary
 from towerjax.types.notes import explain_missing
@@ -273,6 +274,41 @@ class Step(Generic[_Result]):
         finally:
             self.step_flags.put(line)
         return self.plan.states.result(before, out, placed)
+
+    def on(self, strategy: Strategy) -> "Step[_Result]":
+        """Return this step on other devices, for as many towers.
+
+        Args:
+          strategy: The strategy, with the step's number of towers.
+
+        Returns:
+          The step. It is compiled anew, and its proof still holds.
+
+        Raises:
+          ValueError: The step is one of a model function or of a sweep's members, which
+            cannot be moved; or the strategy has another number of towers.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
+          >>> moved = step.on(tj.Mirrored(devices=["cpu:0"], towers=2))
+          >>> state, metrics = moved(moved.init(0.0), np.array([1, 3], np.float32))
+          >>> float(state.params)
+          2.0
+        """
+        mine = self.strategy.num_towers
+        yours = strategy.num_towers
+        if mine != yours:
+            raise ValueError(
+                f"The step has {mine} towers, but the strategy has {yours}. Give it"
+                f" towers={mine}, on any devices that share them."
+            )
+        moved = Step(self.plan.on(strategy), self.checks)
+        moved.placer.expect(self.placer.batch_rows)
+        moved.checked = self.checked
+        return moved
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
         """Return the plan and the state that are proved and audited for this step."""

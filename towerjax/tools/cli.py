@@ -418,6 +418,7 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--port", int, "the port of process 0 (a free one)"),
         ("--restarts", int, "how often to restart after a lost process"),
         ("--towers", int, "towers of the program: continue without lost processes"),
+        ("--recoverable", True, "the others go on when a process is lost"),
         ("--grace-seconds=grace_s", float, "seconds from SIGTERM to SIGKILL (5)"),
         ("--hang-timeout=hang_timeout_s", float, "seconds without a sign of life"),
         ("--step-timeout=step_timeout_s", float, "seconds without a step"),

@@ -14,6 +14,7 @@ from towerjax.collectives.ops import ChecksDevices
 from towerjax.data.batch_rows import Remainder
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.jaxprs.tags import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS
+from towerjax.mesh import live
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.start import require_joined
 from towerjax.mesh.devices import (
@@ -23,6 +24,7 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.specs import Specs
+from towerjax.towers.pick import count_groups, names_by_process, pick_devices
 from towerjax.towers.reduce import reduce_values
 from towerjax.towers.values import StrategyFields, unwrap
 from towerjax.types.boundary import api_boundaries
@@ -237,7 +239,7 @@ class Mirrored(StrategyMethods):
             object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()
         if devices is not None:
-            groups = _count_groups(len(devices), self._each)
+            groups = count_groups(len(devices), self._each)
             if self.towers is not None and self.towers % groups:
                 below = self.towers // groups * groups
                 use = f"{below} or {below + groups}" if below else below + groups
@@ -275,7 +277,7 @@ class Mirrored(StrategyMethods):
             require_joined()
         devices = self._devices()
         devices_each = self._each
-        groups = _count_groups(len(devices), devices_each)
+        groups = count_groups(len(devices), devices_each)
         _check_ops(self.cross_tower_ops, devices[::devices_each])
         return Placement(
             devices=devices,
@@ -309,31 +311,12 @@ class Mirrored(StrategyMethods):
         named = self._named_devices()
         if gpus is not None and jax.process_count() > 1:
             return first_of_each_process(gpus)
-        names = named or tuple(map(canonical_device_name, jax.devices()))
-        if named is not None or self.towers is None:
-            return names
-        return _pick_devices(names, self.towers, self._each)
-
-
-def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
-    """Return the largest set of devices that can share the towers evenly.
-
-    Each process has equally many of them. A tower has ``size`` devices.
-    """
-    processes = jax.process_count()
-    devices_each = len(names) // processes
-    if devices_each < size:
-        _count_groups(devices_each, size)
-    counts = range(1, devices_each // size + 1)
-    fitting = [n * size for n in counts if towers % (n * processes) == 0]
-    if not fitting:
-        raise ValueError(
-            f"towers={towers} is not a multiple of the {processes} processes, which"
-            " must run equally many towers each. Use"
-            f" towers={-(-towers // processes) * processes}."
-        )
-    starts = range(0, devices_each * processes, devices_each)
-    return tuple(x for i in starts for x in names[i : i + fitting[-1]])
+        if named is not None:
+            return named
+        of_each = names_by_process(jax.devices())
+        if self.towers is None:
+            return tuple(name for names in of_each.values() for name in names)
+        return pick_devices(of_each, self.towers, self._each)
 
 
 @api_boundaries
@@ -405,6 +388,33 @@ def with_specs(strategy: Strategy, specs: Any) -> Strategy:
             " within={'model': 2})."
         )
     return dataclasses.replace(strategy, specs=specs)
+
+
+def on_those_left(strategy: Strategy) -> Strategy:
+    """Return the strategy on the most devices that are left and share the towers.
+
+    The devices are those of the strategy whose processes are not left out. If all are
+    left, the strategy is the same. Processes may be left over.
+    """
+    placement = strategy.placement
+    left = {*live.numbers_left()}
+    if not isinstance(strategy, Mirrored) or left.issuperset(
+        placement.processes.numbers
+    ):
+        return strategy
+    of_each = {
+        number: names
+        for number, names in names_by_process(placement.jax_devices).items()
+        if names
+    }
+    towers, size = placement.num_towers, placement.devices_each
+    return dataclasses.replace(
+        strategy,
+        devices=pick_devices(of_each, towers, size, spares=True),
+        towers=towers,
+        num_gpus=None,
+        num_gpus_per_worker=None,
+    )
 
 
 def on_one_tower(strategy: Strategy) -> Strategy:
@@ -581,18 +591,3 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
             )
         check_whole(f"within[{name!r}]", size)
     return tuple((name, int(size)) for name, size in pairs)
-
-
-def _count_groups(devices: int, devices_each: int) -> int:
-    """Count the groups of ``devices_each`` devices; raise if some are left over."""
-    if devices % devices_each:
-        fitting = [str(n) for n in range(2, devices + 1) if devices % n == 0]
-        axes = f"Give towers {' or '.join(fitting)} devices, or name" * bool(fitting)
-        enough = -(-devices // devices_each) * devices_each
-        raise ValueError(
-            f"within=... makes a tower of {devices_each} devices, which does not divide"
-            f" the {devices} devices. {axes or 'Name'} a multiple of {devices_each}; on"
-            f" CPUs say jax.config.update('jax_num_cpu_devices', {enough}) before JAX"
-            " is used."
-        )
-    return devices // devices_each

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from towerjax.collectives.ops import CrossTowerOps
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
+from towerjax.mesh import live
 from towerjax.mesh.devices import (
     canonical_device_names,
     find_devices,
@@ -233,7 +234,7 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
     names = canonical_device_names(devices)
     if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
         owners = [x.process_index for x in find_devices(names)]
-        if len({owners.count(p) for p in range(jax.process_count())}) > 1:
+        if len({owners.count(p) for p in live.numbers_left()}) > 1:
             raise ValueError(
                 f"destinations {', '.join(names)} belong to the processes {owners}, but"
                 f" each of the {jax.process_count()} processes must have equally many."

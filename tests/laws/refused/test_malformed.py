@@ -410,7 +410,7 @@ UNASKED = {
     # Of a loss scale.
     "start": 2.0**15, "double_every": 2000,
     # How long processes wait for one another, in seconds, and their exit code.
-    "exit_code": 75, "grace_s": 5.0, "heartbeat_timeout_s": 100,
+    "exit_code": 75, "grace_s": 5.0, "recoverable": False,
     "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
     "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
     # What is sent, in bytes and in parts.

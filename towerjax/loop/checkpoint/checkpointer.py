@@ -6,7 +6,7 @@ import operator
 import os
 import types
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from etils import epath
 
@@ -15,11 +15,12 @@ from towerjax.data.stream import Position, Source, has_cursor
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.record import CheckpointRecord
+from towerjax.loop.checkpoint.resume import Resume
 from towerjax.loop.checkpoint.saving import Saving
 from towerjax.loop.direction import Direction, sign_of
 from towerjax.loop.files import absolute_path
 from towerjax.loop.stopping import Point
-from towerjax.mesh.processes import print_line
+from towerjax.mesh.lines import print_line
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.boundary import api_boundaries
@@ -35,8 +36,6 @@ from towerjax.types.options import (
     refuse_option,
 )
 from towerjax.types.refusals import a_type
-
-Resume = Literal["cursor", "count", "anew"]
 
 
 @api_boundaries

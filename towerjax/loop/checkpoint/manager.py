@@ -2,20 +2,29 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
 from towerjax.loop.checkpoint.folder import DELETED
 from towerjax.loop.files import is_on_disk
+from towerjax.mesh import live
+from towerjax.mesh.processes import Exchange, Processes
 
 
-def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
+def open_manager(
+    directory: epath.Path,
+    seal: Callable[[], None],
+    policy: Any,
+    processes: Sequence[int],
+) -> Any:
     """Open Orbax's manager of a folder, for saving.
 
     Orbax is imported here, because the import is slow. ``seal`` is called before each
-    commit, and ``policy`` chooses which checkpoints to keep.
+    commit, and ``policy`` chooses which checkpoints to keep. The ``processes`` that
+    write wait for one another.
     """
     import orbax.checkpoint as ocp
 
@@ -27,11 +36,13 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
         # With True, two managers in two threads of one process would wait for each
         # other.
         create_directories_asynchronously=False,
+        barrier_sync_fn=_barrier_of(processes) if live.is_recoverable() else None,
     )
     # A checkpoint is moved before it is deleted, so that readers see it disappear at
     # once. Stores cannot rename.
     moved_to = DELETED if is_on_disk(directory) else None
     options = ocp.CheckpointManagerOptions(
+        multiprocessing_options=of_processes(processes),
         create=False,
         async_options=in_thread,
         preservation_policy=policy,
@@ -43,6 +54,43 @@ def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -
     # was preempted. `is_preempted` allows one question for each step.
     manager.reached_preemption = lambda step: False
     return manager
+
+
+def _barrier_of(processes: Sequence[int]) -> Callable[..., None]:
+    """Return a barrier at which nobody waits for a process that is lost.
+
+    JAX's own would wait for minutes.
+    """
+
+    def wait(*, key: str, timeout_ms: int) -> None:
+        del timeout_ms
+        waits_for = "process {}, to save together"
+        Exchange(f"orbax/{key}", waits_for, processes).all_gather(None)
+
+    return wait
+
+
+def join_counts(processes: Processes) -> None:
+    """Make Orbax count its operations alike on all processes, after a loss.
+
+    The names of its barriers have this number.
+    """
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+    of_all = processes.gather(int(OperationIdGenerator.get_current_operation_id()))
+    while int(OperationIdGenerator.get_current_operation_id()) < max(of_all):
+        OperationIdGenerator.next_operation_id()
+
+
+def of_processes(processes: Sequence[int]) -> Any:
+    """Return Orbax's options for the processes that save or restore together."""
+    from orbax.checkpoint.options import MultiprocessingOptions
+
+    if len(processes) in (0, jax.process_count()):
+        return MultiprocessingOptions()
+    return MultiprocessingOptions(
+        primary_host=processes[0], active_processes={*processes}
+    )
 
 
 @contextlib.contextmanager

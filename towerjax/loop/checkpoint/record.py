@@ -22,6 +22,7 @@ from towerjax.loop.checkpoint.folder import (
     read_table,
     telling_of_forgery,
 )
+from towerjax.loop.checkpoint.manager import of_processes
 from towerjax.loop.direction import sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.placement import Placement
@@ -86,8 +87,9 @@ def arrays_of(state: PyTree) -> PyTree:
         x = key_data(x)
         # Of an array with several copies only one is given to Orbax. Otherwise Orbax
         # would compile a program that slices the copies, and save the slices.
-        has_copies = x.is_fully_replicated and x.is_fully_addressable
-        x = x.addressable_data(0) if has_copies else x
+        on_devices = isinstance(x, jax.Array)
+        if on_devices and x.is_fully_replicated and x.is_fully_addressable:
+            x = x.addressable_data(0)
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
 
     return serialize_tree(jax.tree.map(numbers, state), keep_empty_nodes=True)
@@ -129,7 +131,6 @@ def restore_leaves(
     another number, the towers' values are reduced to one value, which is split over the
     towers (SUM) or copied to each.
     """
-    from orbax.checkpoint import StandardCheckpointer
     from orbax.checkpoint.tree import deserialize_tree, serialize_tree
 
     leaves, treedef = jax.tree.flatten(state)
@@ -139,7 +140,7 @@ def restore_leaves(
     _refuse_unsplittable(resized)
     wanted = treedef.unflatten([_shape_to_read(*pair, placement) for pair in pairs])
     serialized = serialize_tree(wanted, keep_empty_nodes=True)
-    with explained("restored from", arrays), StandardCheckpointer() as files:
+    with explained("restored from", arrays), _reader(placement) as files:
         _check_files(arrays, serialized)
         read = files.restore(arrays, serialized)
     read = deserialize_tree(read, wanted, keep_empty_nodes=True)
@@ -157,6 +158,14 @@ def restore_leaves(
     split = restore_on(placement, there, list(map(read_local, values)))
     split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
     return put_parts(TowerLocal, new, split)
+
+
+def _reader(placement: Placement) -> Any:
+    """Return Orbax's reader for the processes of a placement."""
+    from orbax.checkpoint import StandardCheckpointer
+
+    options = of_processes(placement.processes.numbers)
+    return StandardCheckpointer(multiprocessing_options=options)
 
 
 def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
@@ -285,7 +294,7 @@ class CheckpointRecord:
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """Read the record of a checkpoint; raise `CheckpointError` if it changed."""
         with telling_of_forgery(folder):
-            record = cls._of(read_table(folder)["record"])
+            record = cls.of_fields(read_table(folder)["record"])
         if folder.name != (name := str(record.step)):
             raise CheckpointError(
                 f"The checkpoint {str(folder)!r} was saved after step {record.step},"
@@ -295,7 +304,7 @@ class CheckpointRecord:
         return record
 
     @classmethod
-    def _of(cls, fields: Any) -> "CheckpointRecord":
+    def of_fields(cls, fields: Any) -> "CheckpointRecord":
         """Make the record from its fields in JSON's types; raise if their types differ.
 
         JSON has lists in place of tuples, and strings for keys and non-finite numbers.
@@ -337,7 +346,7 @@ def check_readable(record: CheckpointRecord) -> None:
     """Raise unless the record is the same after it was written and read."""
     written = as_json(dataclasses.asdict(record))
     try:
-        read = CheckpointRecord._of(json.loads(json.dumps(written)))
+        read = CheckpointRecord.of_fields(json.loads(json.dumps(written)))
         is_same = as_json(dataclasses.asdict(read)) == written
         why = "it would be read as another one"
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
-from towerjax.data.stream import Position, Source
+from towerjax.data.stream import Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.checkpoint.manager import open_manager, quiet_orbax
+from towerjax.loop.checkpoint.manager import join_counts, open_manager, quiet_orbax
 from towerjax.loop.checkpoint.programs import ProgramsOfRun
 from towerjax.loop.checkpoint.record import CheckpointRecord
+from towerjax.loop.checkpoint.resume import go_on, record_of
 from towerjax.loop.direction import sign_of
 from towerjax.loop.stopping import Point, value_of
 from towerjax.loop.writers import as_json
+from towerjax.mesh import live
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import is_preempted
 from towerjax.step.state.desync import check_mirrored
@@ -42,11 +45,14 @@ class Saving:
         state: TrainState,
         source: Source,
         stack: contextlib.ExitStack,
+        *,
+        alone: bool = False,
     ) -> None:
         self.options = options
         self._step = step
         self._source = source
         self.directory = str(options.path)
+        self.is_alone = alone
         self.processes = step.strategy.placement.processes
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
@@ -65,7 +71,16 @@ class Saving:
             f"Here it is {self.directory!r}. Name a folder that all processes see.",
         )
         stack.enter_context(quiet_orbax())
-        self._files = open_manager(options.path, self._seal, self)
+        numbers = self.processes.numbers
+        # If the first process writes alone, no other one can make it wait.
+        writers = numbers[:1] if alone else numbers
+        self._writers = writers
+        self._writes = jax.process_index() in (writers or [jax.process_index()])
+        self._files: Any = None
+        if live.is_recoverable() and len(writers) > 1:
+            join_counts(self.processes)
+        if self._writes:
+            self._files = open_manager(options.path, self._seal, self, writers)
         stack.callback(self._close)
         # A pool runs the thread, because Python takes a thread for ended if Ctrl-C
         # interrupts its `join`.
@@ -94,11 +109,14 @@ class Saving:
         )
 
     def _close(self) -> None:
-        with contextlib.suppress(Exception):  # `wait` raises it
-            self._files.close()
+        if self._writes:
+            with contextlib.suppress(Exception):  # `wait` raises it
+                self._files.close()
 
     def _refuse_what_cannot_be_saved(self) -> None:
-        if jax.process_count() > 1 and not self.processes.are_several:
+        if len(live.numbers_left()) > 1 and not (
+            self.processes.are_several or self.is_alone
+        ):
             raise CheckpointError(
                 "A Checkpointer needs a run that all processes of a job share, but"
                 " these towers belong to one process alone. Save their parameters, a"
@@ -114,10 +132,13 @@ class Saving:
             )
         record.encode_cursor(self._source.last.cursor)
 
-    def resume(self, point: Point, *, or_equal: bool = False) -> None:
+    def resume(
+        self, point: Point, *, or_equal: bool = False, is_again: bool = False
+    ) -> None:
         """Restore the newest checkpoint if it is later than the state in ``point``.
 
-        With ``or_equal`` one of the same step is restored, too.
+        With ``or_equal`` one of the same step is restored, too. ``is_again`` says that
+        this run has written the checkpoints, before it lost a process.
         """
         start = point.number
         newest = self.processes.call_on_first(
@@ -131,19 +152,15 @@ class Saving:
         if newest < start or newest == start and not or_equal:
             where = self.options.path / str(newest)
             record.check_same_model(saved.leaves, point.state, where)
-            self._is_found = newest == start
+            self._is_found = newest == start and not is_again
             if self._is_found and self._is_elsewhere(saved):
                 self.note = (
                     f"begins at step {start} with batches that are not where those of"
                     " its checkpoint were; from an earlier state, a run moves them"
                 )
             return
-        point.state = self.options.restore(self._step, point.state, number=newest)
-        point.number = newest
-        point.is_evaluation_due = saved.evaluation_due
-        point.watch.go_on(saved.stopping)
-        self._seek(saved)
-        self._step.placer.expect(saved.batch_rows, told=True)
+        state = self.options.restore(self._step, point.state, number=newest)
+        go_on(self._step, point, self._source, state, saved, self.options.batches)
         self.is_resumed = True
         self.differs = record.what_was_other(saved, self._step.strategy)
         self._from = saved
@@ -167,23 +184,6 @@ class Saving:
         here = record.encode_cursor(self._source.last.cursor)
         return here is not None and here != saved.batches["cursor"]
 
-    def _seek(self, saved: CheckpointRecord) -> None:
-        used = saved.batches["used"]
-        cursor = saved.batches["cursor"]
-        if self.options.batches == "anew":
-            return
-        has_cursor = self._source.has_cursor
-        if self.options.batches == "cursor" and has_cursor != (cursor is not None):
-            here, there = ("have", "did not") if has_cursor else ("lack", "had them")
-            raise CheckpointError(
-                f"These batches {here} get_state and set_state, but the batches of the"
-                f" checkpoint of step {saved.step} {there}. Pass batches like those, or"
-                f" write batches='count' to skip the first {used} batches."
-            )
-        uses_cursor = self.options.batches == "cursor" and has_cursor
-        cursor = record.decode_cursor(cursor) if uses_cursor else None
-        self._source.go_to(Position(used, cursor))
-
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
         """Return whether an evaluation is better than all before, and must be saved."""
         best = self.options.best
@@ -198,13 +198,17 @@ class Saving:
         return True
 
     def save(
-        self, point: Point, evaluation: Mapping[str, Any] = types.MappingProxyType({})
+        self,
+        point: Point,
+        evaluation: Mapping[str, Any] = types.MappingProxyType({}),
+        copy: TrainState | None = None,
     ) -> None:
         """Begin to save, unless this step and its evaluation are already saved.
 
         Raises if devices' copies of the state differ, or if parameters are not finite,
         because no run can go on from such a state; or if the folder has other values of
-        this step. Once this returns, a step may donate the buffers.
+        this step. Once this returns, a step may donate the buffers. ``copy`` is the
+        state on the host, if the first process writes alone.
         """
         state = point.state
         number = point.number
@@ -230,11 +234,16 @@ class Saving:
         self.wait()
         self.processes.call_on_first(self._check_lock)
         self._last = new
+        if not self._writes:
+            return
         with self._explaining(number):
             if is_new:
                 from orbax.checkpoint.args import StandardSave
 
-                arrays = record.arrays_of(state)
+                arrays = record.arrays_of(state if copy is None else copy)
+                # In a job of several processes, Orbax refuses arrays of one of them.
+                if jax.process_count() > 1 and len(self._writers) == 1:
+                    arrays = jax.tree.map(np.asarray, arrays)
                 self._files.save(number, args=StandardSave(arrays), force=True)
                 self._written = self._thread.submit(self._finish)
             else:  # only the record changes
@@ -244,20 +253,9 @@ class Saving:
         self, point: Point, evaluation: Mapping[str, float]
     ) -> CheckpointRecord:
         """Return the record of a state; raise unless it can be read back."""
-        strategy = self._step.strategy
-        last = self._source.last
-        new = CheckpointRecord(
-            step=point.number,
-            strategy=repr(strategy),
-            towers=strategy.placement.num_towers,
-            devices=strategy.placement.devices,
-            leaves=tuple(record.leaves_of(point.state)),
-            batches={"used": last.used, "cursor": record.encode_cursor(last.cursor)},
-            batch_rows=tuple(sorted(self._step.placer.batch_rows)),
+        new = dataclasses.replace(
+            record_of(self._step, point, self._source),
             evaluation=evaluation,
-            evaluation_due=point.is_evaluation_due,
-            stopping={name: {**x} for name, x in point.watch.values.items()},
-            versions=record.library_versions(),
             programs=self._programs.hashes() or self._last.programs,
         )
         record.check_readable(new)

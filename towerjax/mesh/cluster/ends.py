@@ -10,7 +10,7 @@ import threading
 import types
 from typing import Any, NoReturn
 
-from towerjax.mesh.processes import print_line
+from towerjax.mesh.lines import print_line
 
 # What `end_at_once` replaced, for this process.
 _before = types.SimpleNamespace(excepthook=None, exit=None)

@@ -149,17 +149,19 @@ def run_group(
     environs: Sequence[Mapping[str, str]],
     timeouts: Timeouts,
     arrived: list[int],
+    recoverable: bool = False,
 ) -> End:
     """Run the command once in each environment, as one job that gets the signals.
 
-    ``arrived`` is a list of signals that the launcher's handlers append to.
+    ``arrived`` is a list of signals that the launcher's handlers append to. If
+    ``recoverable``, the others go on when a process other than the first fails.
     """
     workers: list[_Worker] = []
     with _process_group() as group:
         try:
             for index, environ in enumerate(environs):
                 workers.append(_Worker(index, command, environ, group))
-            return _Job(group, list(workers), timeouts, arrived).run()
+            return _Job(group, list(workers), timeouts, arrived, recoverable).run()
         finally:
             _send(group, signal.SIGKILL)
             for worker in workers:
@@ -207,6 +209,7 @@ class _Job:
     running: list[_Worker]
     timeouts: Timeouts
     arrived: list[int]
+    recoverable: bool = False
     end: End = dataclasses.field(default_factory=End)
     kill_at: float = math.inf
     # The signals that the launcher sent; a process that they end is not lost. SIGPIPE
@@ -280,15 +283,20 @@ class _Job:
             self.end.lost += 1
         if code == 0 or self.end.code:
             return
-        self.end.code = code if code > 0 else 128 - code
+        goes_on = self.recoverable and worker.index > 0 and not self.end.ended_by
+        if not goes_on:
+            self.end.code = code if code > 0 else 128 - code
         if not self.end.ended_by:
             rest = len(self.running)
             ending = f"was killed by signal {-code} ({_signal_name(-code)})"
             ending = f"exited with code {code}" if code > 0 else ending
             why = f"{worker.why_hung} and was killed" if worker.why_hung else ending
-            others = f"; stopping the other {rest}" if rest else ""
+            does = "the others go on:" if goes_on else "stopping the other"
+            others = f"; {does} {rest}" if rest else ""
             seconds = time.monotonic() - worker.started
             say(f"process {worker.index} {why} after {seconds:.1f} s{others}")
+            if goes_on:
+                return
             self._send(signal.SIGTERM)
         if self.kill_at == math.inf:
             self.kill_at = time.monotonic() + self.timeouts.failed_s

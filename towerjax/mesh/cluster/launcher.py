@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from towerjax.mesh.cluster import spec
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_choice, check_list, check_number, check_whole
+from towerjax.types.options import (
+    check_choice,
+    check_flag,
+    check_list,
+    check_number,
+    check_whole,
+)
 
 NOT_FOUND = 127
 # After a loss the other processes wait inside JAX for the lost one, and ignore SIGTERM.
@@ -55,7 +61,8 @@ class RestartPlan:
         """Return the exit code of a job that is over."""
         if end.ended_by and end.code not in (0, AGAIN):
             return 128 + end.ended_by
-        return AGAIN if end.lost and self.restarts is not None else end.code
+        is_unfinished = end.code and end.lost and self.restarts is not None
+        return AGAIN if is_unfinished else end.code
 
 
 @api_boundary
@@ -71,6 +78,7 @@ def launch(
     towers: int | None = None,
     hang_timeout_s: float = math.inf,
     step_timeout_s: float = math.inf,
+    recoverable: bool = False,
 ) -> int:
     """Run one command as a job of several local processes; return its exit code.
 
@@ -104,6 +112,9 @@ def launch(
       step_timeout_s: Seconds without a step of any process, after which the processes
         with the fewest steps are killed. It counts once each process has called a step,
         in `run` or in a loop of its own.
+      recoverable: Whether the others go on if a process is lost, as `run` does then.
+        If process 0 is lost, the job ends, or is started again. No process is started
+        again alone.
 
     Returns:
       0 if all returned 0; else the code of the first that failed, 128 + n for signal
@@ -130,6 +141,7 @@ def launch(
             f"{null[0]!r} contains a null byte, which no argument or variable may have."
         )
     check_whole("restarts", restarts, 0, or_none=True)
+    check_flag("recoverable", recoverable)
     check_number("grace_s", grace_s, _SECONDS)
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
     check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
@@ -149,6 +161,7 @@ def launch(
     if text := spec.refusal(environ, "towerjax launch starts all processes of its job"):
         raise ValueError(text)
     environ |= _device_variables(devices_per_process, environ)
+    environ |= {spec.RECOVERABLE: "1"} if recoverable else {}
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         say(f"there is no program {command[0]!r}; write its path, or mend $PATH.")
         return NOT_FOUND
@@ -162,7 +175,7 @@ def launch(
             environs = [
                 environ | dict(zip(spec.VARIABLES, x, strict=True)) for x in triples
             ]
-            end = run_group(command, environs, timeouts, arrived)
+            end = run_group(command, environs, timeouts, arrived, recoverable)
             if (after := plan.after(end)) is None:
                 return plan.code(end)
             plan = after

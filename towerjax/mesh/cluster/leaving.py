@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from towerjax.mesh.cluster import ends
 from towerjax.mesh.cluster.spec import Cluster
-from towerjax.mesh.processes import StoreError, begun, print_line
+from towerjax.mesh.lines import print_line
+from towerjax.mesh.processes import StoreError, begun
 
 _FOLDER = "towerjax/left"
 _FIRST = "towerjax/first_left"  # set when the first process leaves

@@ -47,6 +47,9 @@ def is_free(port: int) -> bool:
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 
 
+# `launch` sets it to 1 if the job is to go on without processes that are lost.
+RECOVERABLE = "TOWERJAX_RECOVERABLE"
+
 SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
 # Process 0 is the chief, or worker 0 if there is no chief.
 _JOBS = ("chief", "worker")

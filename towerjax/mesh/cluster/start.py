@@ -1,5 +1,6 @@
 """Join this process to the others of its job, and leave it."""
 
+import atexit
 import dataclasses
 import importlib.metadata
 import os
@@ -8,16 +9,19 @@ from typing import Any
 
 import jax
 
+from towerjax.mesh import live
 from towerjax.mesh.cluster import ends, heartbeat, spec
 from towerjax.mesh.cluster.leaving import Leaving
+from towerjax.mesh.lines import calls_after, print_line
 from towerjax.mesh.private_jax import coordinator_client, detects_cluster
-from towerjax.mesh.processes import Exchange, begun, calls_after, print_line
+from towerjax.mesh.processes import Exchange, begun
 from towerjax.types.boundary import api_boundary
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_flag, check_whole
 from towerjax.types.refusals import listed
 from towerjax.types.version import __version__
 
 _SILENCE_S = 5
+_COLLECTIVE_TIMEOUT = "--xla_cpu_collective_timeout_seconds"
 
 
 # The cluster that this process has joined, and how it leaves it. Like JAX's own state,
@@ -31,9 +35,11 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout_s: int = 100,
+    heartbeat_timeout_s: int | None = None,
     initialization_timeout_s: int = 300,
     shutdown_timeout_s: int = 300,
+    recoverable: bool = False,
+    collective_timeout_s: int | None = None,
 ) -> spec.Cluster:
     """Join this process to the others of its job; JAX then has the devices of all.
 
@@ -62,11 +68,16 @@ def initialize(
       num_processes: The number of processes.
       process_id: The number of this process, from 0; process 0 is the chief.
       heartbeat_timeout_s: The seconds without a sign of life from one process, after
-        which JAX ends the others.
+        which JAX ends the others; 100 if it is None. If ``recoverable``, the others go
+        on, after 10.
       initialization_timeout_s: The seconds to wait for the others to join. After these
         the process prints whom it waited for and exits with code 1: no exception can
         end this wait.
       shutdown_timeout_s: The seconds to wait for the others at the end.
+      recoverable: Whether the job goes on if a process other than process 0 is lost, as
+        `run` does then. ``towerjax launch --recoverable`` says it for all processes.
+      collective_timeout_s: If ``recoverable``: how many seconds one process may come
+        later than the others to a step, 30 if it is None; on CPUs only.
 
     Returns:
       The `Cluster`.
@@ -75,14 +86,17 @@ def initialize(
       ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
       RuntimeError: JAX or the port is in use already; this process belongs to another
         cluster already; JAX counts another number of processes; a launcher started
-        several processes, and nothing says how they connect; or the processes have
-        other versions or settings, such as ``JAX_ENABLE_X64``.
+        several processes, and nothing says how they connect; the processes have other
+        versions or settings, such as ``JAX_ENABLE_X64``; or JAX was initialized before,
+        so that it is too late for ``recoverable``.
 
     Example:
       >>> initialize()  # doctest: +SKIP
       Cluster(process_id=0, num_processes=1, coordinator=None, how='one process: ...
     """
-    check_whole("heartbeat_timeout_s", heartbeat_timeout_s)
+    check_whole("heartbeat_timeout_s", heartbeat_timeout_s, or_none=True)
+    check_whole("collective_timeout_s", collective_timeout_s, or_none=True)
+    check_flag("recoverable", recoverable)
     check_whole("initialization_timeout_s", initialization_timeout_s)
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
     named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
@@ -99,8 +113,12 @@ def initialize(
             )
         return running
     heartbeat.start(begun)
+    recoverable |= os.environ.get(spec.RECOVERABLE) == "1"
+    if recoverable:
+        _make_recoverable(collective_timeout_s)
+    silence_s = 10 if recoverable else 100
     options = {
-        "heartbeat_timeout_seconds": heartbeat_timeout_s,
+        "heartbeat_timeout_seconds": heartbeat_timeout_s or silence_s,
         "initialization_timeout": initialization_timeout_s,
         "shutdown_timeout_seconds": shutdown_timeout_s,
     }
@@ -109,8 +127,12 @@ def initialize(
         _require_same_settings()
         name = _name_of(cluster)
         ends.end_at_once(name)
-        client = coordinator_client()
-        _process.leaving = Leaving(client, cluster, name, shutdown_timeout_s)
+        if recoverable:
+            live.begin()
+            atexit.register(live.end)
+        else:
+            client = coordinator_client()
+            _process.leaving = Leaving(client, cluster, name, shutdown_timeout_s)
     return cluster
 
 
@@ -121,11 +143,34 @@ def shutdown() -> None:
     have called it.
     """
     ends.end_as_before()
+    if live.is_recoverable():
+        live.end()
     if _process.leaving is not None:
         _process.leaving.leave()
         _process.leaving = None
     _process.cluster = None
     jax.distributed.shutdown()
+
+
+def _make_recoverable(collective_timeout_s: int | None) -> None:
+    """Set what JAX needs so that the job goes on if it loses a process."""
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "recoverable=True must be set before jax.distributed.initialize(), which"
+            " was called already. Leave that call out: tj.cluster.initialize() makes"
+            " it."
+        )
+    jax.config.update("jax_enable_recoverability", True)
+    # After a loss, JAX's own agreement on a step at which to stop would wait for the
+    # lost process.
+    jax.config.update("jax_enable_preemption_service", False)
+    # A survivor may wait in a collective for another one that has seen the loss and has
+    # left. Only this timeout ends that wait.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags_kept = [x for x in flags if not x.startswith(f"{_COLLECTIVE_TIMEOUT}=")]
+    if collective_timeout_s is not None or flags_kept == flags:
+        flags = [*flags_kept, f"{_COLLECTIVE_TIMEOUT}={collective_timeout_s or 30}"]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def is_chief() -> bool:
@@ -187,6 +232,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
             _join_named(named, options)
         elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
+        if getattr(jax.config, "jax_enable_recoverability"):  # noqa: B009
+            live.refuse_to_rejoin()
     # All processes have joined. The next call starts the devices, which may take longer
     # than the timeout for joining.
     me = jax.process_index()

@@ -1,0 +1,60 @@
+"""A process of a recoverable job is lost, and the others go on with the same bits."""
+
+import os
+import sys
+
+import pytest
+
+from benchmarks import survivors
+from benchmarks.survivors import Done, Effect, Strike
+
+STEPS = 24
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The digest of one process with one device that nobody killed."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    return survivors.undisturbed(STEPS)
+
+
+@pytest.mark.slow
+def test_three_of_four_are_lost_and_the_bits_are_those_of_one_device(alone):
+    """`python -m benchmarks.survivors --kills 100` does it a hundred times.
+
+    Two are killed at once while they wait for a collective, and then one compiles.
+    """
+    strikes = [
+        Strike((1, 3), "kill", "collective", 7, 0.0),
+        Strike((2,), "kill", "compile", 1, 0.0),
+    ]
+    job = survivors.struck_job(strikes, STEPS)
+    assert job.code == 0 and job.digest == alone and job.lines
+    assert {rank for effect in job.effects for rank in effect.ranks} == {1, 2, 3}
+    assert all(effect.next.devices < 4 for effect in job.effects)
+    assert all(x.next.number == x.step + 1 for x in job.effects[:1])
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_is_given_up(alone):
+    job = survivors.struck_job([Strike((2,), "stop", "any", 9, 0.0)], STEPS)
+    assert job.code == 0 and job.digest == alone and job.lines
+    assert job.effects[0].next.devices == 3
+
+
+def test_kills_of_one_second_are_one_loss():
+    done = [Done(1, 4, 10.0), Done(2, 4, 11.0), Done(3, 4, 12.1)]
+    done += [Done(3, 2, 30.0), Done(4, 2, 31.0)]
+    kills = [(12.0, 1, "kill", "copy"), (12.2, 3, "kill", "copy")]
+    effects = survivors.effects_of(kills, done)
+    assert effects == [Effect(12.0, (1, 3), "kill", "copy", 2, done[-1])]
+
+
+def test_strikes_leave_process_0():
+    for seed in range(40):
+        strikes = survivors.strikes_of(seed, 9)
+        struck = [rank for strike in strikes for rank in strike.ranks]
+        assert len(struck) == len({*struck}) and {*struck} <= {1, 2, 3}
+    assert len(survivors.strikes_of(0, 1)) == 1
