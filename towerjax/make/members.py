@@ -159,8 +159,6 @@ def _plan_of_members(
         _StatesOfMembers(strategy),
         state_ins(strategy, _layout(strategy, together)),
         Outcome("state", *[Layout.MIRRORED] * 3),
-        donates=True,
-        gives_step_flag=True,
         audited=first_member,
     )
 

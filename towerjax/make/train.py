@@ -16,7 +16,13 @@ from towerjax.make.checked import step_of
 from towerjax.make.of_loss import LossPass, pass_of
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.passes.one_pass import TowerFn
-from towerjax.step.plan import PassesInOrder, Plan, StepOptions, training_plan
+from towerjax.step.plan import (
+    PassesInOrder,
+    Plan,
+    StepOptions,
+    TowersTrain,
+    training_plan,
+)
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update, accept_or_keep
 from towerjax.step.state.policies import StatePolicy
@@ -324,10 +330,15 @@ def _planned(
         PassesInOrder((pass_of(tower, strategy, options, **fields),)),
         fns.update,
         StatePolicy(strategy, makes=makes),
-        keeps_local=extend is None,
-        by_tower=fns.refuses_by_tower,
+        towers_train=_towers_train(fns, extend),
         remade=functools.partial(_planned, loss, update, None),
     )
+
+
+def _towers_train(fns: StepFunctions, extend: Extend | None) -> TowersTrain:
+    if extend is None:
+        return TowersTrain.TOGETHER
+    return TowersTrain.ALONE if fns.refuses_by_tower else TowersTrain.AS_UPDATED
 
 
 @api_boundary

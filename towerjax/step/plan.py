@@ -1,8 +1,12 @@
 """A step before it is traced: its passes of towers, and then one function."""
 
 import dataclasses
+import enum
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, get_args
+
+import jax
 
 from towerjax.data.batch_rows import Remainder, check_remainder
 from towerjax.data.placer import BATCH_LAYOUT
@@ -200,6 +204,14 @@ class PassesInOrder:
         return merged, None
 
 
+class TowersTrain(enum.Enum):
+    """What towers do with a step, and with their tower-local variables."""
+
+    TOGETHER = "all refuse a step, or none; each keeps the variables that it returned"
+    AS_UPDATED = "all refuse a step, or none; the update makes the variables"
+    ALONE = "each refuses its own step; the update makes the variables"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The description of a step before it is traced, which a builder makes.
@@ -213,17 +225,11 @@ class Plan:
       ins: For each argument of its program, by its name, a prefix tree of layouts.
       outs: A prefix tree for the results: the name of the argument that a result lies
         as, or ``MIRRORED`` for all but `PerTowerValue`.
-      donates: Whether results may take over the buffers of the first argument.
-      gives_step_flag: Whether its results are an `Outcome`, and its program takes the
-        step flag of the call before.
-      accepts: Whether ``next`` is a `NextState`: what is donated is kept unless the
-        step is accepted.
-      by_tower: Whether each tower refuses a step for itself, and not all of them.
-      keeps_local: Whether the next tower-local variables are what towers returned.
+      towers_train: What towers do with a step and with their variables.
       remade: Makes the same plan on other towers, with other options; None if its
-        builder cannot.
+        builder cannot. `build_train_step` and `build_step` set it.
       audited: Gives another plan and state, which are proved and audited in place of
-        these; None if there are no others.
+        these; None if there are no others. A sweep sets it, to its first member.
     """
 
     strategy: Strategy
@@ -233,13 +239,34 @@ class Plan:
     states: StatePolicy
     ins: dict[str, PyTree]
     outs: PyTree = Layout.MIRRORED
-    donates: bool = False
-    gives_step_flag: bool = False
-    accepts: bool = False
-    by_tower: bool = False
-    keeps_local: bool = False
+    towers_train: TowersTrain = TowersTrain.AS_UPDATED
     remade: "Callable[[Strategy, StepOptions], Plan] | None" = None
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
+
+    @property
+    def gives_step_flag(self) -> bool:
+        """Whether its program also takes the step flag of the call before."""
+        return isinstance(self.outs, Outcome)
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a state is kept unless the step is accepted, as by `NextState`."""
+        return isinstance(self.next, NextState)
+
+    @functools.cached_property
+    def donates(self) -> bool:
+        """Whether results may take over the buffers of the state's first part."""
+        return self.options.donate and "state" in jax.tree.leaves(self.outs)
+
+    @property
+    def by_tower(self) -> bool:
+        """Whether each tower refuses a step for itself, and not all of them."""
+        return self.towers_train is TowersTrain.ALONE
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether the next tower-local variables are what towers returned."""
+        return self.towers_train is TowersTrain.TOGETHER
 
     def towers_on(self, strategy: Strategy) -> "Plan":
         """Return the plan on another strategy, without guards and micro-batches."""
@@ -298,8 +325,7 @@ def training_plan(
     update_fn: Update,
     states: StatePolicy,
     *,
-    keeps_local: bool = False,
-    by_tower: bool = False,
+    towers_train: TowersTrain = TowersTrain.AS_UPDATED,
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
@@ -316,11 +342,7 @@ def training_plan(
         states,
         state_ins(strategy),
         Outcome("state", *[Layout.MIRRORED] * 3),
-        donates=options.donate,
-        gives_step_flag=True,
-        accepts=True,
-        by_tower=by_tower,
-        keeps_local=keeps_local,
+        towers_train=towers_train,
         remade=remade,
     )
 
@@ -357,7 +379,6 @@ def unguarded_plan(
         states,
         state_ins(strategy),
         outs=(*of_state, Layout.MIRRORED),
-        donates=options.donate and changes_state,
     )
 
 
