@@ -301,7 +301,9 @@ def _warn_if_unused(traced: Iterable[str], members: Sequence[Member]) -> None:
         outcomes: dict[str, list[str]] = {}
         for member in members:
             others = {key: x for key, x in member.config.items() if key != name}
-            outcome = of_grid.key_text([_as_lists(member.metrics), member.evaluation])
+            outcome = of_grid.key_text(
+                [_as_lists(member.metrics), _as_lists(member.evaluation)]
+            )
             outcomes.setdefault(of_grid.key_text(others), []).append(outcome)
         is_varied = any(len(same) > 1 for same in outcomes.values())
         if is_varied and all(len({*same}) == 1 for same in outcomes.values()):
@@ -313,8 +315,8 @@ def _warn_if_unused(traced: Iterable[str], members: Sequence[Member]) -> None:
             )
 
 
-def _as_lists(metrics: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: x.tolist() for name, x in metrics.items()}
+def _as_lists(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(x).tolist() for name, x in metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
