@@ -26,6 +26,7 @@ MOVED = {
     "evidence/bugs_of_2026": "evidence",
     "evidence/faults": "evidence",
     "evidence/proofs": "evidence",
+    "guarantees": "evidence",
     "how_to/accumulation_checked": "how_to/gradient_accumulation",
     "how_to/compressed_sums": "cross_tower_ops",
     "how_to/each_example_once": "how_to/uneven_data",

@@ -93,7 +93,7 @@ def test_the_pages_count_the_trainings_of_the_table():
     options = number - models - optimizers
     counts = f"{models} models, {optimizers} optimizers, {options} options\n"
     assert counts in (DOCS / "same_bits.md").read_text()
-    assert f" {number} of {number} models, " in (DOCS / "guarantees.md").read_text()
+    assert f" {number} of {number} models, " in (DOCS / "evidence.md").read_text()
 
 
 def first_steps(way, batch_of=lambda batch: batch, devices=2):
