@@ -145,7 +145,7 @@ class AllReduce:
             )
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """Return the sum over all towers; see `CrossTowerOps`."""
+        """Add over all towers; see `CrossTowerOps`."""
         send = functools.partial(self._send, axes=axes)
         if number := self.num_packs:
 
@@ -168,7 +168,7 @@ class AllReduce:
         return is_plain and num_bytes > self._shared_below(axes)
 
     def _shared_below(self, axes: TowerAxes) -> int:
-        """Return the size, in bytes, up to which a leaf shares a buffer."""
+        """Choose the size, in bytes, up to which a leaf shares a buffer."""
         # In a tower of several devices, leaves are split over the devices of the tower,
         # and packing them into a buffer would gather them. So no leaf is packed.
         if axes.mesh.axis_names:
@@ -210,7 +210,7 @@ def Packed(
     bytes_per_pack: int | None = None,
     max_group: int | None = None,
 ) -> AllReduce:
-    """Return an op with one all-reduce of packs, whose number or size you choose.
+    """Add in one all-reduce of packs, whose number or size you choose.
 
     XLA may send several packs in one message, up to its own limit for combining them.
 
@@ -240,7 +240,7 @@ def Packed(
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """Return each pack's number of elements: equal, and the last one takes the rest."""
+    """Share the elements evenly among packs; the last one takes the rest."""
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 
@@ -256,7 +256,7 @@ def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
 
 
 def Hierarchical(group_size: int | None = None) -> AllReduce:
-    """Return an op that adds in groups of ``L`` devices, and then across the groups.
+    """Add in groups of ``L`` devices, and then across the groups.
 
     A reduce-scatter leaves each device of a group with its own ``1/L`` of the group's
     sums. An all-reduce adds these over the ``D/L`` groups, and an all-gather in the
@@ -310,7 +310,7 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
 
 
 def ReduceToOneDevice(device: str | None = None) -> AllReduce:
-    """Return an op that adds on one device and sends the sums from there to all.
+    """Add on one device, and send the sums from there to all.
 
     The sums travel in ``ceil(log2(D))`` rounds for ``D`` devices. In round ``s`` a
     device sends if its distance from the one device is an odd multiple of ``2**s``. The
@@ -377,7 +377,7 @@ class PinnedTree:
     needs_every_tower = True  # the binary tree has towers as its leaves
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """Return the sum over all towers; see `CrossTowerOps`."""
+        """Add over all towers in a fixed order; see `CrossTowerOps`."""
         leaves, treedef = jax.tree.flatten(tree)
         packing = Packing.of(leaves, lead=1)
         buffers = [

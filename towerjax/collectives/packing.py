@@ -100,7 +100,7 @@ class Packing:
         return [joined(group) for group in parts]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
-        """Return the leaves, cut out of buffers whose leading dims were added up."""
+        """Cut the leaves out of buffers whose leading dims were added up."""
         starts: Sequence[Any] = [slot.start for slot in self.slots]
         # The offsets are hidden by reading one element of a buffer. The smallest one is
         # read, because a large buffer may be sharded and would be gathered.
@@ -116,7 +116,7 @@ class Packing:
         ]
 
     def leading(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
-        """Return the start of each buffer, up to the end of leaf ``num_leaves - 1``."""
+        """Cut off each buffer at the end of leaf ``num_leaves - 1``."""
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
             ends[slot.buffer] = slot.start + slot.size
@@ -138,7 +138,7 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
 def _hide_from_folding(
     starts: Sequence[int], witness: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return the offsets as values that XLA does not know when it compiles."""
+    """Turn offsets into values that XLA does not know when it compiles."""
     # XLA compiles equal kernels once, and constant offsets make kernels differ: 25
     # layers then take 0.8 s to compile, not 0.3 s (on CPUs). Both branches return the
     # same. On GPUs this is not done, because a branch costs a round trip.
@@ -164,18 +164,18 @@ class Sums:
     on_one_device: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
-        """Return the sums in the structure of the tree that was packed."""
+        """Put the sums back in the structure of the tree that was packed."""
         leaves = self.packing.unpack(self.buffers, self.platform)
         return jax.tree.unflatten(self.treedef, leaves)
 
     def are_finite(self, num_leaves: int) -> jax.Array:
-        """Return whether the first ``num_leaves`` leaves are all finite."""
+        """Look for NaN and infinity in the first ``num_leaves`` leaves."""
         buffers = self.packing.leading(self.buffers, num_leaves)
         return all_finite(buffers, joins=self.on_one_device)
 
 
 def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
-    """Return whether no leaf holds NaN or infinity.
+    """Look for NaN and infinity in all leaves; True if there is none.
 
     With ``joins`` one kernel checks all small leaves of one shape together. On one CPU
     device, 50 more kernels take a fifth of the time of a small step.

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
-    """Return one of three arguments: that for SUM, for MEAN or for ONLY_FIRST_TOWER."""
+    """Pick one of three arguments: that for SUM, for MEAN or for ONLY_FIRST_TOWER."""
     match reduction:
         case Reduction.SUM:
             return total
@@ -90,7 +90,7 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
 
 
 def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
-    """Return the SUM or MEAN of the towers' ``IndexedRows``.
+    """Reduce the towers' ``IndexedRows`` by SUM or MEAN.
 
     ``rows`` holds the rows of all towers, joined. For a MEAN they are divided by
     ``num_towers``.
@@ -150,7 +150,7 @@ def reduce_over_towers(
 
 
 def hide_complex(x: jax.Array) -> jax.Array:
-    """Return an addend of a sum over devices; put a complex one behind a barrier."""
+    """Put a complex addend of a sum over devices behind a barrier."""
     # XLA aborts the process if all elements of a complex addend are one constant, such
     # as the gradient of an unused parameter (JAX 0.10 to 0.12). A barrier hides the
     # constant.
@@ -178,7 +178,7 @@ def _take_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of ``x`` as integers.
+    """Read the bits of ``x`` as integers.
 
     Integers can be added over towers, while a sum of floats changes NaNs and -0.0.
     """
@@ -192,7 +192,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Return the values of ``dtype`` that have these bits; see `as_bits`."""
+    """Make the values of ``dtype`` that have these bits; see `as_bits`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return bits.astype(dtype)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -202,13 +202,13 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def drop_weak_type(x: Any) -> jax.Array:
-    """Return the array without a weak type."""
+    """Make an array of ``x`` that has no weak type."""
     x = jnp.asarray(x)
     return jnp.asarray(x, x.dtype)
 
 
 def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
-    """Return the dtype that values of ``dtype`` have after a reduction."""
+    """Find the dtype that values of ``dtype`` have after a reduction."""
     added = choose(reduction, total=jnp.sum, mean=jnp.mean, first=None)
     if added is None or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
@@ -223,7 +223,7 @@ def as_addend(reduction: Reduction, x: jax.Array) -> jax.Array:
 def from_total(
     reduction: Reduction, total: jax.Array, count: int, dtype: Any
 ) -> jax.Array:
-    """Return the SUM or MEAN of ``count`` values of a dtype, from their sum."""
+    """Make the SUM or MEAN of ``count`` values of a dtype from their sum."""
     divisor = choose(reduction, total=None, mean=count, first=None)
     if divisor is not None:
         total = total / divisor

@@ -16,7 +16,7 @@ from towerjax.types.trees import native, promote_dtypes, widen_dtype
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return the dtype to add in: float32 for 16-bit floats, int32 for booleans."""
+    """Choose the dtype to add in: float32 for 16-bit floats, int32 for booleans."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return widen_dtype(dtype)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
@@ -49,7 +49,7 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the array with some rows replaced; in place if the array is donated."""
+    """Replace some rows of an array; in place if the array is donated."""
     # Before JAX 0.12, XLA:CPU makes a float32 copy of an array of 16-bit floats for
     # this.
     return array.at[indices].set(
@@ -63,7 +63,7 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def poison_missing(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the rows with valid indices; an index out of range spoils the values.
+    """Clip the indices; if one is out of range, spoil all values.
 
     Indices are clipped. If one of them was out of range, all values become NaN, or for
     integers the number that `poison_value` returns.
@@ -82,7 +82,7 @@ def widen_indices(indices: jax.Array) -> jax.Array:
 
 
 def poison_value(dtype: Any) -> Any:
-    """Return the value that ``jnp.take`` fills in for an index out of range."""
+    """Choose the value that ``jnp.take`` fills in for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     info = jnp.iinfo(dtype)
@@ -150,12 +150,12 @@ class IndexedRows:
             _check_rows(self)
 
     def to_dense(self) -> jax.Array:
-        """Return the array of ``dense_shape`` with these rows, and 0 elsewhere."""
+        """Put these rows in an array of ``dense_shape`` that is 0 elsewhere."""
         dtype = jnp.asarray(self.values).dtype
         return self.add_to(jnp.zeros(self.dense_shape, dtype))
 
     def add_to(self, array: jax.Array) -> jax.Array:
-        """Return ``array`` with these rows added, in the array's dtype.
+        """Add these rows to ``array``, in the array's dtype.
 
         16-bit floats are added in float32 and rounded once.
         """
@@ -191,7 +191,7 @@ class IndexedRows:
     __array_ufunc__ = None
 
     def __radd__(self, array: Any) -> jax.Array:
-        """Return ``array + rows`` in the array's dtype, for `optax.apply_updates`.
+        """Add rows to ``array`` in its dtype, for `optax.apply_updates`.
 
         Rows are added as by `add_to`, but nothing of size ``N`` is read or written. So
         an index that names no row makes only the rows at the nearest indices NaN. Rows
@@ -282,7 +282,7 @@ def dense_shape(x: Any) -> tuple[int, ...]:
 
 
 def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-    """Return a sparse array of the class of ``leaf``, with these values and indices."""
+    """Make a sparse array of the class of ``leaf`` of these values and indices."""
     if is_rows(leaf):
         return IndexedRows(values, indices, shape)
     aux = {"shape": shape, "indices_sorted": False, "unique_indices": False}
@@ -290,7 +290,7 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
 
 
 def splits_entries(tree: PyTree) -> bool:
-    """Return whether a sparse leaf lists the entries of all examples in one array.
+    """Look for a sparse leaf that lists all examples' entries in one array.
 
     Such entries must be split over towers. A sparse leaf with a dim of examples can be
     split along that dim.
@@ -314,7 +314,7 @@ def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
 
 
 def all_rows_of(dense: jax.Array) -> IndexedRows:
-    """Return ``IndexedRows`` that hold all rows of an array ``[N, ...]``."""
+    """List all rows of an array ``[N, ...]`` as ``IndexedRows``."""
     dense = jnp.asarray(dense)
     indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
     return IndexedRows(dense, indices, dense.shape)
@@ -328,7 +328,7 @@ def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRo
 
 
 def flatten_stack(rows: IndexedRows) -> IndexedRows:
-    """Return a stack of towers' ``IndexedRows`` as one, with ``T * r`` rows.
+    """Join a stack of towers' ``IndexedRows`` to one, with ``T * r`` rows.
 
     The stack's indices are ``[T, r]``.
     """
@@ -354,7 +354,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def as_dense(tree: PyTree) -> PyTree:
-    """Return the tree with arrays in place of ``IndexedRows``.
+    """Replace ``IndexedRows`` in a tree by arrays.
 
     An index out of range makes the array NaN.
     """
@@ -366,7 +366,7 @@ def as_dense(tree: PyTree) -> PyTree:
 
 
 def add_trees(first: PyTree, second: PyTree) -> PyTree:
-    """Return the trees added leaf by leaf; rows of a table are joined end to end."""
+    """Add trees leaf by leaf; join rows of a table end to end."""
 
     def add_leaves(x: Any, y: Any) -> Any:
         return end_to_end((x, y), x.dense_shape) if is_rows(x) else x + y

@@ -57,19 +57,19 @@ class Signature:
         return hash((self.treedef, self.leaves))
 
     def __hash__(self) -> int:
-        """Return the hash, computed once: every step looks up a program by it."""
+        """Give the hash, computed once: every step looks up a program by it."""
         return self._hash
 
 
 def batch_signature(rows: PyTree, replicated: list[PyTree] | None = None) -> Signature:
-    """Return the signature of a tree, or of a batch that `without_replicated` split."""
+    """Sign a tree, or a batch that `without_replicated` split."""
     batch = with_replicated(rows, replicated) if replicated else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 def fingerprint_of(batch: PyTree) -> str:
-    """Return the batch's tree, shapes and a hash of its values, as text.
+    """Write a batch's tree, shapes and a hash of its values as text.
 
     Processes compare this text, to find that their batches differ.
     """
@@ -82,7 +82,7 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_replicated(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """Return the batch with `Whole` leaves emptied, and the values of these leaves."""
+    """Empty the `Whole` leaves of a batch; return it, and what they held."""
     with sorted_keys("batch", batch):
         held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
@@ -94,7 +94,7 @@ def with_replicated(rows: PyTree, held: list[PyTree]) -> PyTree:
 
 
 def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
-    """Return the number of examples ``B``; raise unless all leaves have ``B`` rows."""
+    """Count the examples ``B``; raise unless all leaves have ``B`` rows."""
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
@@ -148,7 +148,7 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
 
 
 def may_wrap(batch: PyTree) -> bool:
-    """Return whether the batch has host integers that are wider than 32 bits.
+    """Look for integers of the host that are wider than 32 bits.
 
     Devices hold 32 bits, so that such an integer may wrap around.
     """
@@ -170,7 +170,7 @@ class Shares(NamedTuple):
     devices: int  # the number of devices over which a tower's rows are split
 
     def __str__(self) -> str:
-        """Return a text such as ``"4 towers of 3 micro-batches"``."""
+        """Describe the shares, as in ``"4 towers of 3 micro-batches"``."""
         parts = [f"{self.towers} tower{'s' * (self.towers > 1)}"]
         parts += [f"of {self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"on {self.devices} devices along rows="] * (self.devices > 1)
@@ -214,7 +214,7 @@ def fit_batch(
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:
-    """Return the batch cut to ``rows`` rows, or padded to them with its last row."""
+    """Cut a batch to ``rows`` rows, or pad it to them with its last row."""
 
     def resize_leaf(x: Any) -> Any:
         missing = rows - x.shape[0]
@@ -231,13 +231,13 @@ def resize(batch: PyTree, rows: int) -> PyTree:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """Return ``x[start:stop]``, without sending the bounds to the device of ``x``."""
+    """Take ``x[start:stop]``, without sending the bounds to the device of ``x``."""
     is_jax = isinstance(x, jax.Array)
     return lax.slice_in_dim(x, start, stop) if is_jax else x[start:stop]
 
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:
-    """Return each tower's rows: ``[B, ...]`` becomes ``[T, b, ...]``."""
+    """Split rows over towers: ``[B, ...]`` becomes ``[T, b, ...]``."""
     # The size is given, not -1: JAX cannot infer the number of rows of an array without
     # elements.
     return jax.tree.map(
@@ -253,7 +253,7 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """Return a text that lists the leaves in which two signatures differ."""
+    """List as text the leaves in which two signatures differ."""
     leaves_got, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (got, expected)
@@ -272,7 +272,7 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
-    """Return the number of examples of each tower, ``[T]``; padding rows come last."""
+    """Count the examples of each tower, ``[T]``; padding rows come last."""
     left = num_valid - rows * np.arange(num_towers)
     return np.clip(left, 0, rows).astype(np.int32)
 
@@ -280,7 +280,7 @@ def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
 def row_weights(
     num_valid: jax.Array, first_row: Any, rows: int, of_rows: int | None = None
 ) -> jax.Array:
-    """Return the rows' weights: 1 for an example, 0 for padding.
+    """Weight the rows: 1 for an example, 0 for padding.
 
     ``num_valid``, the number of examples, is ``()`` or ``[T, 1]``. The rows are
     numbered from ``first_row`` on, and rows with a number below ``num_valid`` are
@@ -299,7 +299,7 @@ def row_weights(
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """Return a batch's leaves, its structure, and a key of what is checked about it.
+    """Flatten a batch to its leaves, structure, and a key of its checks.
 
     Two batches with one key pass the same checks. The key is None if a leaf is not a
     plain array.

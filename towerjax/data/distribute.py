@@ -177,7 +177,7 @@ class DistributedDataset:
             yield self._place(taken, rows, counts), after
 
     def _counts(self, sizes_of_all: list[Any], rows: int) -> np.ndarray:
-        """Return the number of examples of each tower, over all processes, ``[T]``."""
+        """Count the examples of each tower, over all processes, ``[T]``."""
         counts = []
         for sizes in sizes_of_all:
             # None: the data of that process has ended.
@@ -249,12 +249,12 @@ class DistributedDataset:
         return _Pulled(trees, [size for _, size in fitted], bare)
 
     def _rows_for(self, sizes: list[int]) -> int:
-        """Return how many rows each tower needs to hold parts of these sizes."""
+        """Count the rows that each tower needs to hold parts of these sizes."""
         shares = self._towers * self._divisor // len(sizes)
         return max(-(-n // shares) for n in sizes) * self._divisor
 
     def _build(self, taken: _Pulled, rows: int) -> PyTree:
-        """Return the round's batch, with leaves ``[towers * rows, ...]``."""
+        """Build the round's batch, with leaves ``[towers * rows, ...]``."""
         size = rows * self._towers // len(taken.trees)
         trees = [batch_rows.resize(tree, size) for tree in taken.trees]
         if len(trees) > 1:
@@ -309,7 +309,7 @@ class DistributedDataset:
     def _rows(
         self, sizes_of_all: list[Any], most_rows: int, *, is_first: bool
     ) -> int | None:
-        """Return how many rows each tower gets in a round; None if the data ended."""
+        """Decide how many rows each tower gets in a round; None if data ended."""
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
         needed = [self._rows_for(sizes) for sizes in sizes_of_all if sizes]
         remainder = self._options.remainder
@@ -333,7 +333,7 @@ class DistributedDataset:
 
 
 def _own_copy(leaf: Any) -> Any:
-    """Return a copy of a NumPy array, because a loader may overwrite its memory."""
+    """Copy a NumPy array, because a loader may overwrite its memory."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -343,12 +343,12 @@ def _has_scalars(element: PyTree) -> bool:
 
 
 def _with_dim_of_rows(element: PyTree) -> PyTree:
-    """Return the element as a batch: a single example gets a leading dim of size 1."""
+    """Make a batch of a single example, by a leading dim of size 1."""
     return jax.tree.map(_as_one_row, element) if _has_scalars(element) else element
 
 
 def _as_one_row(leaf: Any) -> Any:
-    """Return the leaf with a leading dim of one row."""
+    """Give the leaf a leading dim of one row."""
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     return array[None]
 
@@ -366,7 +366,7 @@ def _refuse_unlike_elements(taken: list[PyTree]) -> None:
 
 
 def _is_at_end(elements: Iterator[PyTree]) -> bool:
-    """Return whether there is no further element, by trying to take one.
+    """Try to take one more element; True if there is none.
 
     An element that is taken here is lost.
     """

@@ -17,7 +17,7 @@ from towerjax.types.refusals import printable, shown
 
 
 def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
-    """Return a function that returns rows of the data.
+    """Build a function that takes rows out of the data.
 
     Its argument is a slice, or an array of row numbers.
     """
@@ -66,7 +66,7 @@ class Batches(Iterator[PyTree]):
         return whole if self.drop_remainder or not over else whole + 1
 
     def __next__(self) -> PyTree:
-        """Return the next batch, a pytree ``[B, ...]``."""
+        """Cut the next batch, a pytree ``[B, ...]``."""
         epoch, number = divmod(self.position, self.batches_per_epoch)
         if self.epochs is not None and epoch >= self.epochs:
             raise StopIteration
@@ -79,7 +79,7 @@ class Batches(Iterator[PyTree]):
         return batch
 
     def __len__(self) -> int:
-        """Return the number of batches that are left."""
+        """Count the batches that are left."""
         if self.epochs is None:  # list() and tqdm call len(), and accept a TypeError
             raise TypeError(
                 "tj.batches(..., epochs=None) never end, so they have no length. Write"
@@ -99,7 +99,7 @@ class Batches(Iterator[PyTree]):
         return min(self.batch_size, self.examples)
 
     def at(self, position: int) -> "Batches":
-        """Return the same batches from another position on; this iterator stays.
+        """Start the same batches at another position; this iterator stays.
 
         ``position`` counts batches from the start of the first epoch.
         """
@@ -108,7 +108,7 @@ class Batches(Iterator[PyTree]):
         return dataclasses.replace(self, position=position)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position, and the options that cut the data, as JSON values."""
+        """Give the position and the options that cut the data, as JSON values."""
         fields = dataclasses.fields(self)[1:]  # without the data
         return {field.name: getattr(self, field.name) for field in fields}
 

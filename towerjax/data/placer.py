@@ -64,7 +64,7 @@ class PlacedBatch:
     padded: bool = dataclasses.field(init=False)  # whether there are padding rows
 
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
-        """Return the batch with other arrays; faster than ``dataclasses.replace``."""
+        """Hold other arrays; this is faster than ``dataclasses.replace``."""
         batch = object.__new__(PlacedBatch)
         vars(batch).update(vars(self), args=(arrays, *self.args[1:]))
         return batch
@@ -103,7 +103,7 @@ class PlacedBatch:
             )
 
     def with_tree(self, arrays: PyTree) -> "PlacedBatch":
-        """Return the batch with the same arrays in another tree."""
+        """Put the same arrays in another tree."""
         args = (arrays, *self.args[1:])
         signature = batch_rows.batch_signature(arrays, args[2])
         return dataclasses.replace(self, args=args, signature=signature)
@@ -113,12 +113,12 @@ class PlacedBatch:
         batch_rows.refuse_unlike([other.signature, self.signature])
 
     def per_tower(self) -> PerTower:
-        """Return the batch as a ``PerTower``, for ``tj.tf1.MirroredStrategy``."""
+        """Turn the batch into a ``PerTower``, for ``tj.tf1.MirroredStrategy``."""
         self.check_placement(self.placement)
         return _per_tower(self.args, self.placement.num_towers, self.bare)
 
     def unpadded(self) -> PerTower:
-        """Return the batch as `per_tower` does; raise if it has padding rows."""
+        """Turn the batch into a ``PerTower``; raise if it has padding rows."""
         if self.padded:
             raise ValueError(
                 f"The batch is padded: towers have {self.counts.tolist()} examples in"
@@ -132,7 +132,7 @@ class PlacedBatch:
 def split_over_towers(
     args: tuple[PyTree, PyTree, PyTree], num_towers: int, *, bare: bool
 ) -> tuple[PyTree, PerTower]:
-    """Return each tower's part as ``PerTower``, and its weights ``[T, b]``.
+    """Split a batch: each tower's part as ``PerTower``, and weights ``[T, b]``.
 
     ``args`` and ``bare`` are those of a `PlacedBatch`.
     """
@@ -145,7 +145,7 @@ def split_over_towers(
 def _per_tower(
     args: tuple[PyTree, PyTree, PyTree], num_towers: int, bare: bool
 ) -> PyTree:
-    """Return each tower's part of a batch, as ``PerTower``."""
+    """Split a batch into each tower's part, as ``PerTower``."""
     arrays, _, replicated = args
     rows = arrays if bare else batch_rows.split_rows(arrays, num_towers)
     return batch_rows.with_replicated(jax.tree.map(PerTower, rows), replicated)
@@ -269,7 +269,7 @@ class Placer:
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
-        """Return the shapes of a program's arguments for a batch; place nothing."""
+        """Find the shapes of a program's arguments for a batch; place nothing."""
         rows, replicated = batch_rows.without_replicated(batch)
         batch_rows.refuse_other_than_rows(rows)
         batch_rows.count_examples(rows, shapes=True)
@@ -307,14 +307,14 @@ class Placer:
         replicated: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
-        """Return a `PlacedBatch` made of arrays that already lie on the devices."""
+        """Wrap arrays that already lie on the devices in a `PlacedBatch`."""
         placed = self._place_counts(counts, Layout.PER_TOWER)
         return self._wrap((arrays, placed, [*replicated]), counts, batch)
 
     def _wrap(
         self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """Return the `PlacedBatch` of these arguments.
+        """Wrap a program's arguments in a `PlacedBatch`.
 
         With several processes, the first batch of a signature gets a hash of ``batch``,
         by which the processes compare whether all have the same batch.
@@ -341,7 +341,9 @@ class Placer:
         )
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
-        """Return ``(rows, counts, replicated)``, cut or padded to the size to place.
+        """Cut or pad a batch to the size to place.
+
+        Returns ``(rows, counts, replicated)``.
 
         That is the smallest size of earlier batches that is large enough; otherwise the
         next one that towers can share evenly.
@@ -375,7 +377,7 @@ class Placer:
         )
 
     def place_replicated(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """Return the values of `Whole` leaves on all devices, copied only if needed."""
+        """Place the values of `Whole` leaves on all devices; copy only if needed."""
         refuse_unheld(
             "batch",
             batch_rows.with_replicated(jax.tree.map(lambda _: None, rows), held),

@@ -56,7 +56,7 @@ class Entries:
         return order, np.searchsorted(self.indices[order, 0], rows)
 
     def take(self, rows: np.ndarray) -> Any:
-        """Return the leaf with these rows only, in the order of ``rows``."""
+        """Keep these rows only, in the order of ``rows``."""
         order, starts = self.by_row
         counts = starts[rows + 1] - starts[rows]
         before = np.cumsum(counts) - counts
@@ -68,7 +68,7 @@ class Entries:
         return self._rebuild(self.values[entries], indices, len(rows))
 
     def max_per_block(self, size: int) -> int:
-        """Return the number of entries in the fullest block of ``size`` rows.
+        """Count the entries in the fullest block of ``size`` rows.
 
         It is at least 1.
         """
@@ -112,7 +112,7 @@ class SparseRows:
 
     @classmethod
     def put_aside(cls, batch: PyTree) -> tuple["SparseRows", PyTree]:
-        """Return the sparse leaves of a batch, and the batch with stand-ins for them.
+        """Take the sparse leaves out of a batch, and put stand-ins in their place.
 
         A stand-in is a dense array with as many rows.
         """
@@ -138,7 +138,7 @@ class SparseRows:
         return cls(treedef, sparse), jax.tree.unflatten(treedef, leaves)
 
     def needed(self, size: int) -> Capacity:
-        """Return the number of entries in the fullest part of the batch, for each leaf.
+        """Count the entries in the fullest part of the batch, for each leaf.
 
         A part has ``size`` rows.
         """
@@ -146,7 +146,7 @@ class SparseRows:
         return {i: x.max_per_block(size) for i, x in entries.items()}
 
     def take(self, rows: np.ndarray, batch: PyTree) -> PyTree:
-        """Return the batch with these rows; ``batch`` holds its dense leaves."""
+        """Take these rows of the batch; ``batch`` holds its dense leaves."""
         return self._replace(batch, len(rows), lambda x, i: x.take(rows))
 
     def put_back(
@@ -204,7 +204,7 @@ def join_entries(batch: PyTree, size: int, parts: int) -> PyTree:
 
 
 def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
-    """Return the first earlier capacity that is large enough, or make a new one.
+    """Reuse the first earlier capacity that is large enough, or make a new one.
 
     A new capacity is the next power of 2 for each leaf that needs more.
     """

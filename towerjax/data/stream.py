@@ -49,7 +49,7 @@ class InputContext:
     num_towers: int
 
     def part_of(self, batch_size: int) -> int:
-        """Return this process's even share ``B / P`` of a global batch."""
+        """Compute this process's even share ``B / P`` of a global batch."""
         if batch_size % self.num_processes:
             raise ValueError(
                 f"A global batch of {batch_size} examples cannot be shared evenly by"
@@ -75,7 +75,7 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
 
 
 def as_reusable(name: str, data: Any, why: str) -> Any:
-    """Return the data in a form that can be iterated again.
+    """Make sure that the data can be iterated again.
 
     Raises for an iterator that can be used once only.
     """
@@ -90,7 +90,7 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
 
 
 def check_source(source: Any) -> bool:
-    """Return whether the source is a function that makes one process's own part.
+    """Refuse what is no source; tell if it makes one process's own part.
 
     Raises if it is not a source of batches.
     """
@@ -106,7 +106,7 @@ def check_source(source: Any) -> bool:
 
 
 def open_source(source: Any, *context: InputContext) -> Any:
-    """Return an iterator over the source; a function is called with the context."""
+    """Iterate over the source; a function is first called with the context."""
     if is_function(source):
         source = source(*context)
         check_batches("The result of the data set's function", source)
@@ -120,13 +120,13 @@ def is_function(source: Any) -> bool:
 
 
 def from_tensors(batch: PyTree) -> PyTree:
-    """Return a batch with arrays in place of tensors of other libraries."""
+    """Replace tensors of other libraries in a batch by arrays."""
     with sorted_keys("batch", batch):
         return jax.tree.map(_from_tensor, batch)
 
 
 def _from_tensor(leaf: Any) -> Any:
-    """Return a tensor of another library as an array; any other leaf unchanged."""
+    """Turn a tensor of another library into an array; keep any other leaf."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
     if hasattr(leaf, "detach"):  # PyTorch
@@ -149,11 +149,11 @@ class WithCursor(Protocol):
     """An iterator that tells its position, such as one of `batches` or of Grain."""
 
     def __next__(self) -> PyTree:
-        """Return the next batch."""
+        """Take the next batch."""
         ...
 
     def get_state(self) -> Any:
-        """Return the position after the last batch, in a form that JSON can hold."""
+        """Give the position after the last batch, in a form that JSON can hold."""
         ...
 
     def set_state(self, state: Any, /) -> None:
@@ -168,11 +168,11 @@ class _Told:
         self._elements = elements
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
-        """Return the next batch, after ``place`` has placed it."""
+        """Take the next batch, and place it by ``place``."""
         return place(next(self._elements))
 
     def position(self, number: int) -> Position:
-        """Return the position after batch ``number``, the one taken last."""
+        """Give the position after batch ``number``, the one taken last."""
         return Position(number, self._elements.get_state())
 
     def forget(self, number: int) -> None:
@@ -243,14 +243,14 @@ class Source(Iterator[PyTree]):
         self.last = self._cursor.position(self.used_before)
 
     def __next__(self) -> PyTree:
-        """Return the next batch; an interrupted run may have placed it already."""
+        """Take the next batch; an interrupted run may have placed it already."""
         batch = self._cursor.take(self.used_before + 1, lambda batch: batch)
         self.used_before += 1
         self._cursor.forget(self.used_before)
         return batch
 
     def __length_hint__(self) -> int:
-        """Return the number of batches that are left, if it is known."""
+        """Count the batches that are left, if their number is known."""
         return NotImplemented if self._all is None else self._all - self.used_before
 
     def go_to(self, position: Position) -> None:
@@ -273,7 +273,7 @@ class Source(Iterator[PyTree]):
     def stream(
         self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
-        """Return a stream of placed batches, each with the `Position` after it."""
+        """Stream placed batches, each with the `Position` after it."""
         first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
@@ -295,7 +295,7 @@ class Source(Iterator[PyTree]):
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
-        """Return an iterator over the unused batches.
+        """Iterate over the unused batches.
 
         The thread of a stream must have ended before, because it takes batches, too.
         """
@@ -341,7 +341,7 @@ def close(iterator: Any) -> None:
 def prefetch(
     iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
 ) -> "Stream[Placed]":
-    """Return a stream of the elements, placed by a thread ahead of their use."""
+    """Stream the elements, placed by a thread ahead of their use."""
     return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
@@ -397,7 +397,7 @@ class Stream(Iterator[Placed]):
             self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
-        """Return the next element; the stream keeps no reference to it."""
+        """Take the next element; the stream keeps no reference to it."""
         if self._failure is not None:
             raise ValueError(
                 f"This pass over the data failed with {self._failure}, and cannot"
@@ -440,7 +440,7 @@ class Stream(Iterator[Placed]):
         return element
 
     def get_state(self) -> Any:
-        """Return the position after the last element, or None."""
+        """Give the position after the last element, or None."""
         return self._after
 
     def set_state(self, state: dict[str, Any]) -> None:

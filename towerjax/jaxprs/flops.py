@@ -44,7 +44,7 @@ class Flops:
         )
 
     def times(self, count: int) -> "Flops":
-        """Return the FLOPs of ``count`` runs of the program."""
+        """Count ``count`` runs of the program."""
         return dataclasses.replace(
             self,
             products=self.products * count,
@@ -147,7 +147,7 @@ def _of_inner(
 
 
 def _trips(eqn: JaxprEqn) -> int | None:
-    """Return how often the inner programs of an equation run; None if unknown."""
+    """Count how often the inner programs of an equation run; None if unknown."""
     name = eqn.primitive.name
     params = eqn.params
     if name == "while":

@@ -60,7 +60,7 @@ def inner_programs(eqn: JaxprEqn) -> list[InnerProgram]:
 
 
 def _of_while(eqn: JaxprEqn) -> list[InnerProgram]:
-    """Return the inner programs of a `while`: its test and its body.
+    """Take the inner programs out of a `while`: its test and its body.
 
     The test's output is the predicate, which is no result of the equation.
     """
@@ -84,7 +84,7 @@ def _called(
     num_consts: int = 0,
     num_carried: int = 0,
 ) -> InnerProgram:
-    """Return an inner program whose inputs are ``operands``.
+    """Describe an inner program whose inputs are ``operands``.
 
     Its first ``num_consts`` inputs are the same in each trip of a loop. The next
     ``num_carried`` are a loop's carry.
@@ -119,7 +119,7 @@ def _shape(var: Any) -> Any:
 
 
 def _unknown(program: Jaxpr) -> InnerProgram:
-    """Return an inner program that may share no value with its equation."""
+    """Describe an inner program that may share no value with its equation."""
     no_inputs = (None,) * len(program.invars)
     return InnerProgram(program, no_inputs, no_inputs, (None,) * len(program.outvars))
 
@@ -129,7 +129,7 @@ def needed_eqns(
     results: Iterable[Any],
     always: Iterable[Any] = (),
 ) -> list[Any]:
-    """Return, in order, the equations that are needed to compute ``results``.
+    """Keep, in order, the equations that are needed to compute ``results``.
 
     Equations in ``always`` run in any case, so they and the equations that they depend
     on are needed, too.
@@ -148,7 +148,7 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 
 
 def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
-    """Return, for each output that is an unchanged input, the entry of that input.
+    """Find, for each output that is an unchanged input, the entry of that input.
 
     ``entries`` has an entry for each input. The result is None for an output that the
     program computes. Calls and scans are looked into.
@@ -173,7 +173,7 @@ def forwarded_inputs(jaxpr: Jaxpr, entries: Sequence[Any]) -> list[Any]:
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:
-    """Return the operands of an equation that are Refs, which it may write."""
+    """Pick the operands of an equation that are Refs, which it may write."""
     kinds = [type(var.aval).__name__ for var in eqn.invars]
     return list(filter(is_ref, eqn.invars)) if _REF in kinds else []
 
@@ -192,7 +192,7 @@ def dependents(
     axis: str,
     ends: Collection[Any] = (),
 ) -> set[Any]:
-    """Return the values that depend on ``inputs`` or on the mesh axis ``axis``.
+    """Collect the values that depend on ``inputs`` or on the mesh axis ``axis``.
 
     A result of a primitive in ``ends`` is treated as independent of its operands.
     """

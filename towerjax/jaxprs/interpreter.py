@@ -29,7 +29,7 @@ class Interpreter:
         self.values |= dict(zip(body.constvars, consts, strict=True))
 
     def read(self, var: Any) -> Any:
-        """Return the value of a variable or a literal."""
+        """Read the value of a variable or a literal."""
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
@@ -51,7 +51,7 @@ class Interpreter:
 
 
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation for ``operands``.
+    """Run an equation on ``operands``.
 
     It is traced in the `eqn_context` of the equation.
     """
@@ -78,7 +78,7 @@ def eqn_context(eqn: Any) -> Iterator[None]:
 def as_call(
     eqn: JaxprEqn, fn: Callable[..., Any], axes: Sequence[tuple[str, int]] = ()
 ) -> JaxprEqn:
-    """Return an equation that calls ``fn``, to be put in the place of ``eqn``.
+    """Make an equation that calls ``fn``, to be put in the place of ``eqn``.
 
     It has the same operands and results. ``axes`` are the names and sizes of mesh axes
     that ``fn`` may use.
@@ -94,7 +94,7 @@ def as_call(
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
-    """Return the equation with ``change(jaxpr)`` for each jaxpr in its params."""
+    """Replace each jaxpr in an equation's params by ``change(jaxpr)``."""
     if eqn.primitive in PLAIN:
         return eqn
     params = {key: _changed(value, change) for key, value in eqn.params.items()}
@@ -159,33 +159,33 @@ class Parts:
         return max((number for _, number in self._ends), default=-1)
 
     def first_knowing(self, values: Iterable[Any]) -> int:
-        """Return the index of the first part in which all of these values are known."""
+        """Find the first part in which all of these values are known, by index."""
         numbers = [
             self._first_known.get(x, 0) for x in values if not isinstance(x, Literal)
         ]
         return max(numbers, default=0)
 
     def ends_of(self, number: int | None) -> list[JaxprEqn]:
-        """Return, in order, the equations at which the part with this index ends."""
+        """List, in order, the equations at which the part with this index ends."""
         return [eqn for eqn, part in self._ends if part == number]
 
     def kind_of(self, number: int) -> Primitive | None:
-        """Return the primitive at which a part ends; None if it ends the program."""
+        """Name the primitive at which a part ends; None if it ends the program."""
         return self._kinds.get(number)
 
     def dependents(self, inputs: Sequence[Var], axis: str) -> set[Any]:
-        """Return the values that depend on ``inputs`` or on ``axis``, within one part.
+        """Collect the values that depend on ``inputs`` or ``axis`` within a part.
 
         The results of an equation at which a part ends are treated as independent.
         """
         return dependents(self.program.jaxpr, inputs, axis, self._kinds.values())
 
     def source(self, marked: Var) -> Any:
-        """Return the value that was marked, from the result of the marking equation."""
+        """Find the value that was marked, by the result of the marking equation."""
         return self._marked[marked]
 
     def interpreter(self, inputs: Sequence[Any]) -> Interpreter:
-        """Return an interpreter that knows the values of the program's inputs only."""
+        """Make an interpreter that knows the values of the program's inputs only."""
         return Interpreter(self.program.jaxpr, self.program.consts, inputs)
 
     def evaluate(

@@ -18,7 +18,7 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 
 
 def param_leaves(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs, plain values and functions inside an equation's params."""
+    """List the jaxprs, plain values and functions inside an equation's params."""
     # This is called several times per equation, so a loop is used: recursion is slower.
     leaves = []
     todo = [*params.values()][::-1]
@@ -73,7 +73,7 @@ def _is_high(primitive: Primitive) -> bool:
 
 
 def given_name(eqn: JaxprEqn) -> str | None:
-    """Return the name if the equation is one of `checkpoint_name`; otherwise None."""
+    """Read the name that an equation of `checkpoint_name` gives; else None."""
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     high: Any = eqn.params.get("_prim")  # present under the flag jax_remat3 only
@@ -114,14 +114,14 @@ _HARMLESS_EFFECTS = frozenset(
 
 
 def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Return the mesh axes that a collective names."""
+    """Read the mesh axes that a collective names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     return tuple([axis for axis in axes if isinstance(axis, str)]) if axes else ()
 
 
 def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
-    """Return the mesh axes that a `shard_map` maps over.
+    """Read the mesh axes that a `shard_map` maps over.
 
     Any other axis of the mesh is left to the compiler.
     """
@@ -130,26 +130,26 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
 
 
 def axes_of_dims(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """Return, for each dim of a value, the mesh axes over which the dim is split."""
+    """List, for each dim of a value, the mesh axes over which the dim is split."""
     # Some versions of JAX have specs that are not iterable.
     dims = [spec[i] for i in range(len(spec))]
     return [x if isinstance(x, tuple) else (x,) for x in dims]
 
 
 def names_in(spec: PartitionSpec) -> set[str]:
-    """Return the mesh axes that a spec names: a value may differ along these."""
+    """Collect the mesh axes that a spec names: a value may differ along these."""
     return {*spec.unreduced, *[name for part in axes_of_dims(spec) for name in part]}
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the meshes in an equation's params, without meshes that have no axis."""
+    """List the meshes in an equation's params, without meshes that have no axis."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
     kinds = Mesh, jax.sharding.AbstractMesh
     return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
 
 
 def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
-    """Return whether results may differ between towers although all operands are equal.
+    """Decide whether results may differ between towers although operands are equal.
 
     They may after a side effect, in code that is no JAX program, and in an unknown
     primitive that names the towers' axis in its params.
@@ -164,7 +164,7 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
-    """Return the ``axis_index_groups`` of a collective; None for one group of all.
+    """Read the ``axis_index_groups`` of a collective; None for one group of all.
 
     ``size`` is the number of towers.
     """
@@ -185,17 +185,17 @@ def is_full(eqn: JaxprEqn, size: int) -> bool:
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
-    """Return the jaxpr of a closed jaxpr; since JAX 0.12 both are one class."""
+    """Take the jaxpr out of a closed jaxpr; since JAX 0.12 both are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the inner jaxprs that run when an equation runs, without constants."""
+    """List the inner jaxprs that run when an equation runs, without constants."""
     return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
 def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
-    """Return the inner jaxprs that run when an equation runs, with their constants."""
+    """List the inner jaxprs that run when an equation runs, with constants."""
     if eqn.primitive in PLAIN:
         return []
     params = eqn.params
@@ -207,7 +207,7 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
-    """Return the program of `jax.checkpoint`, `jax.custom_jvp` or `jax.custom_vjp`.
+    """Find the program of `jax.checkpoint`, `custom_jvp` or `custom_vjp`.
 
     ``high`` is the param "_prim". Under the flags ``jax_remat3``, ``jax_custom_jvp3``
     and ``jax_custom_vjp3`` it is an object of one of JAX's own classes, which holds the
@@ -224,7 +224,7 @@ def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the number of constants and the number of carries of a `scan`."""
+    """Count the constants and the carries of a `scan`."""
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry

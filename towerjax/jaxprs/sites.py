@@ -35,12 +35,12 @@ def constants_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
 
 
 def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Return an iterator over the equations of a jaxpr and of its inner jaxprs."""
+    """Iterate over the equations of a jaxpr and of its inner jaxprs."""
     return (eqn for program in all_jaxprs(jaxpr) for eqn in open_jaxpr(program).eqns)
 
 
 def eqns_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Return an iterator over the equations of an equation's inner jaxprs."""
+    """Iterate over the equations of an equation's inner jaxprs."""
     return (x for inner in jaxprs_in_params(eqn) for x in all_eqns(inner))
 
 
@@ -93,7 +93,7 @@ def outwards(site: Site | None) -> Iterator[JaxprEqn]:
 
 
 def scopes_of(site: Site) -> list[str]:
-    """Return the name scopes around a site's equation, the outermost first."""
+    """List the name scopes around a site's equation, the outermost first."""
     stacks = [x.source_info.name_stack.stack for x in outwards(site)]
     return [
         (tags.TRANSPOSED if x.name == "transpose" else "")
@@ -105,7 +105,7 @@ def scopes_of(site: Site) -> list[str]:
 
 
 def user_line(site: Site | None) -> str:
-    """Return the innermost line of user code around an equation; "" if none."""
+    """Find the innermost line of user code around an equation; "" if none."""
     for eqn in outwards(site):
         traceback = eqn.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
@@ -129,7 +129,7 @@ def is_library(file: str) -> bool:
 
 
 def format_line(file: str, line: int, function: str) -> str:
-    """Return a text for a line of code, such as "train.py:12 (loss_fn)"."""
+    """Write a place in code as text, such as "train.py:12 (loss_fn)"."""
     path = Path(file)
     here = Path.cwd()
     below = path.is_relative_to(here)

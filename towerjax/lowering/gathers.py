@@ -62,7 +62,7 @@ gather_cast.defvjp(_gather_first, _gather_last)
 
 
 def gathering_again(fn: Callable[..., PyTree], shards: PyTree, *args: PyTree) -> PyTree:
-    """Return ``fn(shards, *args)``; its derivative gathers the shards a second time.
+    """Call ``fn(shards, *args)``; its derivative gathers the shards once more.
 
     The backward pass recomputes the values that depend on nothing except ``shards``,
     and does not store them. Without this a loop would store what each of its steps has

@@ -45,7 +45,7 @@ def map_in_turn(
 
 
 def _index_of_own_kernels(i: jax.Array) -> jax.Array:
-    """Return the loop index ``i``, by a sort that makes XLA:CPU compile op by op.
+    """Sort the loop index ``i``, so that XLA:CPU compiles the loop op by op.
 
     XLA:CPU compiles a small loop as one function, which LLVM unrolls by the number of
     trips. It does not do so if the loop has an operation that such a function cannot

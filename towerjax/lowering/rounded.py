@@ -19,7 +19,7 @@ from towerjax.types.trees import widen_dtype
 def rounds_shared_values(
     program: ClosedJaxpr, per_tower: Sequence[Any], trained: Sequence[Any], axis: str
 ) -> bool:
-    """Return whether any value that all towers share is rounded to few bits.
+    """Look for a value that all towers share and that is rounded to few bits.
 
     ``per_tower`` tells for each input whether it is per tower, and ``trained`` whether
     a gradient is taken by it. ``axis`` is the axis of all towers.

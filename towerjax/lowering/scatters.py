@@ -15,7 +15,7 @@ from towerjax.mesh.placement import Placement
 
 
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
-    """Return the jaxpr, closed or not, changed to avoid two bugs of XLA.
+    """Change a jaxpr, closed or not, to avoid two bugs of XLA.
 
     Both bugs occur only in a tower of several devices.
 
@@ -60,7 +60,7 @@ def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
 
 
 def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
-    """Return a partition spec of the operand that splits none of the indexed dims.
+    """Choose a partition spec that splits none of the operand's indexed dims.
 
     If the first dim is indexed, the operand is taken to be a table, and not rows of a
     batch. Its columns are then not split along the rows' axis, but may be along the

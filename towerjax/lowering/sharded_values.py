@@ -37,7 +37,7 @@ class Shards:
     exact: bool = False  # whether the bits must be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        """Return the partition specs of arguments and results.
+        """Put the specs of shards in the partition specs of arguments and results.
 
         ``specs`` are two prefix trees, with the specs of leaves that are not shards.
         """
@@ -62,7 +62,7 @@ class Shards:
         )
 
     def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Return ``fn`` as a function of arrays, to be called in a device function.
+        """Wrap ``fn`` as a function of arrays, to be called in a device function.
 
         A sharded array reaches ``fn`` as a `Shard`. A result of ``fn`` may be a
         `Shard`, too.
@@ -96,7 +96,7 @@ def shards_of(
     taken: PyTree = None,
     exact: bool,
 ) -> Shards:
-    """Return the `Shards` that describe a function's arguments and results.
+    """Describe which arguments and results of a function are `Shards`.
 
     ``args`` and ``out`` are pairs: the values, and a prefix tree of their layouts.
     ``taken`` is a prefix tree that is SHARDED for whole arguments of which a shard is
@@ -149,7 +149,7 @@ class Shard:
         self._make = make
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the shard's arrays, and a tuple of its other attributes."""
+        """Split the shard into its arrays and its other attributes."""
         meta = self.dim, self.dtype, self.is_trained, self.exact
         return (self.source, self.sink), meta
 
@@ -178,7 +178,7 @@ class Shard:
     def of(
         self, shard: jax.Array, make: Callable[[], jax.Array] | None = None
     ) -> "Shard":
-        """Return the `Shard` of a value computed element by element from this one.
+        """Wrap a value that was computed element by element from this one.
 
         ``shard`` is the new value's shard. ``make()`` computes the whole new value from
         whole operands, for use in place of a gather; None if there is no such function.
@@ -191,7 +191,7 @@ class Shard:
         move_whole: Callable[[jax.Array], jax.Array],
         dim: int | None = None,
     ) -> "Shard":
-        """Return a `Shard` of this value with its elements moved, as by a transpose.
+        """Move the elements of this value, as by a transpose.
 
         ``move`` rearranges the elements of the shard, and ``move_whole`` those of the
         whole value. ``dim`` is the split dim afterwards, if it changes.
@@ -202,7 +202,7 @@ class Shard:
         return Shard.tree_unflatten(meta, (move(self.source), sink))
 
     def cast(self, dtype: Any) -> "Shard":
-        """Return the `Shard` of the value cast to ``dtype``."""
+        """Cast the value to ``dtype``, and keep it a `Shard`."""
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         if not (self.is_trained and is_float):
             return self.of(self.data.astype(dtype))
@@ -210,7 +210,7 @@ class Shard:
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def row(self) -> "Shard":
-        """Return the `Shard` of one row, which a scan slices out of ``source``.
+        """Wrap one row, which a scan slices out of ``source``, as a `Shard`.
 
         The scan has already replaced ``source`` by the row's shard. A row lacks the
         first dim, which is never the split one here, so the number of the split dim
@@ -220,7 +220,7 @@ class Shard:
         return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def fresh(self) -> "Shard":
-        """Return a copy of this `Shard` that does not store the gathered value."""
+        """Copy this `Shard` without the gathered value that it stores."""
         same = Shard.tree_unflatten(*self.tree_flatten()[::-1])
         same._make = self._make
         return same
@@ -258,7 +258,7 @@ class Targets:
 
     @classmethod
     def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
-        """Return the targets of a tree.
+        """Find the targets of a tree.
 
         ``is_sent_alone(i, shape)`` tells whether the cross-tower op sends leaf ``i``,
         which has this shape, outside the flat buffers.
@@ -286,7 +286,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, self.scattered))
 
     def put(self, values: PyTree) -> PyTree:
-        """Return the tree that the function takes, with ``values`` as its targets."""
+        """Build the tree that the function takes, with ``values`` as its targets."""
 
         def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
             if not is_shard(x):
@@ -300,7 +300,7 @@ class Targets:
         return self.treedef.unflatten(map(of, self.leaves, parts, self.scattered))
 
     def gradients(self, grads: PyTree) -> PyTree:
-        """Return the gradients by `values`, with a `Shard` for each scattered one."""
+        """Wrap each scattered gradient by `values` in a `Shard`."""
         triples = zip(
             self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
         )
@@ -329,7 +329,7 @@ class Uniform:
 
 
 def whole(x: Any) -> Any:
-    """Return the whole value of a `Shard` or a `Uniform`; anything else unchanged."""
+    """Gather a `Shard` or `Uniform` to the whole value; leave others unchanged."""
     return x.whole if isinstance(x, Shard | Uniform) else x
 
 
@@ -341,7 +341,7 @@ def cut_shard(x: jax.Array, dim: int) -> jax.Array:
 
 
 def take_shard(x: jax.Array, dim: int) -> Shard:
-    """Return the `Shard` of a value that this device holds whole.
+    """Cut a `Shard` out of a value that this device holds whole.
 
     No gather is needed later, because the `Shard` keeps the whole value.
     """
@@ -362,14 +362,14 @@ def scatter_shard(x: Any, dim: int) -> Shard:
 
 
 def shard_on_device(x: Any, dim: int) -> jax.Array:
-    """Return the array of this device's shard of ``x``, which may be a `Shard`."""
+    """Cut out this device's shard of ``x``, which may be a `Shard` already."""
     if isinstance(x, Shard) and x.dim == dim:
         return x.data
     return cut_shard(jnp.asarray(whole(x)), dim)
 
 
 def with_barrier(operands: list[Any]) -> list[Any]:
-    """Return the operands behind an optimization barrier; a `Shard` stays one."""
+    """Put the operands behind an optimization barrier; a `Shard` stays one."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     return lax.optimization_barrier(fresh)
 
@@ -386,7 +386,7 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
 
 def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Return the result of an elementwise equation, computed on shards if possible.
+    """Compute an elementwise equation on shards that are split along one dim.
 
     Returns None if the operands are split along different dims. If the whole result is
     needed later, it is computed from whole operands. So a norm is added up as on one
@@ -415,7 +415,7 @@ def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Return an equation's results if each shard can be computed alone; else None.
+    """Compute an equation on each shard alone; None if that is impossible.
 
     All operands must be shards. A result of shards and of per-tower values differs
     between devices, so it is no shard of a replicated value.
@@ -440,7 +440,7 @@ def on_each_shard(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the results of an equation that returns its operands, like a barrier."""
+    """Run an equation that returns its operands, like a barrier."""
     fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
     if len(operands) == 1:
         return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
@@ -449,13 +449,13 @@ def _handed_on(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _all_devices_say(eqn: JaxprEqn, shard: Shard) -> jax.Array:
-    """Return the result of a ``reduce_and`` over the shards of all devices."""
+    """Run a ``reduce_and`` over the shards of all devices."""
     [flag] = evaluate_eqn(eqn, [shard.data])
     return lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0
 
 
 def _moved(eqn: JaxprEqn, shard: Shard) -> list[Any] | None:
-    """Return the result of an equation that only rearranges elements, as a `Shard`.
+    """Run on a shard an equation that only rearranges elements.
 
     Returns None for other equations, and if elements move along the split dim.
     """

@@ -47,7 +47,7 @@ _ENTERED = ("jit", "closed_call", "core_call", "custom_lin", *_CHECKPOINT)
 
 
 def shapes_of_whole(tree: PyTree) -> PyTree:
-    """Return the shapes of a tree's leaves; a `Shard` has that of its whole value."""
+    """Find the shapes of a tree's leaves; a `Shard` has that of its whole value."""
 
     def of(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -115,7 +115,7 @@ class _Body:
         self._inside = self._scattered_inside() if sums else {}
 
     def _scattered_inside(self) -> dict[int, dict[int, int]]:
-        """Return, for each equation, the results that its inner program scatters.
+        """Find, for each equation, the results that its inner program scatters.
 
         The keys are the equation's ``id`` and the index of a result; the value is the
         dim along which that result is scattered. A result is listed if the sum over
@@ -277,7 +277,7 @@ def _of_whole(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
-    """Return whether an equation's inner program can scatter this result along ``dim``.
+    """Decide whether an equation's inner program can scatter along ``dim``.
 
     A scan can do so if it stacks the result over its steps, and ``dim`` is not the
     stacked dim.
@@ -290,7 +290,7 @@ def _can_scatter(eqn: JaxprEqn, number: int, dim: int) -> bool:
 
 
 def _refusing(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a policy of `jax.checkpoint` that never saves a gathered value.
+    """Change a policy of `jax.checkpoint` so that no gathered value is saved.
 
     Other values are saved as ``policy`` says.
     """

@@ -34,7 +34,10 @@ _CUSTOM = frozenset("custom_jvp_call custom_vjp_call".split())
 
 
 def first_tower_of_device(axes: TowerAxes) -> jax.Array:
-    """Return the id of the device's first tower, ``()`` int32; in a device function."""
+    """Compute the id of the device's first tower, ``()`` int32.
+
+    This is called in a device function.
+    """
     if not axes.device_axis:
         return jnp.int32(0)
     device = lax.convert_element_type(lax.axis_index(DEVICE_AXIS), jnp.int32)
@@ -42,7 +45,7 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
 
 
 def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
-    """Return the name and size of each axis that is bound while a tower is traced."""
+    """List the name and size of each axis that is bound while a tower is traced."""
     sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
     bound = [(name, sizes[name]) for name in axes.names]
     if axes.in_turn and axes.num_towers > 1:
@@ -107,7 +110,7 @@ def lowered_program(
     name: str,
     args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the result of `tower_program`, with the program lowered to the devices."""
+    """Trace a tower function by `tower_program`, and lower it to the devices."""
     program, tree = tower_program(tower_fn, axes, programs, args, name)
     return _Lowering(axes).lower(program), tree
 
@@ -148,7 +151,7 @@ class _Lowering:
         self._done: dict[int, Any] = {}
 
     def lower(self, jaxpr: Any) -> Any:
-        """Return the jaxpr, closed or not, with its collectives replaced."""
+        """Replace the collectives of a jaxpr, closed or not."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
             eqns = [*body.eqns]
@@ -165,7 +168,7 @@ class _Lowering:
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Return the equation with its collectives replaced, for these devices."""
+        """Replace the collectives of an equation, for these devices."""
         axes = named_axes(eqn)
         if self.axes.tower_axis in axes:
             return self._lower_collective(eqn)
@@ -184,7 +187,7 @@ class _Lowering:
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
     def _lower_collective(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Return the collective over these devices' axes, or code that emulates it.
+        """Run a collective over these devices' axes, or emulate it.
 
         JAX itself reduces over several axes. Its other collectives accept one axis
         only.
@@ -210,7 +213,7 @@ class _Lowering:
     def _with_lowered_rules(
         self, eqn: JaxprEqn, params: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the params of a custom derivative, with its rules lowered, too.
+        """Lower the rules of a custom derivative, too.
 
         ``params`` are the params of the equation, with its programs lowered.
         """
@@ -260,7 +263,7 @@ class _Lowering:
         return closed.jaxpr, closed.consts
 
     def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
-        """Return the program of ``fn``, changed so that its results are per tower.
+        """Change the program of ``fn`` so that its results are per tower.
 
         A user's derivative rule is written for one tower's cotangent. If a device's
         towers share a result, its cotangent is already the sum of theirs, and a sum
@@ -362,7 +365,7 @@ class _Lowering:
         return [x[tower] for x in jax.tree.leaves(out)]
 
     def _scatter_sum(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-        """Return a tower's slice of the sum over all towers, for a ``psum_scatter``."""
+        """Cut a tower's slice out of the sum over towers: ``psum_scatter``."""
         dim = eqn.params["scatter_dimension"]
         for name in self.axes.names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
@@ -372,7 +375,9 @@ class _Lowering:
 def _of_group(
     rows: Sequence[jax.Array], tower: jax.Array, groups: Sequence[Any], name: str
 ) -> tuple[list[jax.Array], jax.Array, int]:
-    """Return the operands of a tower's group, the tower's index in it, and its size.
+    """Pick the operands of a tower's group.
+
+    Returns ``(operands, index, size)``: the tower's index in the group, and its size.
 
     ``groups`` are the ``axis_index_groups`` of the collective ``name``.
     """
@@ -388,7 +393,7 @@ def _of_group(
 def _permute(
     rows: Sequence[jax.Array], tower: jax.Array, perm: Sequence[tuple[int, int]]
 ) -> list[jax.Array]:
-    """Return the rows that other towers send to this one; zeros if none does."""
+    """Take the rows that other towers send to this one; zeros if none does."""
     size = len(rows[0])
     sources = np.full(size, -1)
     for source, target in perm:
@@ -419,7 +424,7 @@ _UNEVEN = (
 
 
 def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """Return the first argument and its mapped dim, per tower if any argument is.
+    """Make the first argument per tower if any argument is.
 
     This is the batching rule of `_OF_EACH`.
     """
@@ -520,7 +525,7 @@ def _isolate(
     lower: _Lower,
     replicated: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
-    """Return the lowered function of one tower, with a barrier before and behind it.
+    """Build the lowered function of one tower, between two barriers.
 
     The barriers keep XLA from fusing anything else with a tower's program. Otherwise it
     would also move values that are replicated over towers out of the loop over them,
@@ -543,7 +548,7 @@ def _isolate(
 
 
 def _inputs_read(program: ClosedJaxpr) -> list[int]:
-    """Return the indices of the inputs that a program reads."""
+    """Find the inputs that a program reads, by index."""
     body = program.jaxpr
     reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
     variables = {x for x in reads if isinstance(x, Var)}

@@ -204,7 +204,7 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
 
 
 def _made_by(x: Any) -> str:
-    """Return the name of the operation whose result ``x`` is; "" for an argument."""
+    """Name the operation whose result ``x`` is; "" for an argument."""
     return getattr(x.owner, "name", "")
 
 
@@ -217,7 +217,7 @@ def _may_merge(op: Any) -> bool:
 
 
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """Return a key that is the same for two operations if they compute the same.
+    """Make a key that is the same for two operations if they compute the same.
 
     ``inside`` numbers the values that are defined in the operation's regions.
     """
@@ -234,7 +234,7 @@ def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
 
 
 def _attribute_key(op: Any) -> tuple[Any, ...]:
-    """Return the attributes of an operation, as a hashable value."""
+    """Make a hashable value of an operation's attributes."""
     if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
         return (str(op.attributes[0]),)  # the bindings cannot read complex elements
     return tuple((name, op.attributes[name]) for name in op.attributes)

@@ -132,7 +132,7 @@ def build_step(
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
-    """Return a step of one pass, which changes no state and returns merged results."""
+    """Build a step of one pass, which changes no state."""
 
     def results(state: TrainState, merged: list[PyTree]) -> tuple[TrainState, PyTree]:
         return state, merged[0]

@@ -24,7 +24,7 @@ from towerjax.types.trees import is_key, leaf_name, name_by_key, named_leaves
 def value_and_grad(
     loss_fn: Callable[..., PyTree], *, loss_reduction: Reduction | None = None
 ) -> Callable[..., tuple[PyTree, Weighted | Sum]]:
-    """Return a function of a tower's loss and gradient, to be merged over towers.
+    """Make a function of a tower's loss and gradient, to be merged over towers.
 
     The sum of the loss is differentiated, and nothing is divided. So the gradient of
     the global loss is the sum of the towers' gradients over the sum of their weights.
@@ -114,7 +114,7 @@ _OF_SEVERAL_MEANS = (
 def as_loss(
     returned: Any, loss_reduction: Reduction | None, tower: Tower | None
 ) -> TowerOutput:
-    """Return a loss function's result as a `TowerOutput` whose loss can be merged."""
+    """Wrap a loss function's result in a `TowerOutput` whose loss can be merged."""
     out = as_tower_output(returned, loss_reduction, tower)
     if loss_reduction is not Reduction.SUM:
         return out
@@ -138,7 +138,7 @@ def _refuse_without_gradient(params: PyTree) -> None:
 
 
 def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return the tower function, changed to raise if it returns the tangent of a mean.
+    """Make the tower function raise if it returns the tangent of a mean.
 
     `jax.jvp` gives the tangent of a ``Weighted`` the constant weight 0. Merged as a
     mean, its value would always be 0.
@@ -195,7 +195,7 @@ def call_refusing_writes(
 
 
 def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """Return, by name, the leaves that are attributes of objects such as modules.
+    """Name the leaves that are attributes of objects such as modules.
 
     A function can change them, unlike the leaves of tuples and dicts of arrays.
     """

@@ -84,21 +84,21 @@ class Members:
         return place(state, strategy.placement, layout, state.params)
 
     def of_member(self, values: np.ndarray, index: int) -> np.ndarray:
-        """Return one member's part of ``values``, which are stacked over steps."""
+        """Pick one member's part of ``values``, which are stacked over steps."""
         return values[:, index] if self.together else values
 
     def member(self, state: TrainState, index: int) -> TrainState:
-        """Return one member's state, as a step built for it alone would have it."""
+        """Take out one member's state, as a step built for it alone would have it."""
         return _member(self.step.strategy, self.together, state, index)
 
 
 def _of_members(fn: Callable[..., PyTree], together: bool) -> Callable[..., PyTree]:
-    """Return ``fn`` as it is, or mapped by ``vmap`` if members train together."""
+    """Map ``fn`` by ``vmap`` if members train together; else leave it."""
     return vmap_members(fn) if together else fn
 
 
 def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Static]:
-    """Return a member's first state, and the strategy and options of its step."""
+    """Build a member: its first state, and the strategy and options of its step."""
     built = build(numbers)
     if not isinstance(built, tuple) or len(built) != 2:
         raise ValueError(
@@ -112,7 +112,7 @@ def _first_state(build: BuildMember, numbers: Numbers) -> tuple[TrainState, Stat
 
 
 def _layout(strategy: Strategy, together: bool) -> TrainState:
-    """Return the layout of a state.
+    """Lay out a state.
 
     If members train together, leaves have a dim of members before that of towers.
     """
@@ -126,7 +126,7 @@ def _layout(strategy: Strategy, together: bool) -> TrainState:
 def _member(
     strategy: Strategy, together: bool, state: TrainState, index: int
 ) -> TrainState:
-    """Return one member's state, without its numbers."""
+    """Take out one member's state, without its numbers."""
     if together:
         # All members share one step number, so it is not indexed.
         parts = dataclasses.replace(state, step=None)
@@ -139,7 +139,7 @@ def _member(
 def _plan_of_members(
     build: BuildMember, strategy: Strategy, options: StepOptions, *, together: bool
 ) -> Plan:
-    """Return the plan of a step that runs the step of each member."""
+    """Plan a step that runs the step of each member."""
     if options.on_nonfinite == "raise":
         options = dataclasses.replace(options, on_nonfinite="skip")
     options = dataclasses.replace(options, donate=True)
@@ -177,7 +177,7 @@ class _WholeSteps:
     is_of_one_loss = False
 
     def changed(self, **fields: Any) -> "_WholeSteps":
-        """Return the object itself, because there are no passes to change."""
+        """Change nothing, because there are no passes to change."""
         return self
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
@@ -190,11 +190,11 @@ class _WholeSteps:
         return iter(())
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return ``merged``, which holds the results of whole steps."""
+        """Pass ``merged`` on, which holds the results of whole steps."""
         return merged
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return ``merged``, which holds the results of whole steps."""
+        """Compare all of ``merged``, which holds the results of whole steps."""
         return merged
 
     def run_whole_steps(
@@ -221,7 +221,7 @@ class _WholeSteps:
 
 
 def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
-    """Return the outcome of all members, with a single step number and step flag."""
+    """Join the members' outcomes, with a single step number and step flag."""
     now = {**trained.now, "step": kept["step"] + 1}
     return trained._replace(now=now, step_flag=trained.step_flag.max())
 
@@ -231,5 +231,5 @@ class _StatesOfMembers(StatePolicy):
     """The states of several trainings, which `Members.begin` or a step made."""
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the state unchanged, because it needs no check."""
+        """Take the state unchanged, because it needs no check."""
         return state_or_params

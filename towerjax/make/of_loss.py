@@ -38,11 +38,11 @@ class LossPass:
     loss_reduction: Reduction | None = None
 
     def params_of(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """Return the parameters at which the loss is differentiated."""
+        """Choose the parameters at which the loss is differentiated."""
         return state.params if self.params is None else self.params(state, *merged)
 
     def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
-        """Return the parameters with None for each leaf that does not train."""
+        """Keep the parameters that train, with None for each other leaf."""
         return trained_part(self.params_of(state, *merged), self.trainable)
 
     def tower(
@@ -53,7 +53,7 @@ class LossPass:
         tower: Tower,
         *merged: PyTree,
     ) -> dict[str, Any]:
-        """Return one tower's results; the pass itself computes the gradient."""
+        """Run the loss of one tower; the pass itself computes the gradient."""
         params = with_trained(trained, self.params_of(state, *merged))
         out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
         out = as_loss(out, self.loss_reduction, tower)
@@ -62,7 +62,7 @@ class LossPass:
     def with_own_gradient(
         self, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
     ) -> dict[str, Any]:
-        """Return one tower's results, with the gradient of that tower's own loss."""
+        """Run the loss of one tower, and differentiate it."""
         params = self.params_of(state, *merged)
 
         def loss_fn(trained: PyTree, *args: Any) -> Any:
@@ -80,7 +80,7 @@ class LossPass:
 def _by_name(
     state: TrainState, tower: Tower, out: TowerOutput, merged: tuple[PyTree, ...]
 ) -> dict[str, Any]:
-    """Return a loss function's results as a dict, by the names that updates read."""
+    """Name a loss function's results by the keys that updates read."""
     local = tower.local if out.local is None else out.local
     local = check_local(tower.local, local)
     returned = {
@@ -120,7 +120,7 @@ def of_loss(
     trainable: Trainable | None = None,
     loss_reduction: Reduction | None = None,
 ) -> LossPass:
-    """Return a pass of `build_step` that gives the loss of all towers and its gradient.
+    """Make a pass of `build_step` that gives the loss of all towers and its gradient.
 
     The towers return their losses. The step adds them and differentiates the sum once,
     so a device holds one gradient, however many towers it has. The loss may be a sum of

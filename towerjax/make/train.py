@@ -83,14 +83,14 @@ class OptimizerUpdate:
     update_extra: UpdateExtra | None = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
-        """Return ``{"opt_state": ...}``, the optimizer's state before any step."""
+        """Make ``{"opt_state": ...}``, the optimizer's state before any step."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
     def __call__(
         self, state: TrainState, merged: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Return the next state and the metrics, from the merged values."""
+        """Make the next state and the metrics from the merged values."""
         loss = merged["loss"]
         grads = merged["grads"]
         after = apply_gradients(
@@ -109,7 +109,7 @@ class OptimizerUpdate:
 
 
 def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's metrics, with the loss and its terms."""
+    """Add the loss and its terms to the user's metrics."""
     ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
     if both := sorted(metrics.keys() & ours.keys()):
         raise ValueError(
@@ -139,7 +139,7 @@ def apply_gradients(
     loss: Any = None,
     trainable: Trainable | None = None,
 ) -> TrainState:
-    """Return the state after one update by an optimizer.
+    """Update the parameters once by an optimizer.
 
     It does the update of a train step: gradients are cast to the dtypes of their
     parameters, and an update that would change a type is refused.
@@ -222,7 +222,7 @@ _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 def pass_loss(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer as one whose update accepts ``value=loss``.
+    """Let the optimizer's update accept ``value=loss``.
 
     The argument is dropped if the wrapped optimizer does not take it.
     """
@@ -258,7 +258,7 @@ def pass_loss(
 
 
 def _of_text(error: Exception) -> str:
-    """Return advice if optax got a text where it computes with a number; else ""."""
+    """Advise if optax got a text where it computes with a number; else ""."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     of_optax = [x for x in frames if x.f_globals["__name__"].startswith("optax.")]
     values = [x for frame in of_optax for x in frame.f_locals.values()]
@@ -266,7 +266,7 @@ def _of_text(error: Exception) -> str:
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """Return the next ``state.extra``: the merged values, cast to their old dtypes.
+    """Make the next ``state.extra``: the merged values, cast to their old dtypes.
 
     A value that would lose digits or range by the cast is not cast. The check of types
     then refuses it, and names ``culprit``.
@@ -286,7 +286,7 @@ def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
 
 
 def _kind_of_number(dtype: Any) -> int:
-    """Return 0 for booleans and integers, 1 for floats, 2 for complex numbers."""
+    """Rank a dtype: 0 for booleans and integers, 1 for floats, 2 for complex."""
     kinds = (jnp.inexact, jnp.complexfloating)
     return sum(jnp.issubdtype(dtype, kind) for kind in kinds)
 
@@ -309,7 +309,7 @@ def _planned(
     strategy: Strategy,
     options: StepOptions,
 ) -> Plan:
-    """Return the plan of the step that trains with this loss and this update."""
+    """Plan the step that trains with this loss and this update."""
     of_own_gradient = loss.with_own_gradient
     trained = functools.partial(trained_part, trainable=update.trainable)
     fns = StepFunctions(

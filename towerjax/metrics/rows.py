@@ -18,12 +18,12 @@ Weight: TypeAlias = ArrayLike | None
 
 
 def library_of(*arrays: Any) -> Any:
-    """Return ``jax.numpy`` if an array is JAX's; else ``numpy``, which has 64 bits."""
+    """Choose ``jax.numpy`` if an array is JAX's; else ``numpy``, which has 64 bits."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """Return ``total / weight``, and 0 where the weight is 0.
+    """Divide ``total / weight``, with 0 where the weight is 0.
 
     It is meant for a state's ``compute``.
 
@@ -45,7 +45,7 @@ def ratio(total: Any, weight: Any) -> Any:
 
 
 def quotient(total: Any, weight: Any) -> Any:
-    """Return ``total / weight`` as `ratio` does, for arrays that were checked."""
+    """Divide ``total / weight`` as `ratio` does, for arrays that were checked."""
     library = library_of(total, weight)
     empty = weight == 0
     # A complex sum is divided by a real weight.
@@ -62,12 +62,12 @@ def is_known(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """Return a list as a NumPy array, and an array in the machine's byte order."""
+    """Make a NumPy array of a list, and bring an array to native byte order."""
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
 def as_floats(x: Any) -> jax.Array:
-    """Return the array as floats that can be averaged; raise unless it is numeric."""
+    """Cast an array to floats that can be averaged; raise unless it is numeric."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"A mean needs one array, but got {a_type(x)}. For the mean of each leaf's"
@@ -78,13 +78,13 @@ def as_floats(x: Any) -> jax.Array:
 
 
 def floats_of(x: Any) -> jax.Array:
-    """Return the array as float32 or wider, so that sums of wide integers fit."""
+    """Cast an array to float32 or wider, so that sums of wide integers fit."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
-    """Return two integer arrays as unsigned ones, and where their signs were equal."""
+    """Cast two integer arrays to unsigned ones, and mark where signs were equal."""
     library = np if is_known(first) and is_known(second) else jnp
     a, b = (library.asarray(native(x)) for x in (first, second))
     unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
@@ -101,7 +101,7 @@ def element_weights(
     *,
     repeats: bool = False,
 ) -> jax.Array:
-    """Return the weight of each element of values of shape ``shape``.
+    """Spread weights over the elements of values of shape ``shape``.
 
     With ``repeats`` any dim of ``weight`` may be 1. ``name`` and ``values_name`` name
     the metric and its values in errors.
@@ -140,7 +140,7 @@ def element_weights(
 
 
 def weights_where(which: Any, weight: jax.Array) -> jax.Array:
-    """Return the weights where ``which`` is True, and 0 elsewhere.
+    """Keep the weights where ``which`` is True; take 0 elsewhere.
 
     A weight NaN stays NaN everywhere, because it marks an invalid value.
     """
@@ -215,7 +215,7 @@ class Pairs:
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, part: Literal["labels", "predictions"]) -> jax.Array:
-        """Return the labels or predictions as booleans; raise unless all are 0 or 1."""
+        """Read the labels or predictions as booleans; raise unless all are 0 or 1."""
         x = getattr(self, part)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
@@ -226,7 +226,7 @@ class Pairs:
         return jnp.asarray(~is_no)
 
     def ids(self) -> tuple[tuple[str, Any], ...]:
-        """Return labels and predictions, each with its name; raise unless they are ids.
+        """Name the labels and predictions; raise unless they are ids.
 
         Ids are integers or booleans.
         """
@@ -243,7 +243,7 @@ class Pairs:
         return both
 
     def are_equal(self) -> jax.Array:
-        """Return where ids are equal, in any dtypes; raise if one overflows."""
+        """Compare ids of any dtypes; raise if one overflows."""
         ids = self.ids()
         for name, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:
@@ -255,7 +255,7 @@ class Pairs:
         return jnp.asarray(have_one_sign & (a == b))
 
     def distances(self) -> jax.Array:
-        """Return ``|label - prediction|``, in float32 or wider; exact for integers."""
+        """Compute ``|label - prediction|``, in float32 or wider; exact for integers."""
         pair = self.labels, self.predictions
         x, y = map(as_floats, pair)
         dtype = promote_dtypes(x.dtype, y.dtype)

@@ -85,7 +85,7 @@ class Adapted:
         return Adapted.of(merge_parts(self.metric, other.metric), self.numbers)
 
     def compute(self) -> Any:
-        """Return the value, by the class's ``compute``, with ``jax.Array`` leaves."""
+        """Compute the value by the class's ``compute``, with ``jax.Array`` leaves."""
         return jax.tree.map(jnp.asarray, self).metric.compute()
 
 
@@ -240,7 +240,7 @@ def has_value(x: Any) -> bool:
 
 
 def explain_misuse(x: Any) -> str:
-    """Return a text for an error: what ``x`` is in place of a metric state.
+    """Say what ``x`` is in place of a metric state.
 
     It also says what to write.
     """
@@ -260,7 +260,7 @@ def explain_misuse(x: Any) -> str:
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
-    """Return the error of a function that did not get a metric state."""
+    """Make the error of a function that did not get a metric state."""
     text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
     if isinstance(x, Mapping):
         call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
@@ -274,7 +274,7 @@ def _is_known_additive(x: Any) -> bool:
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Return whether merging two such states adds their leaves and does nothing else.
+    """Decide whether merging two such states only adds their leaves.
 
     The jaxpr of the merge shows this.
     """
@@ -298,7 +298,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
 
 
 def merge(first: Any, second: Any) -> Any:
-    """Return the merged state of two disjoint sets of examples.
+    """Merge the states of two disjoint sets of examples.
 
     The order of merges changes the result by rounding only. Neither operand is changed.
 
@@ -329,7 +329,7 @@ def merge(first: Any, second: Any) -> Any:
 
 
 def compute(state: Any) -> Any:
-    """Return the value of a state; the state is not changed.
+    """Compute the value of a state; the state is not changed.
 
     Args:
       state: A ``Weighted``, a sum of several, or any metric state. If its arrays are
@@ -379,7 +379,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
 
 
 def add_batch(total: Any, metric: Any) -> Any:
-    """Return the total with a batch's metric merged in.
+    """Merge a batch's metric into the total.
 
     A bare array replaces the total.
     """
@@ -393,7 +393,7 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 
 def has_invalid_rows(total: Any) -> bool:
-    """Return whether a state on the host has a weight that `Pairs` made NaN."""
+    """Look for a weight of a state on the host that `Pairs` made NaN."""
     if not isinstance(total, Weighted | Tally):
         return False
     weights = jax.tree.leaves(total)[-1]
@@ -401,6 +401,6 @@ def has_invalid_rows(total: Any) -> bool:
 
 
 def value_on_host(total: Any) -> Any:
-    """Return the value of a data set's state, with scalars as Python numbers."""
+    """Compute a data set's value, with scalars as Python numbers."""
     value = jax.tree.map(np.asarray, compute(total) if has_value(total) else total)
     return jax.tree.map(lambda x: x if x.ndim else x.item(), value)

@@ -27,7 +27,7 @@ Cut: TypeAlias = float | None
 
 
 def mean(values: Values, weight: Weight = None) -> Weighted:
-    """Return the weighted mean of the values; ``tf.metrics.mean``.
+    """Average the values by weight; ``tf.metrics.mean``.
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
@@ -59,7 +59,9 @@ def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
 def percentage_below(
     values: Values, threshold: float, weight: Weight = None
 ) -> Weighted:
-    """Return the share of values below a threshold; ``tf.metrics.percentage_below``.
+    """Count the share of values below a threshold.
+
+    It is ``tf.metrics.percentage_below``.
 
     Args:
       values: ``[b, ...]``.
@@ -78,7 +80,7 @@ def percentage_below(
 
 
 def _is_below(values: Any, threshold: Any) -> Any:
-    """Return where values are below a threshold, which keeps its own precision.
+    """Compare values with a threshold, which keeps its own precision.
 
     For example, integers below 2.5 are those up to 2.
     """
@@ -95,7 +97,7 @@ def _is_below(values: Any, threshold: Any) -> Any:
 def mean_absolute_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """Return the mean of ``|prediction - label|``; ``tf.metrics.mean_absolute_error``.
+    """Average ``|prediction - label|``; ``tf.metrics.mean_absolute_error``.
 
     Args:
       labels: ``[b, ...]`` numbers.
@@ -114,7 +116,7 @@ def mean_absolute_error(
 
 
 def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
-    """Return the share of predictions that equal the label; ``tf.metrics.accuracy``.
+    """Count the share of predictions that equal the label; ``tf.metrics.accuracy``.
 
     Labels and predictions are class ids or booleans, not scores. An id that does not
     fit into the devices' integers is refused.
@@ -127,7 +129,7 @@ def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weig
 def mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
-    """Return the mean of ``(prediction - label)**2``.
+    """Average ``(prediction - label)**2``.
 
     It is ``tf.metrics.mean_squared_error``.
 
@@ -140,7 +142,9 @@ def mean_squared_error(
 def root_mean_squared_error(
     labels: Values, predictions: Values, weight: Weight = None
 ) -> Tally:
-    """Return the root of `mean_squared_error`; ``tf.metrics.root_mean_squared_error``.
+    """Take the root of `mean_squared_error`.
+
+    It is ``tf.metrics.root_mean_squared_error``.
 
     The root is taken once, after all sums are added. Arguments and errors are those of
     `mean_absolute_error`.
@@ -161,7 +165,7 @@ _RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
 
 
 def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
-    """Return the numerator and the denominator of a rate, such as "precision"."""
+    """Pick the numerator and the denominator of a rate, such as "precision"."""
     part, other = (outcomes[i] for i in _RATES[rate])
     return part, part + other
 
@@ -169,7 +173,7 @@ def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
 def _outcomes(
     name: str, labels: Any, predictions: Any, weight: Any, threshold: Cut
 ) -> list[jax.Array]:
-    """Return the four outcomes, each the sum ``()`` of the weights of its elements."""
+    """Add the weights of the elements of each of the four outcomes, ``()`` each."""
     pairs = Pairs(name, labels, predictions, weight)
     yes = pairs.as_booleans("labels")
     said = pairs.predictions
@@ -194,7 +198,7 @@ def _outcomes(
 def true_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """Return how many positives are predicted positive; ``tf.metrics.true_positives``.
+    """Count positives that are predicted positive; ``tf.metrics.true_positives``.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
@@ -222,7 +226,9 @@ def true_positives(
 def false_positives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """Return how many negatives are predicted positive; ``tf.metrics.false_positives``.
+    """Count negatives that are predicted positive.
+
+    It is ``tf.metrics.false_positives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -232,7 +238,9 @@ def false_positives(
 def false_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """Return how many positives are predicted negative; ``tf.metrics.false_negatives``.
+    """Count positives that are predicted negative.
+
+    It is ``tf.metrics.false_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -242,7 +250,9 @@ def false_negatives(
 def true_negatives(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
-    """Return how many negatives are predicted negative; ``tf.metrics.true_negatives``.
+    """Count negatives that are predicted negative.
+
+    It is ``tf.metrics.true_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
     """
@@ -252,7 +262,7 @@ def true_negatives(
 def precision(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """Return the share of predicted positives that are positive.
+    """Count the share of predicted positives that are positive.
 
     It is ``tf.metrics.precision``.
 
@@ -266,7 +276,9 @@ def precision(
 def recall(
     labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
-    """Return the share of positives that are predicted positive; ``tf.metrics.recall``.
+    """Count the share of positives that are predicted positive.
+
+    It is ``tf.metrics.recall``.
 
     The result is a ``Weighted``, 0 if nothing is positive.
     Arguments and errors are those of `true_positives`.
@@ -276,7 +288,7 @@ def recall(
 
 
 def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
-    """Return the mean of ``part / whole`` over the classes.
+    """Average ``part / whole`` over the classes.
 
     A class whose ``whole`` is 0 is left out, or counts 0, as ``absent`` says.
     """
@@ -287,14 +299,14 @@ def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
 
 
 def _mean_iou(matrix: Any) -> Any:
-    """Return the mean IoU of weights that are indexed by ``[label, prediction]``."""
+    """Average the IoU of weights that are indexed by ``[label, prediction]``."""
     both = rows.library_of(matrix).diagonal(matrix)
     either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
     return _mean_over_classes(both, either, "left out")
 
 
 def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
-    """Return flat labels, predictions and weights; an invalid id has the weight NaN."""
+    """Flatten labels, predictions and weights; an invalid id weighs NaN."""
     check_whole(f"{pairs.name}: num_classes", num_classes)
     ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
@@ -309,7 +321,7 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
 def mean_iou(
     labels: Values, predictions: Values, num_classes: int, weight: Weight = None
 ) -> Tally:
-    """Return the intersection over union, averaged over classes.
+    """Average the intersection over union over classes.
 
     It is ``tf.metrics.mean_iou``.
 
@@ -352,7 +364,7 @@ def mean_per_class_accuracy(
     *,
     absent: AbsentClasses = "left out",
 ) -> Tally:
-    """Return the accuracy of each class, averaged over classes that are labels.
+    """Average the accuracy of each class over classes that are labels.
 
     It is ``tf.metrics.mean_per_class_accuracy``.
 

@@ -21,20 +21,20 @@ Curve: TypeAlias = Literal["ROC", "PR"]
 
 
 def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
-    """Return the four outcomes at each threshold, ``[n]`` each."""
+    """Add up the four outcomes at each threshold, ``[n]`` each."""
     above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
     return *above, *[x.cumsum()[:-1] for x in (yes, no)]
 
 
 def _rates(yes: Any, no: Any, rate: str) -> Any:
-    """Return a rate at each threshold, ``[n]``."""
+    """Compute a rate at each threshold, ``[n]``."""
     return quotient(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
 def _rate_at_nearest(
     yes: Any, no: Any, rate: str, fixed_rate: str, wanted: float
 ) -> Any:
-    """Return a rate at the threshold where ``fixed_rate`` is nearest to ``wanted``."""
+    """Take a rate at the threshold where ``fixed_rate`` is nearest to ``wanted``."""
     distance = abs(_rates(yes, no, fixed_rate) - wanted)
     nearest = distance.min()
     # If several thresholds are equally near, up to rounding, take the best rate. The
@@ -45,14 +45,14 @@ def _rate_at_nearest(
 
 
 def _area_under_roc(yes: Any, no: Any) -> Any:
-    """Return the sum of the trapezoids between the thresholds' points."""
+    """Add the trapezoids between the thresholds' points."""
     heights = _rates(yes, no, "sensitivity")
     widths = quotient(no[1:-1], no.sum())
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """Return the area under the precision-recall curve.
+    """Integrate the precision over the recall.
 
     Counts are interpolated between thresholds, and not the precision.
     """
@@ -72,7 +72,7 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
 
 
 def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
-    """Return the thresholds as a tuple; raise unless they ascend."""
+    """Make a tuple of the thresholds; raise unless they ascend."""
     refuse_no_numbers(f"{name}: thresholds", thresholds)
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (edges[1:] > edges[:-1]).all()
@@ -87,7 +87,7 @@ def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
 def _curves(
     pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
 ) -> Tally:
-    """Return a `Tally` of histograms of the scores.
+    """Put the scores in histograms, one of positives and one of negatives.
 
     The thresholds are given, or are a number of evenly spaced ones. ``value`` computes
     the metric from the merged histograms.
@@ -128,7 +128,7 @@ def auc(
     num_thresholds: int = 200,
     thresholds: Any = None,
 ) -> Tally:
-    """Return the area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
+    """Measure the area under the ROC or the precision-recall curve; ``tf.metrics.auc``.
 
     There are ``num_thresholds`` thresholds at equal distances from 0 to 1. A score is
     positive at the thresholds below it. Two scores between the same thresholds count as
@@ -178,7 +178,7 @@ def auc(
 def _at_nearest(
     pairs: Pairs, rate: str, fixed_rate: str, wanted: float, num_thresholds: int
 ) -> Tally:
-    """Return a `Tally` whose value is one rate, at the threshold chosen by another.
+    """Measure one rate at the threshold that another rate chooses.
 
     The threshold is the one at which ``fixed_rate`` is nearest to ``wanted``.
     """
@@ -199,7 +199,7 @@ def sensitivity_at_specificity(
     *,
     num_thresholds: int = 200,
 ) -> Tally:
-    """Return the sensitivity where the specificity is nearest to a given one.
+    """Measure the sensitivity where the specificity is nearest to a given one.
 
     It is ``tf.metrics.sensitivity_at_specificity``. The specificity is the share of
     negatives that are not above the threshold. The sensitivity is the share of
@@ -230,7 +230,7 @@ def specificity_at_sensitivity(
     *,
     num_thresholds: int = 200,
 ) -> Tally:
-    """Return the specificity where the sensitivity is nearest to a given one.
+    """Measure the specificity where the sensitivity is nearest to a given one.
 
     It is ``tf.metrics.specificity_at_sensitivity``. It works like
     `sensitivity_at_specificity`, with the two rates exchanged. Errors are those of
@@ -250,7 +250,7 @@ def specificity_at_sensitivity(
 def precision_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """Return the precision at several thresholds.
+    """Measure the precision at several thresholds.
 
     It is ``tf.metrics.precision_at_thresholds``.
 
@@ -275,7 +275,9 @@ def precision_at_thresholds(
 def recall_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Tally:
-    """Return the recall at several thresholds; ``tf.metrics.recall_at_thresholds``.
+    """Measure the recall at several thresholds.
+
+    It is ``tf.metrics.recall_at_thresholds``.
 
     The value is 0 if there are no positives. Arguments, result and errors are those of
     `precision_at_thresholds`.

@@ -125,7 +125,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         *,
         axis: Literal[0] | None = None,
     ) -> "Weighted":
-        """Return the weighted mean of ``values``, as its numerator and its denominator.
+        """Average ``values`` by weight, as a numerator and a denominator.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32. An
         element of weight 0 is left out even if its value is NaN. Its gradient may still
@@ -185,13 +185,13 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
         return Weighted(add_trees(self.sum, other.sum), self.weight + other.weight)
 
     def __add__(self, other: Any) -> "Means":
-        """Return the sum of two means, each with its own denominator; see `Means`."""
+        """Add two means, each with its own denominator; see `Means`."""
         return Means((self,)) + other
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Weighted":
-        """Return the mean times a number that is the same on all towers."""
+        """Multiply the mean by a number that is the same on all towers."""
         if isinstance(factor, Weighted | Means):
             raise ValueError(
                 "A mean times a mean is not a mean. Multiply the rows; or take one mean"
@@ -204,7 +204,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """Return the mean; NumPy arrays are divided by NumPy, in their own dtype."""
+        """Divide; NumPy arrays are divided by NumPy, in their own dtype."""
         kinds = np.ndarray | np.generic
         totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
@@ -233,7 +233,7 @@ class Weighted(_LossTerm, metaclass=_NamesOfWeighted):
 def mean_of(
     values: PyTree, weights: jax.Array, axis: int | None, dtype: Any
 ) -> Weighted:
-    """Return `Weighted.mean` of floats and weights that are already checked."""
+    """Take `Weighted.mean` of floats and weights that are already checked."""
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         # Functions of lax are used, because JAX traces each function of jnp as a
@@ -278,11 +278,11 @@ class Means(_LossTerm):
         return sum((term.value for term in self.terms), self.penalty)
 
     def compute(self) -> Any:
-        """Return the sum; NumPy computes terms of NumPy arrays, in their own dtype."""
+        """Add the terms; NumPy computes terms of NumPy arrays, in their own dtype."""
         return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
-        """Return the terms and the penalty, by their names in a step's metrics."""
+        """Name the terms and the penalty as in a step's metrics."""
         terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
         return terms | {"loss/penalty": self.penalty}
 
@@ -304,14 +304,14 @@ class Means(_LossTerm):
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Means":
-        """Return the sum, each term times a number that is the same on all towers."""
+        """Multiply each term by a number that is the same on all towers."""
         return Means(tuple(x * factor for x in self.terms), self.penalty * factor)
 
     __rmul__ = __mul__
 
 
 def penalty(value: ArrayLike) -> Means:
-    """Return a loss term that is the same on every tower and counts once.
+    """Make a loss term that is the same on every tower and counts once.
 
     An example is a penalty on the parameters. The step proves that the term is the same
     on every tower.
@@ -338,7 +338,7 @@ def penalty(value: ArrayLike) -> Means:
 
 
 def one_mean(loss: Weighted | Means) -> Weighted | None:
-    """Return the loss as one mean with the penalty in it, or None.
+    """Write the loss as one mean with the penalty in it, or None.
 
     It is None if the loss has several means.
     """
@@ -351,7 +351,7 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
 
 
 def widen(x: Any) -> Any:
-    """Return the array in at least 32 bits, so that its sum does not overflow soon."""
+    """Cast to at least 32 bits, so that a sum does not overflow soon."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = x.dtype
     if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -390,7 +390,7 @@ class Additive:
         jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
     def merge(self, other: Any) -> Any:
-        """Return the sum of both states, leaf by leaf; neither is changed.
+        """Add both states, leaf by leaf; neither is changed.
 
         It raises a ``ValueError`` if ``other`` has another class, other shapes or other
         static fields.
@@ -404,7 +404,7 @@ class Additive:
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
     def compute(self) -> Any:
-        """Return the value of the merged state, an array; each subclass defines it."""
+        """Compute the value of the merged state, an array; each subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no compute.")
 
 
@@ -417,5 +417,5 @@ class Tally(Additive):
     counted_by: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def compute(self) -> Any:
-        """Return the value of the merged sums."""
+        """Compute the value of the merged sums."""
         return self.value(*self.sums, *self.options)

@@ -105,7 +105,7 @@ class Passes(Protocol):
         ...
 
     def changed(self, **fields: Any) -> "Passes":
-        """Return the passes with these fields changed in each of them."""
+        """Change these fields in each of the passes."""
         ...
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
@@ -125,11 +125,11 @@ class Passes(Protocol):
         ...
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return the part of ``merged`` that the next pass, or the update, takes."""
+        """Choose the part of ``merged`` that the next pass, or the update, takes."""
         ...
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return the part of ``merged`` that an audit compares."""
+        """Choose the part of ``merged`` that an audit compares."""
         ...
 
     def run_whole_steps(
@@ -178,7 +178,7 @@ class PassesInOrder:
         return len(self.each) == 1 and self.each[0].trained is not None
 
     def changed(self, **fields: Any) -> "PassesInOrder":
-        """Return the passes with these fields changed in each of them."""
+        """Change these fields in each of the passes."""
         return PassesInOrder(
             tuple(dataclasses.replace(pass_, **fields) for pass_ in self.each)
         )
@@ -190,17 +190,17 @@ class PassesInOrder:
         return iter(self.each)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return what the last pass has merged."""
+        """Give what the last pass has merged."""
         return merged[-1]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return all merged results: an audit compares each of them."""
+        """Give all merged results: an audit compares each of them."""
         return merged
 
     def run_whole_steps(
         self, donated: PyTree, kept: PyTree, merged: PyTree
     ) -> tuple[PyTree, None]:
-        """Return ``merged`` unchanged, because there are no whole steps to run."""
+        """Leave ``merged`` unchanged, because there are no whole steps to run."""
         return merged, None
 
 
@@ -269,7 +269,7 @@ class Plan:
         return self.towers_train is TowersTrain.TOGETHER
 
     def towers_on(self, strategy: Strategy) -> "Plan":
-        """Return the plan on another strategy, without guards and micro-batches."""
+        """Put the plan on another strategy, without guards and micro-batches."""
         passes = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
@@ -290,7 +290,7 @@ class Plan:
         )
 
     def flagging(self) -> "Plan":
-        """Return a plan that only runs towers, and flags values that are not finite."""
+        """Run towers alone, and flag values that are not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
 
         def seen(*args: PyTree) -> tuple[PyTree]:
@@ -299,7 +299,7 @@ class Plan:
         return self._reading(passes, seen)
 
     def merging(self) -> "Plan":
-        """Return a plan that only runs towers, and returns the results of each pass."""
+        """Run towers alone, and return the results of each pass."""
 
         def merged(*args: PyTree) -> list[PyTree]:
             return self.passes.compared(args[2])
@@ -313,7 +313,7 @@ class Plan:
 def state_ins(
     strategy: Strategy, layout: TrainState | None = None
 ) -> dict[str, PyTree]:
-    """Return the layouts of a program's arguments: a state's two parts, and a batch."""
+    """Lay out a program's arguments: a state's two parts, and a batch."""
     donated, kept = split_state(layout or state_layout(strategy))
     return {"state": donated, "kept": kept, **BATCH_LAYOUT}
 
@@ -329,7 +329,7 @@ def training_plan(
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
-    """Return the plan of a training step.
+    """Plan a training step.
 
     ``update_fn`` takes the merged results, as one more pass would take them. ``fields``
     are further fields of the plan's `NextState`.
@@ -356,7 +356,7 @@ def unguarded_plan(
     *,
     changes_state: bool = False,
 ) -> Plan:
-    """Return the plan of a step that is never refused, such as an evaluation.
+    """Plan a step that is never refused, such as an evaluation.
 
     ``results_fn(state, merged)`` returns the next state and the results, from the
     merged results of all passes. The program returns ``(results,)``. With
@@ -388,7 +388,7 @@ def training_pass(
     options: StepOptions,
     **fields: Any,
 ) -> Pass:
-    """Return a pass of a training step; ``fields`` are further fields of `Pass`."""
+    """Describe a pass of a training step; ``fields`` are further ones of `Pass`."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}

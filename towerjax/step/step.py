@@ -147,7 +147,7 @@ class Step(Generic[_Result]):
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> TrainState:
-        """Return the state before the first step, placed on the strategy's devices.
+        """Make the state before the first step, on the strategy's devices.
 
         Args:
           params: Arrays, which are copied, so that yours stay usable. Or a function of
@@ -184,7 +184,7 @@ class Step(Generic[_Result]):
         return self
 
     def place(self, state: TrainState) -> TrainState:
-        """Return a copy of a state on this step's devices, e.g. one from other devices.
+        """Copy a state to this step's devices, e.g. one from other devices.
 
         Args:
           state: A ``TrainState`` of the same number of towers, or its host copy.
@@ -240,7 +240,7 @@ class Step(Generic[_Result]):
             return placed, programs(program, split_state(placed), batch, *step_flag)
 
     def __call__(self, state: PyTree, batch: PyTree) -> _Result:
-        """Return the next state, and the metrics of this step.
+        """Run one step: give the next state, and the metrics.
 
         Args:
           state: A state that ``init`` or a step returned. It is donated, so it is not
@@ -311,7 +311,7 @@ class Step(Generic[_Result]):
         return moved
 
     def to_audit(self, state: TrainState) -> tuple[Plan, TrainState]:
-        """Return the plan and the state that are proved and audited for this step."""
+        """Choose the plan and the state that are proved and audited for this step."""
         other = self.plan.audited
         return (self.plan, state) if other is None else other(state)
 
@@ -328,7 +328,7 @@ class Step(Generic[_Result]):
         local: PyTree = None,
         extra: PyTree = None,
     ) -> TrainState:
-        """Return the shapes of the state before the first step, without any device.
+        """Find the shapes of the state before the first step, without any device.
 
         Arguments are as for `init`; arrays may be ``jax.ShapeDtypeStruct``.
 
@@ -398,7 +398,7 @@ class Step(Generic[_Result]):
         return self.checks.prove_step(self, state, batch)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
-        """Return the compiled program for ``batch``; compile it if there is none yet.
+        """Get the compiled program for ``batch``; compile it if there is none yet.
 
         Args:
           state: The state; for absent devices its shapes, or those of parameters.
@@ -528,7 +528,7 @@ class Step(Generic[_Result]):
     def refused(
         self, number: int, locations: Sequence[Location] = ()
     ) -> NonFiniteError:
-        """Return the error for a refused step, with the locations that are known."""
+        """Make the error for a refused step, with the locations that are known."""
         options = {"guard": self.options.guard, "by_tower": self.plan.by_tower}
         return NonFiniteError(number % 2**32, locations, **options)
 

@@ -16,7 +16,7 @@ from towerjax.types.boundary import api_boundary
 
 @api_boundary
 def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """Return a copy for each device, as a program of `jax.pmap` takes its state.
+    """Make a copy for each device, as a program of `jax.pmap` takes its state.
 
     Args:
       tree: Arrays of any shapes. Other leaves, as of an Equinox module, stay.
@@ -37,7 +37,7 @@ def copies(tree: PyTree, devices: Sequence[Device]) -> PyTree:
 
 @api_boundary
 def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
-    """Return the rows of each device, as a program of `jax.pmap` takes its batch.
+    """Split rows over devices, as a program of `jax.pmap` takes its batch.
 
     Args:
       tree: Arrays ``[B, ...]``, where ``D`` divides ``B``.

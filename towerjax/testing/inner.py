@@ -11,7 +11,7 @@ from towerjax.types.refusals import listed
 
 @api_boundary
 def inner(outer: Callable[..., Any], name: str, /, **closed: Any) -> Callable[..., Any]:
-    """Return a function that is defined in another one, with values that you give.
+    """Take out a function that is defined in another one, with values that you give.
 
     ``outer`` is not called. The values are those of the variables of ``outer`` that the
     inner function reads. Decorators of the inner function, such as `jax.pmap`, and

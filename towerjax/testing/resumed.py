@@ -194,7 +194,7 @@ def _differences(
     steps: tuple[int, ...],
     rtol: float,
 ) -> tuple[list[Refuted], list[str]]:
-    """Return the leaves that differ, each at its first stage that does, and advice."""
+    """Find the leaves that differ, each at its first stage that does, and advise."""
     before, after = steps
     _refuse_random(at_once.between, stopped.between)
     saved = stopped.between
@@ -269,7 +269,7 @@ def _refuse_random(first: _Leaves, again: _Leaves) -> None:
 
 
 def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """Return the stages of a process that does all steps."""
+    """Do all steps in one process, and keep its stages."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -282,7 +282,7 @@ def _at_once(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """Return the stages of a process that does the first steps and saves."""
+    """Do the first steps in a process, and save."""
     before, _ = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -296,7 +296,7 @@ def _stopped(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stag
 
 
 def _resumed(named: NamedFunction, steps: tuple[int, int], folder: str) -> _Stages:
-    """Return the stages of a process that restores and does the last steps."""
+    """Restore in a new process, and do the last steps."""
     before, after = steps
     training = _made(named)
     if not isinstance(training, _Training):
@@ -397,7 +397,7 @@ def _train(
 
 
 def _ended(gave: Any, before: int) -> _Stages:
-    """Return the final state of training, with the metrics of the last steps."""
+    """Collect the final state of training, and the metrics of the last steps."""
     results = _Leaves()
     match gave:
         case (state, History() as history):
@@ -413,7 +413,7 @@ def _ended(gave: Any, before: int) -> _Stages:
 
 
 def _arrays(root: str, tree: PyTree) -> _Leaves:
-    """Return the numeric leaves by name, as arrays on the host."""
+    """Copy the numeric leaves to the host, by name."""
     leaves = [
         (n, x) for n, x in named_leaves(root, tree) if isinstance(x, NUMBER_TYPES)
     ]

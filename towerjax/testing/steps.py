@@ -33,7 +33,7 @@ class RunsOnOneTower(Protocol):
     strategy: Strategy
 
     def on_one_tower(self, strategy: Strategy) -> Any:
-        """Return a copy of the object for a strategy of one tower."""
+        """Copy the object to a strategy of one tower."""
 
 
 StepOrModel = TypeVar("StepOrModel", bound=Step | RunsOnOneTower)
@@ -214,7 +214,7 @@ def _read_tree(tree: PyTree) -> PyTree:
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
-    """Return a list of one text if the leaf differs; otherwise an empty list."""
+    """Describe how a leaf differs: a list of one text, empty if it does not."""
     a = np.asarray(key_data(a))
     b = np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -252,7 +252,7 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
 
 
 def one_tower(step: StepOrModel) -> StepOrModel:
-    """Return the step, or the model, made anew on one tower of the first device.
+    """Make the step, or the model, anew on one tower of the first device.
 
     It has the step's functions, optimizer and options, but there are no micro-batches,
     states are not donated, and ``extend=`` is left out. Batches are padded and cut as

@@ -47,7 +47,7 @@ def over_devices(
     traced: tuple[ClosedJaxpr, PyTree] | None = None,
     shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
-    """Return a function of global values that runs ``device_fn`` on every device.
+    """Run ``device_fn`` on every device, as a function of global values.
 
     ``traced`` is the jaxpr of ``device_fn`` on one of the devices, with the shapes of
     its results. ``shards`` says which mirrored leaves devices take and return as
@@ -88,7 +88,7 @@ def _trace_in_mesh(
     traced: tuple[ClosedJaxpr, PyTree] | None,
     shards: Shards | None,
 ) -> Callable[..., PyTree]:
-    """Return ``device_fn`` as a function that was traced outside of the mesh.
+    """Trace ``device_fn`` outside of the mesh, and run its jaxpr inside.
 
     Inside a mesh, values have other types than under ``jit``, and libraries that
     compare types refuse them. So ``device_fn`` is traced with the name of the device
@@ -128,7 +128,7 @@ def _trace_in_mesh(
 
 
 def closed_over_kinds(jaxpr: ClosedJaxpr) -> str:
-    """Return as text the types of those constants of a jaxpr that lie in a mesh.
+    """Write the types of those constants of a jaxpr that lie in a mesh.
 
     The text is "" if there are none.
     """
@@ -158,7 +158,7 @@ def _over_devices_by_pmap(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """Return the function of global values that runs by ``jax.pmap``, the legacy path.
+    """Run ``device_fn`` on every device by ``jax.pmap``, the legacy path.
 
     Sizes are always given, because ``reshape`` cannot infer -1 for an array without
     elements.
@@ -193,7 +193,7 @@ def _over_devices_by_pmap(
 
 
 def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree]:
-    """Return a function that applies ``fn(x, axis)`` to leaves split over devices.
+    """Apply ``fn(x, axis)`` to each leaf that is split over devices.
 
     ``axis`` is the dim of devices; mirrored leaves stay as they are.
     """
@@ -259,7 +259,7 @@ def is_in_tower_fn() -> bool:
 
 
 def in_merge_fn() -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a merge function runs."""
+    """Open the context in which a merge function runs."""
     return bind_axis(_MERGING)
 
 
@@ -332,7 +332,7 @@ def in_tower_fn() -> Iterator[None]:
 def fingerprint_of_program(
     traced: jax.stages.Traced, lowered: jax.stages.Lowered
 ) -> str:
-    """Return a program's text, with a hash of constants that the text does not show."""
+    """Join a program's text and a hash of the constants that it does not show."""
     digest = hashlib.sha256()
     for array in arrays_in(traced.jaxpr):
         array = key_data(array)

@@ -77,7 +77,7 @@ class OnTowers:
     def analyse(
         self, names: Sequence[str | None], *, is_free: bool = False
     ) -> Analysis:
-        """Return what depends on the tower; raise for equations that towers cannot run.
+        """Find what depends on the tower; refuse equations that towers cannot run.
 
         ``names`` has a name for each argument's leaf that is per tower, and None for
         others. With ``is_free`` nothing has to be the same on all towers.
@@ -225,7 +225,7 @@ def call_on_towers(
 
 
 def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
-    """Return the argument, placed on the strategy's devices unless JAX is tracing."""
+    """Place an argument on the strategy's devices, unless JAX is tracing."""
     if traced or has_tracers(x):
         return jax.tree.map(jnp.asarray, x)
     if placement.num_processes > 1 and layout is Layout.MIRRORED:
@@ -236,7 +236,7 @@ def _placed_argument(x: Any, placement: Placement, layout: Layout, traced: bool)
 def _on_device(
     call: _Call, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """Return the function that a device runs.
+    """Build the function that a device runs.
 
     It returns arrays ``[k, ...]``, and the call's other results as static data.
     """

@@ -42,7 +42,7 @@ OF_TOWERS = Rows, PerTower, TowerLocal
 
 
 def layouts_of(tree: PyTree) -> PyTree:
-    """Return a prefix tree of the layouts of merged values."""
+    """Lay out merged values: a prefix tree of their layouts."""
     return jax.tree.map(
         lambda x: Layout.PER_TOWER if is_per_tower_value(x) else Layout.MIRRORED,
         tree,
@@ -58,7 +58,7 @@ def mark_per_tower(tree: PyTree) -> PyTree:
 def unmark_per_tower(
     tree: PyTree, change: Callable[[list[PyTree]], Sequence[PyTree]] = lambda x: x
 ) -> PyTree:
-    """Return the tree with each `PerTowerValue` replaced by its value.
+    """Replace each `PerTowerValue` in a tree by its value.
 
     ``change`` gets the list of these values, and returns those to put in their place.
     """
@@ -67,7 +67,7 @@ def unmark_per_tower(
 
 
 def as_ours(returned: Any) -> Any:
-    """Return another library's loss as a `Weighted` or `TowerOutput`.
+    """Convert another library's loss to a `Weighted` or `TowerOutput`.
 
     Anything else is returned unchanged. Losses of tunix and maxtext are known by their
     fields: ``WeightedMetric(unreduced_sum, denominator)`` and
@@ -89,7 +89,7 @@ def _is_weighted(x: Any) -> bool:
 def as_tower_output(
     out: Any, loss_reduction: Reduction | None, tower: Tower | None = None
 ) -> TowerOutput:
-    """Return a loss function's result as a ``TowerOutput`` whose loss can be merged.
+    """Wrap a loss function's result in a ``TowerOutput`` that can be merged.
 
     The loss becomes a ``Weighted`` of scalars or ``Means``. A loss of another library
     is converted by `as_ours`. A bare loss has weight 0 on a tower without examples.
@@ -168,7 +168,7 @@ def _is_array(x: Any) -> bool:
 
 
 def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
-    """Return the metrics as a dict of metric states and arrays; raise for others."""
+    """Take a dict of metric states and arrays; refuse any other metrics."""
     if not hasattr(metrics, "items"):
         raise ValueError(
             f"The metrics are {metrics!r:.200}, and must be a dict of names and"

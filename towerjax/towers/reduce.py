@@ -107,7 +107,7 @@ def _reduce_global(
 
 
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
-    """Return the tree with one ``PerTower`` per leaf in place of ``PerTower`` trees.
+    """Split each ``PerTower`` of a tree into one ``PerTower`` per leaf.
 
     ``kind`` is a type that stays one part, such as a mean.
     """

@@ -16,7 +16,7 @@ KEY_NAME = "rowfree"
 
 
 def row_free_key(word: int, *, shared: bool = True) -> jax.Array:
-    """Return a key with which ``tower.rng`` draws the same for all rows and towers.
+    """Make a key with which ``tower.rng`` draws the same for all rows and towers.
 
     An audit puts it in ``state.rng``. Its data are two words. While the first word is
     even, every element of a draw is made from that word alone. `jax.random.fold_in`
@@ -58,7 +58,7 @@ def _as_ordinary(key: jax.Array) -> jax.Array:
 
 
 def _next_word(word: jax.Array) -> jax.Array:
-    """Return the next even word, by one step of a congruential generator."""
+    """Step to the next even word by a congruential generator."""
     return (word * jnp.uint32(1664525) + jnp.uint32(1013904223)) & jnp.uint32(
         ALL_TOWERS - 1
     )

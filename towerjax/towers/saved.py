@@ -25,7 +25,7 @@ from towerjax.types.trees import leaf_name, named_leaves
 
 
 def saved_values(tree: PyTree) -> PyTree:
-    """Return the tree as plain values, which any number of towers can restore.
+    """Turn a tree into plain values, which any number of towers can restore.
 
     Args:
       tree: A pytree that may hold variables, such as a ``TrainState``.
@@ -51,7 +51,7 @@ def saved_values(tree: PyTree) -> PyTree:
 
 @api_boundary
 def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
-    """Return a tree like ``like`` that holds the saved values, placed for the strategy.
+    """Put saved values in a tree like ``like``, placed for the strategy.
 
     Args:
       strategy: The towers and devices; their number may differ from when it was saved.

@@ -68,13 +68,13 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options alone, as a cached placement's devices do not pickle."""
+        """Keep the options alone, as a cached placement's devices do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class for a strategy like this one: ``plain``, or its subclass."""
+        """Choose the class for a strategy like this one: ``plain``, or a subclass."""
         return plain
 
     @property
@@ -90,7 +90,7 @@ class StrategyMethods(StrategyFields):
         remainder: Remainder = "pad",
         micro_batches: int = 1,
     ) -> DistributedDataset:
-        """Return the data set as placed batches, one per step.
+        """Place a data set's batches on the towers, one batch per step.
 
         The order is kept. ``prefetch_on_device`` batches are placed in advance.
 
@@ -142,7 +142,7 @@ _OTHERS = (
 
 
 def explain_names_of_tensorflow(name: str) -> Callable[[Any, str], Any]:
-    """Return a ``__getattr__`` that tells which class of ``tj.tf1`` has a missing name.
+    """Make a ``__getattr__`` that names the class of ``tj.tf1`` to use.
 
     ``name`` is that class, such as ``"MirroredStrategy"``.
     """
@@ -297,7 +297,7 @@ class Mirrored(StrategyMethods):
         return self.num_gpus_per_worker if self.num_gpus is None else self.num_gpus
 
     def _named_devices(self) -> tuple[str, ...] | None:
-        """Return the names of the devices that the options give, or None."""
+        """Name the devices that the options give; None if they give none."""
         if isinstance(self.devices, Absent):
             return self.devices.names
         if self.devices is not None:
@@ -378,7 +378,7 @@ Strategy = Mirrored | OneDevice
 
 
 def with_specs(strategy: Strategy, specs: Any) -> Strategy:
-    """Return the strategy with a builder's ``specs``; unchanged if they are None."""
+    """Give the strategy a builder's ``specs``; change nothing if they are None."""
     if specs is None:
         return strategy
     if not isinstance(strategy, Mirrored):
@@ -418,14 +418,14 @@ def on_those_left(strategy: Strategy) -> Strategy:
 
 
 def on_one_tower(strategy: Strategy) -> Strategy:
-    """Return a strategy of one tower, on the first device or group of devices."""
+    """Cut the strategy down to one tower, on its first device or group."""
     if strategy.placement.within:
         return on_one_group(strategy, 1)
     return strategy._class_like(OneDevice)(strategy.placement.devices[0])
 
 
 def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
-    """Return a strategy of ``towers`` towers on the devices of a single tower.
+    """Put ``towers`` towers on the devices of a single tower.
 
     They are devices of this process. With ``narrow`` the strategy uses one device, and
     the axes within a tower have size 1.
@@ -494,7 +494,7 @@ def check_roles(builder: str, **functions: Any) -> None:
 
 
 def _is_schedule(x: Any) -> bool:
-    """Return whether a value may be an optax schedule, a function of the step."""
+    """Guess by its argument's name whether a value is an optax schedule."""
     try:
         names = [*inspect.signature(x).parameters]
     except (TypeError, ValueError):
@@ -573,7 +573,7 @@ def _check_axis_name(name: Any) -> None:
 
 
 def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
-    """Return the axes within a tower as pairs; raise if names or sizes are wrong."""
+    """List the axes within a tower as pairs; raise if names or sizes are wrong."""
     axes: Any = list(within.items()) if isinstance(within, Mapping) else within
     pairs: Any = axes if isinstance(axes, list | tuple) else [None]
     if not all(isinstance(x, tuple) and len(x) == 2 for x in pairs):

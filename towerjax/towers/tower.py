@@ -251,7 +251,7 @@ class Tower:
     def mean(
         self, values: PyTree, weight: ArrayLike, *, axis: Literal[0] | None = None
     ) -> PyTree:
-        """Return the mean over all towers' rows, the same on each tower.
+        """Average over all towers' rows; the result is the same on each tower.
 
         ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: see `reduce`.
 
@@ -310,7 +310,7 @@ class Tower:
         return jax.tree.map(lambda x: join_rows(x, axis), rows, is_leaf=is_rows)
 
     def assign(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable with a new value.
+        """Give a variable a new value.
 
         A mirrored variable takes the towers' values, reduced by its own reduction, and
         stays the same on all towers. A tower-local variable takes this tower's value.
@@ -338,11 +338,11 @@ class Tower:
         return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable plus the value, which is reduced as by `assign`."""
+        """Add a value to a variable; it is reduced as by `assign`."""
         return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
-        """Return the variable minus the value, which is reduced as by `assign`."""
+        """Subtract a value from a variable; it is reduced as by `assign`."""
         return self._assign(variable, value, operator.sub)
 
     def _assign(
@@ -385,7 +385,7 @@ def is_in_step(tower: Tower) -> bool:
 
 
 def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """Return what `tower_of` needs to make a copy of this tower: axes and arguments."""
+    """Take what `tower_of` needs to copy this tower: axes and arguments."""
     context = tower._context
     return context.axes, {
         "tower_id": tower.id,
@@ -405,7 +405,7 @@ def tower_of(
     micro_batches: int = 1,
     **context: Any,
 ) -> Tower:
-    """Return the `Tower` for a tower function; ``state`` is None outside a step."""
+    """Make the `Tower` for a tower function; ``state`` is None outside a step."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
     extra = getattr(state, "extra", None)
@@ -422,7 +422,7 @@ def tower_of(
 
 
 def inputs_in_tower(state: Any, rows: PyTree, tower: Tower) -> tuple[Any, PyTree]:
-    """Return a tower function's replicated arguments, and its per-tower arguments.
+    """Split what a tower function reads into replicated and per-tower values.
 
     ``state`` is a `TrainState`.
     """

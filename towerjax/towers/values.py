@@ -52,7 +52,7 @@ def is_mergeable(leaf: Any) -> bool:
 
 
 def as_native(root: str, tree: PyTree) -> PyTree:
-    """Return the tree with arrays in the machine's byte order.
+    """Bring the arrays of a tree to the machine's byte order.
 
     Raises, with the name ``root``, if devices cannot hold an array.
     """
@@ -62,7 +62,7 @@ def as_native(root: str, tree: PyTree) -> PyTree:
 
 
 def unpad_batches(tree: PyTree) -> PyTree:
-    """Return the tree with each placed batch replaced by its towers' rows."""
+    """Replace each placed batch in a tree by its towers' rows."""
     has_batch = parts_of(PlacedBatch, tree)  # otherwise the same objects are returned
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree) if has_batch else tree
 
@@ -138,13 +138,13 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
 
 
 def copies_by_leaf(variable: variables.TowerLocal) -> variables.TowerLocal:
-    """Return the variable with each leaf ``[T, ...]`` as a ``PerTower``."""
+    """Wrap each leaf ``[T, ...]`` of the variable in a ``PerTower``."""
     variables.refuse_own_copy(variable)
     return jax.tree.map(PerTower, variable, is_leaf=is_rows)
 
 
 def values_of_towers(value: Any, num_towers: int) -> list[Any]:
-    """Return a list with each tower's tree; a replicated value gives a list of one."""
+    """List each tower's tree; a replicated value gives a list of one."""
     if not parts_of(PerTower | variables.TowerLocal, value):
         return [value]
     value = map_parts(variables.TowerLocal, lambda x: copies_by_leaf(x).value, value)
@@ -155,7 +155,7 @@ def values_of_towers(value: Any, num_towers: int) -> list[Any]:
 
 
 def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
-    """Return the tree with each ``PerTower`` replaced by one tower's value."""
+    """Replace each ``PerTower`` in a tree by one tower's value."""
 
     def value_of(x: PerTower) -> PyTree:
         if is_tuple(x.values):
@@ -167,7 +167,7 @@ def tree_of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
-    """Return the ``T`` towers' values as a list; ``[value]`` if it is replicated."""
+    """List the ``T`` towers' values; ``[value]`` if the value is replicated."""
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 
@@ -203,7 +203,7 @@ def copy_to_first_cpu(value: PyTree) -> PyTree:
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
-    """Return the tree with the first process's arrays and numbers, on all devices."""
+    """Replace a tree's arrays and numbers by those of the first process."""
     if placement.num_processes == 1 or is_traced(tree):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
@@ -217,7 +217,7 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def _names_of(destinations: Any) -> tuple[str, ...]:
-    """Return the canonical names of the devices of ``destinations``."""
+    """Find the canonical names of the devices of ``destinations``."""
     arrays = jax.tree.leaves(destinations)
     devices = destinations
     if arrays and all(isinstance(x, jax.Array) for x in arrays):

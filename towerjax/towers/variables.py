@@ -142,13 +142,13 @@ def is_per_tower(x: Any) -> bool:
 
 
 def label(variable: Variable) -> str:
-    """Return the name of a variable in error messages."""
+    """Name a variable for error messages."""
     kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
-    """Return the value, cast to the variable's dtypes; raise if it does not fit.
+    """Cast a value to the variable's dtypes; raise if it does not fit.
 
     With ``reads`` the variable has copies ``[T, ...]``, and ``value`` is what they are
     to reduce to. It may have the dtype of the copies or of their reduction.
@@ -220,7 +220,7 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """Return a tower-local variable's copies ``[T, ...]`` that reduce to ``value``."""
+    """Make a tower-local variable's copies ``[T, ...]`` that reduce to ``value``."""
     refuse_own_copy(variable)
     reduction = variable.reduction
     adds_up = reduction is not Reduction.NONE and multiplies(reduction)
@@ -259,7 +259,7 @@ def plain(value: PyTree) -> PyTree:
 
 
 def layouts_by_type(value: PyTree) -> PyTree:
-    """Return a prefix tree of layouts: PER_TOWER for variables and per-tower values."""
+    """Lay out variables and per-tower values PER_TOWER, all others MIRRORED."""
     return jax.tree.map(
         lambda x: Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED,
         value,
@@ -292,7 +292,7 @@ def assign_in_tower(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Variable:
-    """Return the variable with a new value, as a tower function assigns it.
+    """Assign a new value to a variable, inside a tower function.
 
     ``combine(old, new)`` gives the value to assign, such as their sum. ``reduce``
     reduces the towers' values of a mirrored variable.
@@ -344,7 +344,7 @@ def refuse_own_copy(variable: Variable) -> None:
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """Return tower-local variables with these values, the inverse of `plain`."""
+    """Put these values in tower-local variables, the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -367,7 +367,7 @@ def check_tower_local(local: PyTree) -> PyTree:
 
 
 def read_local(local: PyTree) -> PyTree:
-    """Return the tree with each variable replaced by its one value, outside of a step.
+    """Replace each variable in a tree by its one value, outside of a step.
 
     Args:
       local: A ``TowerLocal`` of a ``TrainState``, or any pytree; leaves that are not

@@ -22,7 +22,7 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # the standard librar
 
 
 def api_boundary(fn: _F) -> _F:
-    """Return the function, with explained errors and short tracebacks.
+    """Wrap a function so that errors are explained and tracebacks are short.
 
     Tracebacks are filtered like those of JAX: they have only the user's frames.
     """
@@ -52,7 +52,7 @@ def api_boundary(fn: _F) -> _F:
 
 
 def api_boundaries(cls: _C) -> _C:
-    """Return the class with each public method that it defines as an `api_boundary`."""
+    """Make each public method that a class defines an `api_boundary`."""
     for name, x in vars(cls).items():
         is_open = name[0] != "_" or name in ("__call__", "__init__")
         if isinstance(x, types.FunctionType) and is_open:
@@ -73,7 +73,7 @@ def _tidy(error: BaseException | None) -> None:
 def _of_others(
     trace: types.TracebackType | None, below_ours: bool = False
 ) -> types.TracebackType | None:
-    """Return the traceback without the frames of towerjax and JAX.
+    """Drop the frames of towerjax and JAX from a traceback.
 
     Frames of Python's own library that these call are left out, too.
     """

@@ -78,7 +78,7 @@ class Package(ModuleType):
 
 
 def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__``, which imports names when they are first read.
+    """Make a module's ``__getattr__`` that imports names when first read.
 
     Args:
       module: The module's ``__name__``.
@@ -105,7 +105,7 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 def _note_on(name: str) -> str:
-    """Return advice on a name that a namespace lacks: what to write in its place."""
+    """Advise on a name that a namespace lacks: what to write in its place."""
     if known := advice_on_name(name):
         return known
     if place := next(_places_of(name), None):

@@ -132,7 +132,7 @@ _TEXTS = {
 
 
 def says(error: BaseException, pattern: str) -> re.Match[str] | None:
-    """Return the match of a pattern in an error's text, or None.
+    """Match a pattern in the text of an error that is not our own; else None.
 
     It is None for our own errors, which already have their remedy.
     """
@@ -182,7 +182,7 @@ def _is_of_frames(note: str) -> bool:
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
-    """Return advice for a function that was called with wrong arguments, or ""."""
+    """Advise on a function that was called with wrong arguments, or ""."""
     called, _, rest = text.partition("() ")
     if called != fn.__qualname__:
         return ""
@@ -205,7 +205,7 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
 
 
 def _example_of(fn: Callable[..., Any]) -> str:
-    """Return a call of a function or its class, from the example in its docstring."""
+    """Find a call of a function or its class in the docstring's example."""
     from doctest import DocTestParser  # imports a debugger, which is slow
 
     name, is_method, _ = fn.__qualname__.partition(".")
@@ -216,7 +216,7 @@ def _example_of(fn: Callable[..., Any]) -> str:
 
 
 def _of_unpacked(error: Exception) -> str:
-    """Return advice if the user's line unpacks a dict, which yields keys; else ""."""
+    """Advise if the user's line unpacks a dict, which yields keys; else ""."""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if frame.f_globals.get("__name__", "").partition(".")[0] in ("towerjax", "jax"):
@@ -235,7 +235,7 @@ def _of_unpacked(error: Exception) -> str:
 
 
 def _of_value(error: Exception) -> str:
-    """Return what a value has, if the user's line asks for what it lacks; else "".
+    """Tell what a value has, if the user's line asks for what it lacks; else "".
 
     For a missing key these are the keys; for a missing attribute, what the value is.
     """
@@ -273,7 +273,7 @@ def noted(note: str | None) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
-    """Return a ``__getattr__`` whose error says what to write for a missing name.
+    """Make a ``__getattr__`` whose error says what to write for a missing name.
 
     Hide it from type checkers, which would accept every name.
     """
@@ -288,7 +288,7 @@ def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str
 
 
 def advice_on_name(name: str) -> str:
-    """Return what to write here for a name of another library; "" if unknown."""
+    """Say what to write here for a name of another library; "" if unknown."""
     return _NAMES.get(name, "")
 
 
@@ -329,7 +329,7 @@ jax.tree_util.register_pytree_node(
 
 
 def frozen(cls: _Class) -> _Class:
-    """Return the frozen dataclass ``cls``, changed to give advice in one error.
+    """Change the frozen dataclass ``cls`` to give advice in one error.
 
     The error for an assignment to a field then says to use ``replace``.
     """

@@ -67,7 +67,7 @@ def cast_ints(options: Any) -> None:
 
 
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Return a list of whole numbers as a tuple; raise unless there is at least one."""
+    """Make a tuple of whole numbers; raise unless there is at least one."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
         refuse_option(name, numbers, "a list of one or more whole numbers")
     for i, number in enumerate(numbers):
@@ -76,7 +76,7 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Return the different numbers of a list; raise unless there are at least two."""
+    """Drop repeated numbers from a list; raise unless two or more are left."""
     different = tuple(dict.fromkeys(check_wholes(name, numbers)))
     if len(different) < 2:
         raise ValueError(f"{name}={numbers!r} must be two or more different numbers.")
@@ -84,7 +84,7 @@ def check_different(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
-    """Return the items of a list, tuple or similar, as a tuple; raise for text.
+    """Make a tuple of a list's items; raise for text.
 
     Raises for other values, too.
     """
@@ -140,7 +140,7 @@ def opening(name: str, path: Any) -> Iterator[None]:
 
 
 def require(module: str, needed_by: str, install: str) -> Any:
-    """Return a module of an optional package; raise with the command to install it."""
+    """Import a module of an optional package; the error says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -203,7 +203,7 @@ def _is_in_another_order(names: Sequence[str], taken: Sequence[str]) -> bool:
 def _misnamed(
     signature: inspect.Signature, arguments: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """Return the reason why a keyword's name is wrong, and what to write; or None."""
+    """Explain why a keyword's name is wrong, and what to write; None if none is."""
     known = signature.parameters
     for name in arguments:
         near = difflib.get_close_matches(name, known, 1)
@@ -225,7 +225,7 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
 
 
 def short_repr(self: Any) -> str:
-    """Return the call that makes an equal object, without arguments at defaults."""
+    """Write the call that makes an equal object, without arguments at defaults."""
     fields = [
         f"{field.name}={getattr(self, field.name)!r}"
         for field in dataclasses.fields(self)

@@ -26,7 +26,7 @@ _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def _is_narrow(kind: Any) -> Callable[[Any], bool]:
-    """Return a test for dtypes with elements of less than a byte.
+    """Make a test for dtypes with elements of less than a byte.
 
     Several elements then share a byte.
     """
@@ -67,7 +67,7 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
-    """Return why no device can hold a leaf, and what to write.
+    """Explain why no device can hold a leaf, and what to write.
 
     Returns None if devices can hold it.
     """
@@ -104,7 +104,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
 
 
 def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
-    """Return why a leaf has no row for each example, and what to write.
+    """Explain why a leaf has no row for each example, and what to write.
 
     Returns None if it has rows.
     """
@@ -121,7 +121,7 @@ def _advice_on(dtype: Any) -> str | None:
 
 
 def overflow_of(leaf: Any) -> Any:
-    """Return an element of the leaf that devices cannot hold, or None.
+    """Find an element of the leaf that devices cannot hold, or None.
 
     An example is 2**40 where devices have 32 bits.
     """
@@ -156,7 +156,7 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
 
 
 def together(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a text ``"name is problem"`` per leaf.
+    """Write a text ``"name is problem"`` per leaf.
 
     Leaves with the same problem, and leaves of one list, share a text.
     """
@@ -183,28 +183,28 @@ def refuse_no_numbers(name: str, x: Any) -> None:
 
 
 def a_type(x: Any) -> str:
-    """Return the name of a value's type, with its article: ``"an int"``."""
+    """Name a value's type, with its article: ``"an int"``."""
     name = type(x).__name__
     article = "an" if name.startswith((*"aeioAEIO", "nd")) else "a"
     return f"{article} {name}"
 
 
 def types_of(x: Any) -> str:
-    """Return the name of a value's type; of a tuple or list, its elements' types."""
+    """Name a value's type; for a tuple or list, the types of its elements."""
     if not isinstance(x, tuple | list):
         return a_type(x)
     return f"({', '.join(map(a_type, x))})"
 
 
 def shown(x: Any) -> str:
-    """Return a value and its type as text, on one short line."""
+    """Show a value and its type as text, on one short line."""
     text = " ".join(repr(x).split())
     text = text if len(text) <= 60 else f"{text[:56]} ..."
     return f"{text} of type {type(x).__name__}"
 
 
 def printable(text: str) -> str:
-    """Return a text with what is not printable written as ``repr`` writes it.
+    """Write the unprintable characters of a text as ``repr`` does.
 
     Files may come from others, and a terminal obeys the escapes that it is given.
     """
@@ -214,19 +214,19 @@ def printable(text: str) -> str:
 
 
 def few(items: Iterable[Any]) -> list[str]:
-    """Return the first eight items as texts, and how many others there are."""
+    """List the first eight items as texts, and how many others there are."""
     texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
 
 
 def listed(items: Iterable[Any]) -> str:
-    """Return the texts of `few`, joined by semicolons."""
+    """Join the texts of `few` by semicolons."""
     return "; ".join(few(items))
 
 
 def unlike(actual: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return a text for each leaf that differs from what is expected.
+    """Write a text for each leaf that differs from what is expected.
 
     Both arguments map a leaf's name to a description, such as its shape.
     """
@@ -242,7 +242,7 @@ def unlike(actual: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
 
 
 def kind_of(leaf: Any) -> str:
-    """Return a leaf's dtype on a device, and its shape, as ``"float32[4, 3]"``."""
+    """Describe a leaf's dtype on a device, and its shape: ``"float32[4, 3]"``."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{held_dtype(dtype)}{list(jnp.shape(leaf))}"
 
@@ -253,7 +253,7 @@ def differences(
     expected: PyTree,
     describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """Return texts on the leaves that differ.
+    """Describe the leaves that differ.
 
     If no leaf differs, the one text is on the first container that differs.
     """
@@ -300,7 +300,7 @@ def check_like(
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """Return ``after`` without weak types; raise if a type has changed.
+    """Drop weak types from ``after``; raise if a type has changed.
 
     The trees, shapes and dtypes must be those of ``before``. ``culprit`` names the
     function to look at.
@@ -314,7 +314,7 @@ def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTre
 
 
 def _differing(got: Any, expected: Any) -> tuple[Any, Any]:
-    """Return the first nodes in which two tree structures differ."""
+    """Find the first nodes in which two tree structures differ."""
     if got.node_data() != expected.node_data():
         return got, expected
     pairs = zip(got.children(), expected.children(), strict=False)
@@ -326,7 +326,7 @@ class Portable(Exception):
     """An error that can be copied and pickled with its text, attributes and notes."""
 
     def __reduce__(self) -> Any:
-        """Return what copying and pickling need: text and attributes.
+        """Copy and pickle by text and attributes.
 
         The copy is made without a call of the constructor.
         """

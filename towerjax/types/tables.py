@@ -57,7 +57,7 @@ class Table:
 
 
 def as_text(tables: Sequence[Table]) -> Lines:
-    """Return the tables as plain lines."""
+    """Write the tables as plain lines."""
     lines = []
     for table in tables:
         lines += ["", table.title] if lines else [table.title]
@@ -73,7 +73,7 @@ def as_text(tables: Sequence[Table]) -> Lines:
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:
-    """Return tables as rich shows them, for ``_repr_mimebundle_``."""
+    """Draw tables by rich, for ``_repr_mimebundle_``."""
     from rich.table import Table as RichTable
     from rich.text import Text  # In a Text rich does not read brackets as markup.
 
@@ -92,7 +92,7 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
 
 def drawn(*values: Any) -> dict[str, str]:
-    """Return values as rich shows them, as text and HTML, for ``_repr_mimebundle_``."""
+    """Draw values by rich as text and HTML, for ``_repr_mimebundle_``."""
     from rich.console import Console
 
     console = Console(
@@ -105,7 +105,7 @@ def drawn(*values: Any) -> dict[str, str]:
 
 
 def picture(panels: int = 1) -> tuple["Figure", Any]:
-    """Return a figure for notebooks, with ``panels`` axes side by side, and these axes.
+    """Make a figure for notebooks, and ``panels`` axes side by side.
 
     It raises a ``ValueError`` if Matplotlib is not installed.
     """
@@ -125,23 +125,23 @@ def picture(panels: int = 1) -> tuple["Figure", Any]:
 
 
 def number_of(count: int, one: str, many: str | None = None) -> str:
-    """Return a number of things as text, such as "1 device" and "1,024 devices"."""
+    """Count things in words, such as "1 device" and "1,024 devices"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def in_bytes(count: float) -> str:
-    """Return a number of bytes as text with a unit."""
+    """Write a number of bytes with a unit."""
     return _with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def in_flops(count: float) -> str:
-    """Return a number of FLOPs as text with a unit."""
+    """Write a number of FLOPs with a unit."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
     return _with_unit(count, 1000, units)
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time as text with a unit."""
+    """Write a time with a unit."""
     if seconds == 0:
         return "0 s"
     return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
@@ -162,7 +162,7 @@ class Shown:
     """A base class of objects that are shown as their ``tables()``."""
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables that are shown."""
+        """List the tables that are shown."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ class Shown:
 def leaf_table(
     title: str, leaves: Iterable[tuple[str, Any, str | None]], most: int = 40
 ) -> Table:
-    """Return a table with a row per leaf: shape, dtype, bytes and layout.
+    """Make a table with a row per leaf: shape, dtype, bytes and layout.
 
     Bytes are given for the whole leaf and for one device. At most ``most`` rows are
     shown.
@@ -203,7 +203,7 @@ def leaf_table(
 
 
 def layout_of(leaf: Any) -> str:
-    """Return the layout of a leaf on its devices, in a word or two."""
+    """Describe a leaf's layout on its devices, in a word or two."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "shape only"
     if not isinstance(leaf, jax.Array):

@@ -14,17 +14,17 @@ from towerjax.types.values import PyTree
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf in errors, e.g. ``batch['image']``."""
+    """Name a leaf for errors, e.g. ``batch['image']``."""
     return f"{root}{jax.tree_util.keystr(path)}"
 
 
 def key_name(entry: Any) -> str:
-    """Return one entry of a key path as text: the key, index or attribute."""
+    """Write one entry of a key path as text: the key, index or attribute."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
 def name_by_key(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf whose first key already names the value.
+    """Name a leaf whose first key already names the value.
 
     Unlike `leaf_name` it needs no root.
     """
@@ -35,13 +35,13 @@ def name_by_key(path: tuple[Any, ...]) -> str:
 
 
 def names_by_key(tree: PyTree) -> list[str]:
-    """Return the `name_by_key` of each leaf, in tree order."""
+    """Name each leaf by `name_by_key`, in tree order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [name_by_key(path) for path, _ in leaves]
 
 
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """Return ``(name, leaf)`` of every leaf, in tree order."""
+    """List ``(name, leaf)`` of every leaf, in tree order."""
     try:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     except ValueError:
@@ -52,7 +52,7 @@ def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str
 
 
 def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """Return ``(name, leaf)`` of every leaf in tree order, with ``/`` between keys."""
+    """List ``(name, leaf)`` of every leaf in tree order, with ``/`` between keys."""
     keystr = jax.tree_util.keystr
     return [
         ("/".join(filter(None, [root, keystr(path, simple=True, separator="/")])), leaf)
@@ -95,24 +95,24 @@ def _is_unsortable(x: Any) -> bool:
 
 
 def _is_of(kind: Any) -> Callable[[Any], bool]:
-    """Return a test for instances of ``kind`` that runs no code of their class."""
+    """Make a test for instances of ``kind`` that runs no code of their class."""
     return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Return the tree with ``fn`` applied to each node of class ``kind``."""
+    """Apply ``fn`` to each node of class ``kind`` in a tree."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_of(kind))
     return treedef.unflatten([fn(x) if isinstance(x, kind) else x for x in leaves])
 
 
 def parts_of(kind: Any, tree: PyTree) -> list[Any]:
-    """Return the nodes of class ``kind``, in tree order."""
+    """List the nodes of class ``kind``, in tree order."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_of(kind))
     return [x for x in nodes if isinstance(x, kind)]
 
 
 def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
-    """Return the tree with its nodes of class ``kind`` replaced, in tree order.
+    """Replace the nodes of class ``kind`` in a tree, in tree order.
 
     ``new`` has the nodes to put in their places.
     """
@@ -140,7 +140,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def held_dtype(dtype: Any) -> Any:
-    """Return the dtype that an array of ``dtype`` gets when placed on a device."""
+    """Find the dtype that an array of ``dtype`` gets when placed on a device."""
     return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
 
 
@@ -161,28 +161,28 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 def native(leaf: Any) -> Any:
-    """Return the leaf with arrays in the machine's byte order, which JAX requires."""
+    """Bring an array to the machine's byte order, which JAX requires."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
         return leaf.astype(leaf.dtype.newbyteorder("="))
     return leaf
 
 
 def own_array(leaf: Any) -> jax.Array:
-    """Return a leaf as a JAX array that shares no memory with a NumPy array."""
+    """Make a JAX array that shares no memory with a NumPy array."""
     # ``jnp.asarray`` alone would compile a program for each shape and dtype.
     is_host = isinstance(leaf, np.ndarray | np.generic)
     return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
 
 def widen_dtype(dtype: Any) -> Any:
-    """Return the dtype in which values of ``dtype`` are added: float32 or wider."""
+    """Choose the dtype in which to add values of ``dtype``: float32 or wider."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         return jnp.dtype(jnp.float32)  # JAX would not promote a float of 8 bits
     return promote_dtypes(dtype, jnp.float32)
 
 
 def promote_dtypes(*dtypes: Any) -> Any:
-    """Return the dtype that holds values of all these dtypes, as JAX promotes them."""
+    """Find the dtype that holds values of all these dtypes, as JAX promotes them."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -194,7 +194,7 @@ def is_key(x: Any) -> bool:
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """Return the words of a typed key, or any other array unchanged.
+    """Take the words out of a typed key; leave any other array unchanged.
 
     Collectives can send the words, but not a key.
     """
@@ -202,14 +202,14 @@ def key_data(x: jax.Array) -> jax.Array:
 
 
 def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
-    """Return ``data`` as a random key if ``x`` is one; the inverse of `key_data`."""
+    """Make ``data`` a random key if ``x`` is one; the inverse of `key_data`."""
     if not is_key(x):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 def names_from(roots: Sequence[str], values: Sequence[PyTree]) -> list[str]:
-    """Return the names of all leaves of several trees, each with its root in front.
+    """Name all leaves of several trees, each with its root in front.
 
     If a root is "", the tree's first keys name its leaves.
     """

@@ -71,11 +71,11 @@ class Sum:
     value: Any
 
     def merge(self, other: "Sum") -> "Sum":
-        """Return the sum of both values, leaf by leaf."""
+        """Add both values, leaf by leaf."""
         return Sum(jax.tree.map(operator.add, self.value, other.value))
 
     def compute(self) -> Any:
-        """Return the total."""
+        """Give the total."""
         return self.value
 
 

@@ -6,6 +6,6 @@ _DOCS = "https://github.com/towerjax/towerjax/blob/main/docs"
 
 
 def page(name: str, section: str = "") -> str:
-    """Return the address of a page, such as ``how_to/sweeps``, or of its section."""
+    """Make the address of a page, such as ``how_to/sweeps``, or of its section."""
     anchor = "#" + section.lower().replace(" ", "-") if section else ""
     return f"{_DOCS}/{name}.md{anchor}"

@@ -1,7 +1,16 @@
 """Which rule merges a leaf that towers return: an `Accumulator` for each type.
 
-An `Accumulator` merges values over the micro-batches of a tower, and then over all
-towers.
+A rule is four functions of one loop. It merges the values of a tower's micro-batches,
+and then those of all towers::
+
+    total = rule.start(values[0])
+    for i, value in enumerate(values):  # one for each micro-batch
+        total, stored[i] = rule.add(total, value)
+    of_tower = rule.finish(total, stored)
+    of_all_towers = rule.merge(of_tower, axes)
+
+The loop is a ``scan``. A tower without micro-batches has one value, which goes straight
+to ``merge``. The comment on each rule below says what the loop becomes.
 """
 
 import dataclasses
@@ -48,7 +57,7 @@ class Accumulator:
 def _joined(
     join: Callable[[PyTree], PyTree], merge: Callable[[PyTree, TowerAxes], PyTree]
 ) -> Accumulator:
-    """Return an accumulator that stores each micro-batch's value, to join all later."""
+    """Store the value of each micro-batch, and join all of them at the end."""
 
     def start(value: PyTree) -> None:
         return None
@@ -63,7 +72,7 @@ def _joined(
 
 
 def _added() -> Accumulator:
-    """Return an accumulator that adds the values of micro-batches.
+    """Add the values of micro-batches.
 
     Its ``merge`` adds nothing: the sums over towers are taken for all leaves together,
     in few all-reduces.
@@ -82,7 +91,7 @@ def _added() -> Accumulator:
 
 
 def _carried() -> Accumulator:
-    """Return an accumulator that hands each micro-batch's value to the next one.
+    """Hand the value of each micro-batch to the next one.
 
     The tower's value is that of the last micro-batch.
     """
@@ -97,7 +106,7 @@ def _carried() -> Accumulator:
 
 
 def _total(total: PyTree, nothing: None) -> PyTree:
-    """Return the last total as the tower's value; nothing was stored."""
+    """Take the last total as the tower's value; no value was stored."""
     return total
 
 
@@ -148,17 +157,32 @@ def _refuse_several(value: PyTree) -> PyTree:
     )
 
 
+# Sums and means: total = 0; total += value; of_tower = total. The sums over towers are
+# taken for all leaves together, before ``merge``, which changes nothing.
 ADDED = _added()
-SHOWN = _added()  # for metrics, which may be NaN: no guard checks them
+# Metrics, in the same way. They may be NaN: no guard checks them.
+SHOWN = _added()
+# Metric states that cannot be added: of_tower merges all stored values, and
+# of_all_towers merges those of all towers.
 MERGED = _joined(merge_stacked, _merge_states)
+# Rows of tables: of_tower joins the stored rows, and of_all_towers those of all towers.
+# Rows with one index add up.
 JOINED = _joined(_add_table_rows, _merge_table_rows)
-# This is for bare arrays, which are proved to be the same on all towers.
+# Bare arrays, which are proved to be the same in all micro-batches and on all towers:
+# of_tower = values[-1], and of_all_towers is that of the device's first tower.
 SAME = _joined(_last, _first)
+# `Rows`: of_tower is the stored rows, joined. The device's towers are joined, too, and
+# the result stays per tower.
 ROWS = _joined(concat_rows, _rows_of_batch)
+# Tower-local variables: total = the variable; total = value; of_tower = total. The
+# next micro-batch reads the total, and the result stays per tower.
 CARRIED = _carried()
+# Bare arrays in a `PerTower`: the value of the one micro-batch, which stays per tower.
+# ``start`` refuses several micro-batches.
 PER_TOWER = dataclasses.replace(_joined(_last, _stay_per_tower), start=_refuse_several)
 
 _ADDITIVE = ADDED, SHOWN
+# Sums and states in a `PerTower`: merged over micro-batches, and not over towers.
 _KEPT = {
     x: dataclasses.replace(x, merge=_stay_per_tower) for x in (ADDED, MERGED, JOINED)
 }
@@ -249,7 +273,7 @@ def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
 
 
 def values_of(tree: PyTree) -> PyTree:
-    """Return the tree with the plain value in place of each `Returned`."""
+    """Replace each `Returned` in a tree by its plain value."""
     return map_parts(Returned, lambda x: x.value, tree)
 
 
@@ -323,7 +347,7 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
 
 
 def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return ``(path, value)`` pairs; a value of type ``kind`` counts as one leaf."""
+    """List ``(path, value)`` pairs; a value of type ``kind`` counts as one leaf."""
 
     def is_kind(x: Any) -> bool:
         return isinstance(x, kind)
@@ -332,12 +356,12 @@ def _leaves_of_kind(kind: Any, tree: PyTree) -> list[tuple[tuple[Any, ...], Any]
 
 
 def _types_of(values: list[Any]) -> list[str]:
-    """Return the dtype and shape of each array in ``values``, as text."""
+    """Write the dtype and shape of each array in ``values`` as text."""
     return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(values)]
 
 
 def parts_of_tower(tree: PyTree) -> list[NamedPart]:
-    """Return a tower's sums by name, each labelled loss, gradient, metric or value.
+    """Name a tower's sums, and label each loss, gradient, metric or value.
 
     They are sorted in this order.
     """
@@ -357,7 +381,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def arrays_of_tower(tree: PyTree) -> list[NamedPart]:
-    """Return all arrays that a tower returned, in tree order, each with its part."""
+    """List all arrays that a tower returned, in tree order, each with its part."""
     named = []
     for path, x in jax.tree_util.tree_leaves_with_path(values_of(tree)):
         keys = [key_name(key) for key in path] or ["result"]
@@ -369,7 +393,7 @@ def arrays_of_tower(tree: PyTree) -> list[NamedPart]:
 
 
 def states_of(per_tower: PerTower) -> PyTree:
-    """Return a `PerTower`'s values, with None for each bare array among them."""
+    """Take a `PerTower` apart, with None for each bare array in it."""
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, per_tower.values, is_leaf=is_typed
     )
@@ -386,7 +410,7 @@ def _to_array(name: str, x: Any) -> jax.Array:
 
 
 def _check_leaf(name: str, x: Any, rows: int) -> Any:
-    """Return a leaf such as `Rows`, `Sum` or a metric state, after a check.
+    """Check a leaf such as `Rows`, `Sum` or a metric state.
 
     Its rows must be ``rows``. A metric's dtypes are widened, because micro-batches and
     towers are added up.

@@ -22,7 +22,7 @@ from towerjax.types import PyTree
 def dim_of_shards(
     ops: CrossTowerOps, params: PyTree, axes: TowerAxes
 ) -> Callable[[Any], int | None]:
-    """Return a function that tells along which dim a sum is scattered, or None.
+    """Build the function that tells along which dim a sum is scattered, or None.
 
     A sum that has the shape of a sharded parameter is scattered along the dim of that
     parameter's shards. This needs an op that sends the sum alone, outside the flat
@@ -41,7 +41,7 @@ def dim_of_shards(
 def sums_in_shards(
     run: Callable[..., PyTree], dim_of: Callable[[Any], int | None]
 ) -> Callable[..., PyTree]:
-    """Return ``run`` as a function that accepts shards, and scatters its sums.
+    """Let ``run`` accept shards, and scatter its sums.
 
     ``run(*args)`` returns ``(sums, rest)``. ``dim_of(x)`` gives the dim along which a
     sum is scattered, or None.
@@ -56,7 +56,7 @@ def sums_in_shards(
 def targets_of(
     ops: CrossTowerOps, trained: PyTree, axes: TowerAxes, tables: Iterable[int | None]
 ) -> Targets:
-    """Return the arrays by which a loss is differentiated.
+    """Choose the arrays by which a loss is differentiated.
 
     ``tables`` are the indices of those trained leaves that are tables. A table's
     gradient has only the rows that were looked up, so it is never scattered.
@@ -114,7 +114,7 @@ class Added:
         return cls(sum_over_towers(ops, rest, axes), shards, number)
 
     def tree(self) -> PyTree:
-        """Return all sums, in the structure of the trees that were added."""
+        """Put the sums back in the structure of the trees that were added."""
         if not jax.tree.leaves(self.shards):
             return self.sums.tree()
 

@@ -31,7 +31,7 @@ class Tables(Protocol):
     """Tables (embeddings) whose gradient has only the rows that were looked up."""
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Return zeros to add to the rows of lookups, an array for each lookup.
+        """Make zeros to add to the rows of lookups, an array for each lookup.
 
         The gradient by these zeros is the gradient by the rows.
         """
@@ -40,7 +40,7 @@ class Tables(Protocol):
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """Return the gradients; that of a table has only the rows that were looked up.
+        """Cut a table's gradient down to the rows that were looked up.
 
         ``grads`` are the gradients by the trained values, and ``rows`` those by the
         zeros. ``reads`` has the indices of the leaves on which the loss depends:
@@ -78,14 +78,14 @@ class LossSums:
 
     @classmethod
     def of_terms(cls, loss: Means) -> "LossSums":
-        """Return the sums of all mean terms of a loss, with its penalty set apart."""
+        """Collect the sums of all mean terms of a loss, with its penalty set apart."""
         sums = [term.sum for term in loss.terms]
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
     @classmethod
     def each(cls, loss: Any) -> "list[LossSums]":
-        """Return a list of `LossSums`: of a single loss, or of each loss in a list."""
+        """Make a list of `LossSums`: of a single loss, or of each loss in a list."""
         return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
 
     @property
@@ -99,7 +99,7 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """Return for each sum the factor by which its derivative is multiplied.
+        """Divide by each denominator: the factor of each sum's derivative.
 
         ``total`` are the `denominators`, added over towers. ``share`` is the factor of
         the penalty term.
@@ -215,7 +215,10 @@ def gradient_of(
 def gradients_of_terms(
     of_micro_batch: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
-    """Return ``of_micro_batch(trained)``, and a gradient for each term of its loss."""
+    """Differentiate each term of a loss by itself.
+
+    Returns ``of_micro_batch(trained)``, and a gradient for each term.
+    """
 
     def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
         tree = of_micro_batch(trained)
@@ -243,7 +246,7 @@ def gradients_of_terms(
 
 
 def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
-    """Return the loss; its derivative will raise if a weight depends on ``trained``."""
+    """Refuse a derivative of the loss if a weight depends on ``trained``."""
 
     def fixed(mean: Weighted) -> Weighted:
         weight = jnp.asarray(mean.weight)
@@ -254,7 +257,7 @@ def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
 
 
 def watched(values: PyTree, reads: set[int]) -> PyTree:
-    """Return the values unchanged, but record in ``reads`` which of them were used.
+    """Record in ``reads`` which of the values were used, and change none.
 
     When the result is differentiated, the index of each leaf that it depends on is
     added to ``reads``.
@@ -278,7 +281,7 @@ def watched(values: PyTree, reads: set[int]) -> PyTree:
 
 
 def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
-    """Return ``x``, with a derivative by ``by`` that raises a ``ValueError``.
+    """Leave ``x`` as it is, but raise if it is differentiated by ``by``.
 
     ``by`` is an argument of a custom derivative rule, because JAX runs such a rule only
     for derivatives by its arguments.
@@ -302,7 +305,7 @@ def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
 
 
 def held(x: jax.Array) -> jax.Array:
-    """Return ``x`` with a derivative of zero, like `jax.lax.stop_gradient`.
+    """Give ``x`` a derivative of zero, like `jax.lax.stop_gradient`.
 
     The tangent is a symbolic zero, so that `watched` sees no use of the value.
     """

@@ -79,11 +79,11 @@ class Lookups:
         return cls(program, eqns, tuple(map(number, eqns)), names)
 
     def of_towers(self, towers: int) -> "Lookups":
-        """Return these lookups for a program that evaluates several towers together."""
+        """Fit these lookups to a program that evaluates several towers together."""
         return dataclasses.replace(self, towers=towers)
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """Return zeros to add to the rows of lookups; see `Tables.zeros`."""
+        """Make zeros to add to the rows of lookups; see `Tables.zeros`."""
         lead = () if self.towers is None else (self.towers,)
         avals: list[Any] = [eqn.outvars[0].aval for eqn in self.eqns]
         return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
@@ -116,7 +116,7 @@ class Lookups:
     def gradients(
         self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """Return the gradients; see `Tables.gradients`."""
+        """Join the gradients of a table's looked-up rows; see `Tables.gradients`."""
         self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:
@@ -170,7 +170,7 @@ class TracedLoss:
         return cls(program, Lookups.of(program, 0, trained), returned)
 
     def of_micro_batch(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
-        """Return the function's results, and the ids of the rows that it looked up."""
+        """Run the function; return its results, and the ids of looked-up rows."""
         values, ids = self.lookups.evaluate(jax.tree.leaves(trained), zeros)
         return put_parts(jax.Array, self.returned, map(jnp.asarray, values)), ids
 
@@ -197,7 +197,10 @@ class TracedLoss:
         return values, pull_back, results
 
     def gradient(self, trained: PyTree) -> tuple[PyTree, Gradient]:
-        """Return ``(rest, gradient)`` of a function that returns ``(loss, rest)``."""
+        """Differentiate the loss of a function that returns ``(loss, rest)``.
+
+        Returns ``(rest, gradient)``.
+        """
 
         def of_micro_batch(
             trained: PyTree, zeros: Zeros

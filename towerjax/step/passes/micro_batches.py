@@ -52,7 +52,7 @@ def scan_micro_batches(
     parts = parts_of(Returned, shapes)
 
     def local_after(totals: list[PyTree]) -> PyTree:
-        """Return the towers' variables after the micro-batches so far, from totals."""
+        """Take the towers' variables after the micro-batches so far from totals."""
         pairs = zip(totals, parts, strict=True)
         carried = [total for total, part in pairs if part.rule is CARRIED]
         if not carried:
@@ -83,7 +83,7 @@ def scan_micro_batches(
 
 
 def _starts(parts: Sequence[Returned], local: PyTree) -> list[PyTree]:
-    """Return the total of each leaf before the first micro-batch.
+    """Start the total of each leaf, before the first micro-batch.
 
     Tower-local variables start as ``local``.
     """
@@ -148,7 +148,7 @@ def check_micro_batch(
 
 
 def _kinds_of_inputs(args: tuple[PyTree, ...]) -> list[str]:
-    """Return each input's kind: "rows", "local" for a tower's variable, or ""."""
+    """Label each input: "rows", "local" for a tower's variable, or ""."""
     tower_id, per_tower, index, *replicated = args
     kinds = [
         ("", tower_id),

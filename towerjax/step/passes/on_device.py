@@ -48,7 +48,7 @@ RunMicroBatch: TypeAlias = Callable[..., tuple[PyTree, Ids]]
 def on_device(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Return the function that each device runs in a pass.
+    """Build the function that each device runs in a pass.
 
     The function returns ``(merged, seen)``: the merged results, and the report of the
     pass's `Look`. A merged result that stays per tower is a `PerTowerValue`.
@@ -210,7 +210,7 @@ def _with_gradient(
     *,
     of_several: bool,
 ) -> MicroBatchFn:
-    """Return a function that runs a micro-batch, and also returns its loss's gradient.
+    """Build a function that runs a micro-batch, and differentiates its loss.
 
     With ``of_several``, ``call`` computes all towers of the device; otherwise one.
     """
@@ -292,7 +292,7 @@ def _on_one_tower(
 
 
 def _on_shards(run: Callable[..., PyTree], tower: TracedTower) -> Callable[..., PyTree]:
-    """Return ``run`` as a function whose replicated arguments may be shards.
+    """Let the replicated arguments of ``run`` be shards.
 
     ``run(*args)`` returns ``(sums, rest)``.
     """
@@ -304,6 +304,6 @@ def _on_shards(run: Callable[..., PyTree], tower: TracedTower) -> Callable[..., 
 def _lowered(
     fn: Callable[..., PyTree], tower: TracedTower, name: str
 ) -> Callable[..., PyTree]:
-    """Return ``fn``, a function of one tower, lowered for these devices."""
+    """Lower ``fn``, a function of one tower, to these devices."""
     lower = functools.partial(run_lowered, fn, tower.axes, tower.programs, name)
     return _on_shards(lower, tower)

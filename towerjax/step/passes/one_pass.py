@@ -39,12 +39,12 @@ class Look(Protocol):
     of_each: ClassVar[bool]
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """Return a report on one tower's tree of `Returned`, before any sum."""
+        """Report on one tower's tree of `Returned`, before any sum."""
 
     def at_all(
         self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """Return the report on all towers; ``per_tower`` are their single reports."""
+        """Report on all towers; ``per_tower`` are their single reports."""
 
 
 class FiniteSums:
@@ -56,7 +56,7 @@ class FiniteSums:
     of_each: ClassVar[bool] = False
 
     def at_tower(self, tree: PyTree) -> None:
-        """Return None: if a tower's value is not finite, the sum shows it."""
+        """Look at nothing: if a tower's value is not finite, the sum shows it."""
 
     def at_all(
         self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
@@ -72,13 +72,13 @@ class TowersFlags:
     of_each: ClassVar[bool] = True
 
     def at_tower(self, tree: PyTree) -> PyTree:
-        """Return the `Flags` of the values that the tower returns."""
+        """Flag those values that the tower returns that are not finite."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(
         self, per_tower: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
-        """Return the `Flags` of all towers, together with those of the parameters."""
+        """Gather the `Flags` of all towers, together with those of the parameters."""
 
         def flag(x: Any) -> Any:
             return flag_leaves([("parameter", "params", x)])
@@ -93,13 +93,13 @@ class TowersBits:
     of_each: ClassVar[bool] = True
 
     def at_tower(self, tree: PyTree) -> Bits:
-        """Return the `Bits` of the arrays that the tower returns."""
+        """Take the `Bits` of the arrays that the tower returns."""
         return Bits.of(arrays_of_tower(tree))
 
     def at_all(
         self, per_tower: Bits, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> Bits:
-        """Return the `Bits` of all towers, with a row for each."""
+        """Gather the `Bits` of all towers, with a row for each."""
         return all_gather_rows(per_tower, axes)
 
 
@@ -166,7 +166,7 @@ class Pass:
         return ops.needs_every_tower or looks_at_each
 
     def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
-        """Return which arguments and results devices hold in shards, or None.
+        """Decide which arguments and results devices hold in shards; None if none.
 
         With ``state="sharded"`` parameters and sums of their shapes are sharded. If
         only the optimizer's state is sharded, parameters are whole; their shards then
@@ -214,7 +214,7 @@ class Pass:
         )
 
     def used(self, held: PyTree) -> PyTree:
-        """Return the state that towers use, made from the state that a device holds.
+        """Make the state that towers use from the state that a device holds.
 
         If only the optimizer's state is sharded, a parameter's `Shard` tells how the
         sum of its gradient is scattered. Towers then get the whole parameter without a

@@ -93,7 +93,7 @@ class Arguments:
         return cls(per_tower, ReplicatedArgs(trained, state, read, of_batch, merged))
 
     def shapes_of_micro_batch(self, micro_batches: int) -> tuple[PyTree, ...]:
-        """Return the shapes of one tower's arguments for one of its micro-batches.
+        """Find the shapes of one tower's arguments for one of its micro-batches.
 
         They are ``(tower_id, per_tower, index, *replicated)``. A shard has the shape of
         the whole parameter.
@@ -228,7 +228,7 @@ class TracedTower:
         return is_one and not self.pass_.needs_each and any(map(is_shard, held))
 
     def losses_can_be_added(self) -> bool:
-        """Return whether towers' losses are added before they are differentiated."""
+        """Decide whether towers' losses are added before they are differentiated."""
         if not self.pass_.takes_gradient or self.pass_.needs_each or self.axes.in_turn:
             return False
         if self.axes.num_local == 1:

@@ -106,7 +106,7 @@ def lower(
 
 
 def _in_shardings(traced: Traced, placement: Placement) -> dict[str, PyTree]:
-    """Return the shardings of each argument, by the argument's name."""
+    """Find the shardings of each argument, by the argument's name."""
     params = traced.args[0]["params"]
     named = zip(traced.plan.ins.items(), traced.args, strict=True)
     return {
@@ -171,7 +171,7 @@ def inline(
 def _step_of(
     traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """Return the function to compile, whose arguments have readable ``names``.
+    """Build the function to compile, whose arguments have readable ``names``.
 
     With ``full_rows`` each tower has this constant number of examples.
     """

@@ -42,7 +42,7 @@ from towerjax.types.trees import (
 
 
 def unmasked_of(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
-    """Return names of results that depend on rows, but not on which rows are padding.
+    """Name results that depend on rows, but not on which rows are padding.
 
     In such a result padding counts like an example.
     """
@@ -88,7 +88,7 @@ def _unmasked_calls(
 def _values_to_mask(
     pass_: Pass, axes: TowerAxes, programs: TowerPrograms
 ) -> Callable[..., PyTree]:
-    """Return a function that computes the values that padding must not change."""
+    """Build a function that computes the values that padding must not change."""
 
     def run(*args: PyTree) -> PyTree:
         tower = TracedTower.of(pass_, axes, programs, Arguments.of(pass_, axes, *args))
@@ -117,7 +117,7 @@ def _values_to_mask(
 def _is_masked(
     call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
 ) -> bool:
-    """Return whether all towers know the weights of the rows that a call sends.
+    """Decide whether all towers know the weights of the rows that a call sends.
 
     ``known`` are the calls that tell weights of rows to all towers, and ``sent`` has
     the names of those among them that send the weights themselves.

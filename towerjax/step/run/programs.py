@@ -32,7 +32,7 @@ _MOST_PROGRAMS = 8
 def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
-    """Return the batch's signature; raise if ``max_programs`` programs exist already.
+    """Take the batch's signature; refuse a new one if ``max_programs`` exist.
 
     ``seen`` are the signatures of the batches that have a program.
     """
@@ -97,7 +97,7 @@ class Programs:
         return next(reversed(self.compiled.values()), None)
 
     def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
-        """Return the program for a batch of this signature; None if none exists."""
+        """Find the program for a batch of this signature; None if none exists."""
         return self.compiled.get((batch.signature, kind))
 
     def program(
@@ -107,7 +107,7 @@ class Programs:
         kind: Hashable = None,
         before_first: Callable[[Traced], None] | None = None,
     ) -> Program:
-        """Return the program for a batch of this signature, compiled at first use.
+        """Find the program for a batch of this signature; compile it at first use.
 
         ``before_first`` gets the traced step before it is compiled, and may refuse it.
         """
@@ -154,7 +154,7 @@ class Programs:
         batch: PlacedBatch,
         before_first: Callable[[Traced], None] | None = None,
     ) -> PyTree:
-        """Return the results of the step, traced as a part of another program."""
+        """Trace the step as a part of another program."""
         args = (*first, *batch.args)
         out, traced = inline(self.plan, self.placement, args, before_first=before_first)
         if batch.padded:
@@ -227,7 +227,7 @@ class Programs:
 
 
 def send_replicated(batch: PlacedBatch) -> PlacedBatch:
-    """Return the batch with the first process's values of its replicated leaves.
+    """Replace the batch's replicated leaves by those of the first process.
 
     Leaves that are already on devices stay as they are.
     """
@@ -251,7 +251,7 @@ def send_replicated(batch: PlacedBatch) -> PlacedBatch:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _first_of(values: PyTree, placement: Placement) -> PyTree:
-    """Return the first device's values, copied to all devices."""
+    """Copy the first device's values to all devices."""
 
     def of_device(values: PyTree) -> PyTree:
         number = jax.lax.axis_index(DEVICE_AXIS)

@@ -127,7 +127,7 @@ def _prove_pass(traced: TracedPass) -> Proof:
 
 
 def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
-    """Return whether a differentiated loss reads nothing that varies between steps.
+    """Decide whether a differentiated loss reads nothing that varies between steps.
 
     Such a loss is probably a mistake. A loss that reads no leaf of the batch can still
     be right if it draws random numbers, or reads a tower's variable or the result of an
@@ -151,7 +151,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
 
 
 def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
-    """Return the indices of a tower's results that belong to its loss.
+    """Find which of a tower's results belong to its loss, by index.
 
     The set is empty if the tower returns no loss. With ``with_gradient`` it is also
     empty if the tower does not return the gradient.
@@ -167,7 +167,7 @@ def _results_of_loss(returned: Any, *, with_gradient: bool) -> set[int]:
 def _names_where(
     roots: Sequence[str], layouts: PyTree, values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
-    """Return the names of leaves whose layout is mirrored, or is not; None for others.
+    """Name the leaves whose layout is mirrored, or is not; None for others.
 
     Names are in tree order. ``mirrored`` chooses which leaves are named.
     """

@@ -24,7 +24,7 @@ MOST_STATES = 64
 
 
 def next_step_flag(before: jax.Array, refused: jax.Array) -> jax.Array:
-    """Return the first refusal, as a traced step flag.
+    """Keep the first refusal: an old step flag wins over this call's.
 
     If ``before``, the step flag of the call before, tells of a refused step, it is
     returned. Otherwise ``refused``, the step flag of this call, is.

@@ -117,7 +117,7 @@ class Traced:
         return self.finished(*plan.passes.run(call, args))
 
     def finished(self, *results: PyTree) -> PyTree:
-        """Return the step's results, made from those of its passes.
+        """Run the update on the results of the passes.
 
         ``results`` are ``(donated, kept, merged, reports)``; see `Passes.run`.
         """
@@ -206,7 +206,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
 def _layouts(
     plan: Plan, params: PyTree, results: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
-    """Return two layouts of an update's arguments: as stored, and as the update needs.
+    """Lay out an update's arguments twice: as stored, and as the update needs.
 
     ``results`` are the results of the passes.
     """

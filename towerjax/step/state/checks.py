@@ -53,7 +53,7 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """Return the checked state, with scalars placed that lie on other devices.
+    """Place those scalars of a checked state that lie on other devices.
 
     Such a scalar is, for example, a learning rate that the user wrote into the
     optimizer's state. All processes call this, and get the values of the first process.
@@ -78,7 +78,7 @@ def with_numbers_placed(
 
 
 def _cast_number(name: str, value: Any, dtype: Any) -> Any:
-    """Return the value, cast to ``dtype``; raise if that dtype cannot hold it."""
+    """Cast a value to ``dtype``; raise if that dtype cannot hold it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value
     plain = np.asarray(value).item()
@@ -91,7 +91,7 @@ def _cast_number(name: str, value: Any, dtype: Any) -> Any:
 
 
 def is_usable(state: Any) -> bool:
-    """Return whether ``state`` is a state on devices whose buffers were not donated.
+    """Look whether ``state`` is a state whose buffers were not donated.
 
     Only one leaf is checked, to be quick. The check is needed because JAX 0.10 aborts
     the process, and does not raise, when several CPU devices get a donated array.
@@ -227,7 +227,7 @@ def _describe_location(x: Any) -> str:
 
 
 def is_computed(state: TrainState) -> bool:
-    """Return whether the state's arrays were computed without an error and still exist.
+    """Wait for the state's arrays; False if one failed or was donated.
 
     Arrays that a step has donated no longer exist.
     """

@@ -109,7 +109,7 @@ def check_mirrored(state: PyTree) -> None:
 
 
 def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.ndarray:
-    """Return the fingerprint of each device's copy of each array, ``[D, L]`` uint32."""
+    """Hash each device's copy of each array, ``[D, L]`` uint32."""
     names = tuple(map(canonical_device_name, devices))
     placement = Placement(names, len(names))
     mirrored = placement.sharding(Layout.MIRRORED)
@@ -126,7 +126,7 @@ def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.nd
 
 @functools.partial(jax.jit, static_argnums=1)
 def _of_copies(x: jax.Array, placement: Placement) -> jax.Array:
-    """Return the fingerprint of each device's copy, made on that device, ``[D]``."""
+    """Hash each device's copy of an array on that device, ``[D]``."""
 
     def on_device(x: jax.Array) -> jax.Array:
         return fingerprint(x)[None]
@@ -141,7 +141,7 @@ def _stack_on_all(prints: list[jax.Array], placement: Placement) -> jax.Array:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Return a hash of an array's bits and their positions, ``()`` uint32.
+    """Hash an array's bits and their positions, ``()`` uint32.
 
     Each word is mixed with its position by a bijection, and the words are added.
     """
@@ -177,7 +177,7 @@ class Bits:
 
 
 def outliers(prints: np.ndarray) -> np.ndarray:
-    """Return which copies differ from those of most devices, ``[D, L]`` bool.
+    """Mark the copies that differ from those of most devices, ``[D, L]`` bool.
 
     ``prints`` has the fingerprints of ``D`` devices' copies of ``L`` leaves.
     """

@@ -93,7 +93,7 @@ def first_shapes(
     local: PyTree,
     extra: PyTree,
 ) -> TrainState:
-    """Return the shapes of the first state.
+    """Find the shapes of the first state, without making its values.
 
     ``made_of(params)`` returns the shapes of the fields that the step makes.
     """

@@ -211,7 +211,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
 def guard_rows(
     walk: Interpreter, eqn: Any, left: dict[Any, Any], accepted: jax.Array
 ) -> list[Any] | None:
-    """Return operands with which an equation writes nothing if the step is refused.
+    """Find operands with which an equation writes nothing in a refused step.
 
     Returns None if the equation does not write rows into a leaf of the state. ``left``
     maps a variable to the leaf that it equals after a refused step; the equation's
@@ -298,7 +298,7 @@ def accept(
 def _evaluate_guarded(
     walk: Interpreter, jaxpr: core.Jaxpr, after: Sequence[Any], before: Sequence[Any]
 ) -> list[Any]:
-    """Return the new leaves of a carry, or the old ones if the step is refused."""
+    """Make the new leaves of a carry; keep the old ones if the step is refused."""
     effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
     deciding = needed_eqns(jaxpr.eqns, jaxpr.outvars[:1], always=effects)
     for eqn in deciding:

@@ -92,7 +92,7 @@ class NonFiniteError(Portable, FloatingPointError):
 
 
 def integers_text(batch: PyTree) -> str:
-    """Return a text with the range of each integer leaf of a batch.
+    """Write the range of each integer leaf of a batch as text.
 
     Such leaves may be labels, and a label out of range makes a loss NaN.
     """
@@ -125,7 +125,7 @@ class Flags:
     )
 
     def locations(self, step: int) -> list[Location]:
-        """Return a `Location` for each flag set; the table must be on the host."""
+        """List a `Location` for each flag set; the table must be on the host."""
         return [
             Location(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
             for tower, i in np.argwhere(self.table)
@@ -134,7 +134,7 @@ class Flags:
 
 
 def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
-    """Return the flags of one tower's leaves."""
+    """Flag one tower's leaves: 1 for a NaN, 2 for infinity, 3 for both."""
 
     def flag(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -152,7 +152,7 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
 
 
 def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
-    """Return the names of a tree's leaves that hold NaN or infinity.
+    """Name a tree's leaves that hold NaN or infinity.
 
     On CPUs NumPy looks, because a program takes longer to compile than that.
     """
@@ -201,7 +201,7 @@ def join_flags(replicated: Flags, per_tower: Flags) -> Flags:
 
 
 def towers_text(towers: Sequence[int]) -> str:
-    """Return a text that names the towers, such as ``"towers 0, 2-5"``."""
+    """Name the towers as text, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
@@ -213,7 +213,7 @@ def towers_text(towers: Sequence[int]) -> str:
 
 
 def locations_text(locations: Sequence[Location]) -> str:
-    """Return the locations as text; several towers with one leaf are one entry."""
+    """Write locations as text; several towers with one leaf are one entry."""
     towers: dict[Location, list[int]] = {}
     for location in locations:
         towers.setdefault(dataclasses.replace(location, tower=0), []).append(

@@ -50,7 +50,7 @@ class StatePolicy:
     advice: ClassVar[str] = "step.init(params)."
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
-        """Return the shapes, by name, of the fields that ``step.init`` makes."""
+        """Find the shapes, by name, of the fields that ``step.init`` makes."""
         makes = self.makes.items()
         shapes = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := shapes.pop("local", None):
@@ -70,7 +70,7 @@ class StatePolicy:
         check_leaves(state_or_params)
 
     def copied(self, state: TrainState) -> TrainState:
-        """Return a copy of the state on the strategy's devices."""
+        """Copy the state to the strategy's devices."""
         return place(state, self.strategy.placement, self.layout, state.params)
 
     def placed(
@@ -125,7 +125,7 @@ class StatePolicy:
         return placed
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the state if it needs no check; return None if `start` must check it.
+        """Accept a state that needs no check; None if `start` must check it.
 
         With several processes `start` must always run, because processes might hold
         different scalars.
@@ -133,14 +133,14 @@ class StatePolicy:
         return state_or_params if self.strategy.placement.num_processes == 1 else None
 
     def kind(self, state: TrainState) -> Hashable:
-        """Return a key that differs between states that need different programs.
+        """Give a key that differs between states that need different programs.
 
         States of a plain training step all need one program, so the key is None.
         """
         return None
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """Return ``(state, metrics)``, a call's result, from a program's results."""
+        """Make ``(state, metrics)``, a call's result, from a program's results."""
         metrics = out.metrics
         if per_tower := {
             name: x.value for name, x in metrics.items() if isinstance(x, PerTowerValue)
@@ -163,7 +163,7 @@ class Read(StatePolicy):
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, state_or_params: PyTree) -> TrainState:
-        """Return the values that the step reads, of a state or of bare parameters."""
+        """Take the values that the step reads from a state or bare parameters."""
         if isinstance(state_or_params, TrainState):
             check_not_donated(state_or_params)
         else:
@@ -182,7 +182,7 @@ class Read(StatePolicy):
         return self.placed(model)
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the values that the step reads; None for bare parameters."""
+        """Take the values that the step reads; None for bare parameters."""
         return (
             _model_part(state_or_params)
             if isinstance(state_or_params, TrainState)
@@ -190,7 +190,7 @@ class Read(StatePolicy):
         )
 
     def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
-        """Return the single result of the towers, without padded rows."""
+        """Give the single result of the towers, without padded rows."""
         (merged,) = out
         (result,) = self.returned(merged, batch).values()
         return result
@@ -208,7 +208,7 @@ def _check_read(params: PyTree) -> None:
 
 
 def _model_part(state_or_params: PyTree, *counters: jax.Array) -> TrainState:
-    """Return the part of a state that an evaluation reads, as a state.
+    """Leave out of a state what an evaluation does not read.
 
     Bare parameters become a state with these ``counters``: a step number and a key.
     """
@@ -223,7 +223,7 @@ def _model_part(state_or_params: PyTree, *counters: jax.Array) -> TrainState:
 
 
 def _without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """Return the tree with `Rows` as bare arrays, without the padded rows."""
+    """Turn `Rows` into bare arrays, and cut off the padded rows."""
     is_example = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:

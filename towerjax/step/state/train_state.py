@@ -65,13 +65,13 @@ class TrainState:
         __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
-        """Return the fields as text; a donated array is shown by its shape alone."""
+        """Show the fields as text; a donated array is shown by its shape alone."""
         shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
     def __str__(self) -> str:
-        """Return one line that tells the size of the state."""
+        """Tell the size of the state in one line."""
         return f"TrainState(step={self.step}: {self._table().note})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -103,7 +103,7 @@ class TrainState:
         return leaf_table("TrainState", leaves, rows)
 
     def replace(self, **fields: Any) -> "TrainState":
-        """Return a state with other values of some fields, like `dataclasses.replace`.
+        """Change some fields, like `dataclasses.replace`.
 
         Example:
           >>> state = TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
@@ -165,13 +165,13 @@ _SHARDED = {
 
 
 def state_layout(strategy: Strategy) -> TrainState:
-    """Return `STATE_LAYOUT`, with the fields that the strategy shards as sharded."""
+    """Mark as sharded in `STATE_LAYOUT` the fields that the strategy shards."""
     sharded: Any = dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
     return dataclasses.replace(STATE_LAYOUT, **sharded)
 
 
 def step_number(state: TrainState) -> int:
-    """Return the number of steps done; transfer guards allow its transfer to the host.
+    """Read the number of steps done, also where transfers are disallowed.
 
     The state's int32 wraps round after ``2**31`` steps, the returned number after
     ``2**32``.
@@ -203,7 +203,7 @@ def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainStat
 def init_state(
     strategy: Strategy, *parts: PyTree, like: PyTree = None, **others: Any
 ) -> TrainState:
-    """Return the state of `make_state`, copied and placed on the strategy's devices.
+    """Make the first state by `make_state`, and place it on devices.
 
     ``like`` are the parameters for the shardings, if ``parts`` has a placeholder for
     parameters that are placed already.
@@ -261,7 +261,7 @@ def make_state(
     rng: jax.Array | None = None,
     extra: PyTree = None,
 ) -> TrainState:
-    """Return the state before the first step, not yet placed on devices."""
+    """Make the state before the first step, not yet placed on devices."""
     params = check_params(params)
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)

@@ -23,7 +23,7 @@ OF_MODELS = "Put it into tj.TrainState.create(..., extra=...), and read tower.ex
 def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
-    """Return a tree of bool that tells for each leaf whether it trains.
+    """Decide for each leaf whether it trains: a tree of bool.
 
     Raises if a leaf that trains can have no gradient.
     """
@@ -68,7 +68,7 @@ def trainable_flags(
 
 
 def _unlike(trainable: PyTree, params: PyTree) -> str:
-    """Return a text that says where ``trainable`` does not fit the tree ``params``."""
+    """Say where ``trainable`` does not fit the tree ``params``."""
     flags, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (trainable, params)
@@ -110,7 +110,7 @@ def check_trainable(trainable: Any) -> None:
 
 
 def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
-    """Return the trained leaves, with None for others.
+    """Keep the leaves that train, with None for others.
 
     If all leaves train, ``params`` itself is returned.
     """
@@ -121,7 +121,7 @@ def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
 
 
 def with_trained(part: PyTree, params: PyTree) -> PyTree:
-    """Return ``params`` with the leaves of ``part``.
+    """Put the leaves of ``part`` in their places in ``params``.
 
     Where ``part`` has None, the leaf of ``params`` stays.
     """
@@ -134,7 +134,7 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
 
 
 def node_types(tree: PyTree) -> set[str]:
-    """Return the names of the types of a tree's nodes."""
+    """Collect the names of the types of a tree's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds
