@@ -82,9 +82,8 @@ def prepare(
     hook = functools.partial(before_first, step, state=state, batch=batch)
     kind = step.plan.states.kind(state)
     program = step.programs.program(split_state(state), batch, kind, hook)
-    if (
-        asked.audit and step.checked.unproved is None
-    ):  # compiled in an earlier call, unproved
+    # A program that was compiled in an earlier call may be unproved.
+    if asked.audit and step.checked.unproved is None:
         hook(trace(step.plan, (*split_state(state), *batch.args)))
     checked = step.checked
     _found(step, note="", is_told=True)

@@ -97,7 +97,10 @@ class ProgramReport:
         return "\n".join([*maps, *self._equal(), *notes, *unread])
 
     def _equal(self) -> Iterator[str]:
-        """Yield lines on the results: which are proved as on one device, which not."""
+        """Yield lines on the results: which are proved as on one device, which not.
+
+        The reason for a refuted result stands in the error that refuses it.
+        """
         if self.equal:
             number = sum(x.says is Says.PROVED for x in self.equal)
             alone = self.words.alone
@@ -105,7 +108,8 @@ class ProgramReport:
         by_answer = dict[tuple[Says, str], list[str]]()
         for x in self.equal:
             if x.says is not Says.PROVED:
-                by_answer.setdefault((x.says, x.why), []).append(x.leaf)
+                why = "" if x.says is Says.REFUTED else x.why
+                by_answer.setdefault((x.says, why), []).append(x.leaf)
         for (says, why), (first, *more) in by_answer.items():
             leaves = f"{first} and {len(more)} more" if more else first
             yield f"  {Equality(leaves, says, why)}"
