@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from faulty_devices import KINDS, batch_of, begun, with_fault
+from jax.sharding import PartitionSpec as P
 from layouts import mirrored
 
 import towerjax as tj
@@ -215,6 +216,27 @@ def test_a_step_that_asks_for_its_towers_number_names_a_device():
 
 
 @pytest.mark.slow
+def test_the_bits_of_a_shard_in_a_tower_of_two_devices_name_both():
+    """The devices of a tower exchange values, so that one of them is wrong."""
+
+    def split(params, batch, tower):
+        flag = jax.lax.stop_gradient(params["flags"][0])
+        w = faulty.nudges_gradient(params["w"], flag)
+        return tj.Weighted.mean(((batch @ w) ** 2).sum(1), tower.weight)
+
+    specs = {"w": P(None, "model"), "flags": P()}
+    strategy = mirrored(3, 6, within={"model": 2}, specs=specs)
+    step = tj.build_train_step(split, optax.sgd(0.01), strategy, audit=False)
+    w = np.arange(30, dtype=np.float32).reshape(3, 10) / 30
+    state = step.init({"w": w, "flags": np.zeros(1, np.float32)})
+    assert tj.tools.replay(step, state, ROWS).agrees
+    report = tj.tools.replay(step, on_device(state, 3), ROWS)
+    [bits] = [x for x in report.wrong if x.part == "gradient"]
+    assert bits.devices == ("cpu:2", "cpu:3") and report.named == ("cpu:3",)
+    assert "cpu:2 or cpu:3 in gradient params/w" in str(report)
+
+
+@pytest.mark.slow
 def test_a_faulty_device_is_found_but_not_named_if_towers_meet_in_a_tower_function():
     """The bits of all towers depend on what one of them says."""
 
@@ -250,6 +272,17 @@ def test_the_bits_of_a_model_function_name_a_device():
     report = tj.tools.replay(step, on_device(state, 3), batch)
     assert report.named == ("cpu:3",)
     assert found(report) == {("gradient", "params/w")}
+
+
+@pytest.mark.slow
+def test_the_bits_of_towers_that_train_alone_name_a_device():
+    """Their update runs towers on the strategy's devices."""
+    options = {"extend": tj.contrib.LocalSGD(2), "audit": False}
+    strategy = mirrored(4, 4)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.01), strategy, **options)
+    params = {"w": np.arange(1, 4, dtype=np.float32), "flags": np.zeros(1, np.float32)}
+    state, _ = step(step.init(params), ROWS)  # the next step merges
+    assert tj.tools.replay(step, state, ROWS).agrees
 
 
 @pytest.mark.slow

@@ -297,10 +297,10 @@ class Placement:
         """Return the sharding of a value that has this layout."""
         return NamedSharding(self.mesh, SPECS[layout])
 
-    def sharding_like(self, x: jax.Array) -> NamedSharding:
-        """Return the sharding of an array of other devices, on these devices."""
-        assert isinstance(x.sharding, NamedSharding), x.sharding
-        return NamedSharding(self.mesh, x.sharding.spec)
+    def sharding_like(self, sharding: Any) -> NamedSharding:
+        """Return a sharding over other devices as one over these devices."""
+        assert isinstance(sharding, NamedSharding), sharding
+        return NamedSharding(self.mesh, sharding.spec)
 
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None

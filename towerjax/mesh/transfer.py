@@ -248,7 +248,7 @@ def on_neighbours(tree: PyTree, placement: Placement, other: Placement) -> PyTre
                 is_same = held[device].index == held[before].index
                 piece = held[device if is_same else before]
                 pieces.append(jax.device_put(piece.data, device))
-        sharding = other.sharding_like(x)
+        sharding = other.sharding_like(x.sharding)
         return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
     def move_once(x: jax.Array) -> jax.Array:

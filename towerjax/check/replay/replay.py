@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh, NamedSharding
 
 from towerjax.check.replay.report import (
     Exchanged,
@@ -18,7 +20,8 @@ from towerjax.check.replay.report import (
     vote,
 )
 from towerjax.data.placer import PlacedBatch
-from towerjax.jaxprs.params import named_axes
+from towerjax.jaxprs.interpreter import with_programs
+from towerjax.jaxprs.params import named_axes, open_jaxpr
 from towerjax.jaxprs.sites import all_eqns
 from towerjax.lowering import xla
 from towerjax.lowering.sharded_values import is_shard, shards_of
@@ -41,8 +44,9 @@ from towerjax.step.state.train_state import (
 from towerjax.step.step import Step
 from towerjax.towers.executors import over_devices
 from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.outputs import unmark_per_tower
+from towerjax.towers.outputs import PerTowerValue, unmark_per_tower
 from towerjax.towers.strategies import Mirrored
+from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree
 from towerjax.types.boundary import api_boundary
 from towerjax.types.refusals import a_type
@@ -192,15 +196,20 @@ class _Rotation:
 
         passes = tuple(map(moved, self.traced.passes))
         plan = dataclasses.replace(plan, strategy=strategy)
-        traced = dataclasses.replace(self.traced, plan=plan, passes=passes)
+        finish = _moved(self.traced.finish, self.placement, strategy.placement)
+        fields = {"plan": plan, "passes": passes, "finish": finish}
+        traced = dataclasses.replace(self.traced, **fields)
         return _Rotation(traced, self.reports)
 
     @property
     def exchanges(self) -> list[Exchanged]:
         """What devices exchange in each station."""
-        is_mirrored = self.traced.plan.strategy.state == "mirrored"
+        traced = self.traced
+        given = traced.args[0], [of_pass.out[0] for of_pass in traced.passes]
+        is_mirrored = traced.plan.strategy.state == "mirrored"
+        is_mirrored &= not parts_of((TowerLocal, PerTowerValue), given)
         of_update = Exchanged.NOTHING if is_mirrored else Exchanged.SHARDS
-        return [*map(_exchange_in, self.traced.passes), of_update]
+        return [*map(_exchange_in, traced.passes), of_update]
 
     @property
     def placement(self) -> Placement:
@@ -321,3 +330,31 @@ def _exchange_in(of_pass: TracedPass) -> Exchanged:
     if any(len(x.terms) > 1 for x in parts_of(Means, merged)):
         return Exchanged.DENOMINATORS
     return Exchanged.NOTHING
+
+
+def _moved(program: Any, before: Placement, after: Placement) -> Any:
+    """Return a jaxpr with the mesh of other devices where it names that of ``before``.
+
+    An update names a mesh if it runs the strategy's towers, as a merge of towers that
+    train alone does.
+    """
+    move = functools.partial(_moved, before=before, after=after)
+
+    def of_param(value: Any) -> Any:
+        if isinstance(value, Mesh) and value == before.mesh:
+            return after.mesh
+        is_sharding = isinstance(value, NamedSharding) and value.mesh == before.mesh
+        return after.sharding_like(value) if is_sharding else value
+
+    def of_eqn(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = with_programs(eqn, move)
+        params = {key: of_param(value) for key, value in eqn.params.items()}
+        is_same = all(params[key] is value for key, value in eqn.params.items())
+        return eqn if is_same else eqn.replace(params=params)
+
+    body = open_jaxpr(program)
+    eqns = [of_eqn(eqn) for eqn in body.eqns]
+    if all(new is old for new, old in zip(eqns, body.eqns, strict=True)):
+        return program
+    moved = body.replace(eqns=eqns)
+    return moved if body is program else program.replace(jaxpr=moved)

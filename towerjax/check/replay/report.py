@@ -19,9 +19,9 @@ class WrongBits:
     """Bits of one leaf that differed between devices that computed the same.
 
     Attributes:
-      devices: The device that two others outvote. Several devices, if there is no
-        majority: at least one of them is wrong. A tower of several devices is one
-        device here, and all of them are named.
+      devices: The device that two others outvote. If it is several devices, at least
+        one of them is wrong: without a majority, or if devices of one tower exchange
+        values.
       towers: The towers that these devices ran.
       part: The part of the step: "loss", "gradient", "metric" or "value" of a tower, or
         "update" for the next state, which each device computes for itself.
@@ -72,8 +72,9 @@ class ReplayReport:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The devices that were outvoted, in the order of `devices`."""
-        named = {x for found in self.wrong for x in found.devices}
+        """The devices that were outvoted, each by itself, in the order of `devices`."""
+        alone = [x.devices for x in self.wrong if len(x.devices) == 1]
+        named = {device for [device] in alone}
         return tuple(x for x in self.devices if x in named)
 
     def __str__(self) -> str:
@@ -163,7 +164,7 @@ class Exchanged(enum.Enum):
     NOTHING = enum.auto()
     # The denominators of several means, before the gradient is taken.
     DENOMINATORS = enum.auto()
-    # What an update of shards reads of other shards, such as a norm.
+    # What an update reads of other shards or of other towers, such as a norm.
     SHARDS = enum.auto()
     # What towers say to each other inside of a tower function.
     TOWERS = enum.auto()
