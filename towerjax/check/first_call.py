@@ -181,7 +181,7 @@ def audit_step(
 
 
 def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
-    """Return the report of an audit that the user called for.
+    """Audit the step, as the user asked for.
 
     The step's first call then makes no audit.
     """
@@ -255,7 +255,7 @@ def _equality_of_step(
 
 
 def _wanted(step: Step[Any], asked: Asked) -> bool | None:
-    """Return whether to prove a step: True, False, or None.
+    """Decide whether to prove a step: True, False, or None.
 
     With True an unproved leaf is an error. With None it is audited.
     """
@@ -269,7 +269,7 @@ def _found(step: Step[Any], **fields: Any) -> None:
 
 
 def _is_one_of_many(step: Step[Any], batch: PlacedBatch) -> bool:
-    """Return whether too many sizes of batches were proved to prove this one.
+    """Decide whether too many sizes of batches were proved to prove this one.
 
     A warning is given the first time.
     """
@@ -377,7 +377,7 @@ def _sample(
 
 
 def _told_of_sample(reasons: Iterable[str], keeps_local: bool) -> str:
-    """Return the words for a sample that agreed, from the reasons of unproved leaves.
+    """Word a sample that agreed, by the reasons of unproved leaves.
 
     A sample says little of what it leaves out: draws that another number of towers
     makes in another way, and per-tower values of later steps. With ``keeps_local`` it

@@ -49,7 +49,7 @@ def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
 
 
 def _examples_of(step: Step[Any], batch: PyTree) -> int | None:
-    """Return the number of examples in a batch that may be padded; None for others."""
+    """Count the examples of a batch that may be padded; None for others."""
     if not step.placer.may_pad:
         return None
     rows, _ = without_replicated(batch)
@@ -101,7 +101,7 @@ def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Progra
 def report_step(
     step: Step[Any], state: PyTree, batch: PyTree, timed_calls: int
 ) -> StepReport:
-    """Return a report on a step's compiled program, with times of calls.
+    """Report on a step's compiled program, with times of calls.
 
     ``timed_calls`` is the number of calls that are timed.
     """
@@ -124,7 +124,7 @@ def report_step(
 def locate_nonfinite(
     step: Step[Any], state: TrainState, batch: PyTree, number: int | None
 ) -> tuple[Location, ...]:
-    """Return the towers and leaves whose values in a step are not finite.
+    """Find the towers and leaves whose values in a step are not finite.
 
     ``number`` is that of the step; None is the next step of the state.
     """

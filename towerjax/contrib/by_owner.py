@@ -19,7 +19,7 @@ def by_owner(
     strategy: tj.Mirrored | tj.OneDevice,
     stacked: Callable[[str, Any], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that shares the matrices of a stack among the devices.
+    """Share the matrices of a stack among the devices, each updated by its owner.
 
     Muon, Shampoo and SOAP need a whole matrix for its update. A stack ``[n, ...]`` has
     ``n`` of them, such as the parameters of scanned layers. Each device owns and
@@ -100,7 +100,7 @@ def by_owner(
 def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
 ) -> dict[str, int]:
-    """Return each stack's number of matrices, by the name of the parameter."""
+    """Count the matrices of each stack, by the name of the parameter."""
     sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -120,7 +120,7 @@ def _stacks(
 
 
 def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
-    """Return for each leaf the name of the stack whose rows it has, or None."""
+    """Find for each leaf the name of the stack whose rows it has, or None."""
 
     def of(path: Any, x: Any) -> str | None:
         name = jax.tree_util.keystr(path)
@@ -132,7 +132,7 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
 
 
 def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
-    """Return a partition spec for each leaf; a stack is split over the devices."""
+    """Choose a partition spec for each leaf; a stack is split over the devices."""
     split = PartitionSpec(_AXIS)
     whole = PartitionSpec()
     specs = [split if x else whole for x in _of_stacks(tree, stacks)]

@@ -59,7 +59,7 @@ class LocalSGD:
         _take_whole(self, "every")
 
     def __call__(self, fns: Any) -> Any:
-        """Return a train step's functions, changed so that each tower trains alone.
+        """Change a train step's functions so that each tower trains alone.
 
         `tj.build_train_step` calls this with its own functions. Between merges, a tower
         then updates its own copy of the parameters.
@@ -130,7 +130,7 @@ class DiLoCo:
             )
 
     def __call__(self, fns: Any) -> Any:
-        """Return a train step's functions, changed so that each tower trains alone.
+        """Change a train step's functions so that each tower trains alone.
 
         `tj.build_train_step` calls this with its own functions. Between merges, a tower
         then updates its own copy of the parameters.
@@ -183,7 +183,7 @@ class Rounds:
         return self.sync.every // self.sync.fragments
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """Return the first state of the outer optimizer and of each tower."""
+        """Make the first state of the outer optimizer and of each tower."""
         first = self.fns.init(params)
         part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -201,7 +201,7 @@ class Rounds:
     def tower(
         self, state: tj.TrainState, rows: Tree, tower: tj.Tower
     ) -> dict[str, Tree]:
-        """Return the results of one tower, computed with its own parameters."""
+        """Run one tower with its own parameters."""
         of_tower = state.local[_MINE]
         if tower.local:
             tower = dataclasses.replace(tower, local=_others(tower.local))
@@ -232,7 +232,7 @@ class Rounds:
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """Return the next state, the metrics, and the step flag.
+        """Train each tower alone, and merge the fragment whose turn it is.
 
         The loss among the metrics is that of the last round. The step flag is the
         number of the first step that a tower refused, or -1.
@@ -271,7 +271,7 @@ class Rounds:
         after: Tree,
         replicated: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
-        """Return a tower's variables after a step in which it trained alone."""
+        """Update a tower's variables in a step in which it trains alone."""
         of_tower = variables[_MINE].value
         options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
@@ -375,7 +375,7 @@ class Rounds:
         return dataclasses.replace(of_tower, params=_put_into(params, of_tower.params))
 
     def _fragments(self, part: Tree) -> list[Tree]:
-        """Return, for each fragment, flags that tell which leaves of ``part`` it has.
+        """Deal the leaves of ``part`` to fragments: flags for each fragment.
 
         The fragments' sizes are as equal as possible.
         """
@@ -394,7 +394,7 @@ class Rounds:
 
 
 def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
-    """Return what a tower sends of one fragment when towers meet.
+    """Compute what a tower sends of one fragment when towers meet.
 
     ``row`` is the tower's own part, and ``outer`` has the same parameters as they were
     after the last merge. Their difference is multiplied by the weight of the losses
@@ -426,7 +426,7 @@ def _reset_counters(of_tower: Own, is_due: jax.Array, p: int) -> Own:
 
 
 def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """Return ``fn(value)``, computed with a leading dim of size 1.
+    """Compute ``fn(value)`` with a leading dim of size 1.
 
     A state's tower-local rows have this dim. XLA:CPU copies a value at every step if
     its update has another shape than the state's value. Scalars stay ``()``, because
@@ -441,23 +441,23 @@ def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
 def _of_one(
     state: tj.TrainState, part: Tree, opt_state: Tree, local: Tree
 ) -> tj.TrainState:
-    """Return a tower's own state as a `TrainState`, as if there were no other tower."""
+    """Make a `TrainState` of a tower's own state, as if it were the only tower."""
     params = _put_into(part, state.params)
     return state.replace(params=params, opt_state=opt_state, local=local)
 
 
 def _others(local: dict[str, Tree]) -> dict[str, Tree]:
-    """Return the user's tower-local variables, without those of `DiLoCo`."""
+    """Leave the variables of `DiLoCo` out of the tower-local variables."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 
 def _chosen(tree: Tree, flags: Tree) -> Tree:
-    """Return the tree's leaves whose flag is set, and None for the others."""
+    """Keep the leaves whose flag is set, with None for the others."""
     return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
 
 
 def _put_into(part: Tree, tree: Tree) -> Tree:
-    """Return ``tree`` with the leaves of ``part``, except where ``part`` has None."""
+    """Put the leaves of ``part`` in ``tree``, except where ``part`` has None."""
 
     def choose(new: Any, old: Any) -> Any:
         return old if new is None else new

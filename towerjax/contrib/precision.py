@@ -66,7 +66,7 @@ class Scaled(NamedTuple):
 
 
 def checked_dtype(dtype: Any) -> Any:
-    """Return the dtype of ``compute_dtype=``, or None; raise for any other value."""
+    """Read the dtype of ``compute_dtype=``, or None; raise for any other value."""
     if dtype is None:
         return None
     try:
@@ -82,7 +82,7 @@ def checked_dtype(dtype: Any) -> Any:
 
 
 def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
-    """Return ``loss_scale``; for float16 without one, the default loss scale."""
+    """Check ``loss_scale``; for float16 without one, take the default."""
     if loss_scale is None:
         return LossScale() if dtype == jnp.float16 else None
     if not isinstance(loss_scale, LossScale):
@@ -93,7 +93,7 @@ def checked_scale(loss_scale: Any, dtype: Any) -> LossScale | None:
 
 
 def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """Return the loss function, changed to cast parameters and rows to ``dtype``.
+    """Make the loss function cast parameters and rows to ``dtype``.
 
     JAX casts the gradient back to the parameters' own dtypes.
     """
@@ -111,7 +111,7 @@ def computing_in(loss_fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
 def keeping_scale(
     optimizer: optax.GradientTransformation, loss_scale: LossScale
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose state also holds the loss scale.
+    """Make an optimizer whose state also holds the loss scale.
 
     Its update leaves the scale unchanged; `scaling` changes it.
     """
@@ -133,7 +133,7 @@ def keeping_scale(
 def scaling(
     fns: Any, loss_fn: Callable[..., Any], loss_scale: LossScale, options: Any
 ) -> Any:
-    """Return a train step's functions, changed to use a loss scale.
+    """Change a train step's functions to use a loss scale.
 
     The loss is multiplied by the scale, and the gradient divided by it before the
     update.
@@ -187,7 +187,7 @@ def _times(out: Any, scale: jax.Array) -> Any:
 
 
 def _replaced(out: Any, name: str, value: Any) -> Any:
-    """Return a copy of a dataclass or named tuple with another value in one field."""
+    """Replace one field of a copy of a dataclass or named tuple."""
     if dataclasses.is_dataclass(out) and not isinstance(out, type):
         return dataclasses.replace(out, **{name: value})
     if isinstance(out, tuple) and hasattr(out, "_replace"):
@@ -203,7 +203,7 @@ def _replaced(out: Any, name: str, value: Any) -> Any:
 def _next_state(
     fns: Any, loss_scale: LossScale, state: tj.TrainState, merged: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the next state, the metrics, and whether the step is accepted."""
+    """Make the next state and the metrics, and tell if the step is accepted."""
     _, scale, finite_steps = state.opt_state
     grads = _unscaled(merged["grads"], scale)
     loss = merged["loss"] * (1 / scale)

@@ -106,7 +106,7 @@ def train_step(
 def with_ema(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that keeps an exponential moving average of the parameters.
+    """Make an optimizer keep an exponential moving average of the parameters.
 
     `train_step` with ``ema=`` uses it. Use it directly for replicated models and for
     steps of your own.
@@ -166,7 +166,7 @@ def with_ema(
 
 
 def ema_params(state: tj.TrainState) -> _Tree:
-    """Return the averaged parameters in a state, for ``eval_params=`` of `tj.run`.
+    """Read the averaged parameters in a state, for ``eval_params=`` of `tj.run`.
 
     Args:
       state: A state of a step with ``ema=``.
@@ -199,7 +199,7 @@ def ema_params(state: tj.TrainState) -> _Tree:
 
 
 def _filled(part: _Tree, whole: _Tree) -> _Tree:
-    """Return a tree like ``whole``, with None wherever ``part`` has None.
+    """Fill a tree like ``whole``, with None wherever ``part`` has None.
 
     Its other leaves are those of ``part``.
     """
@@ -219,7 +219,7 @@ def _filled(part: _Tree, whole: _Tree) -> _Tree:
 
 
 def _widened(x: Any) -> jax.Array:
-    """Return a copy of ``x``; floats of fewer than 32 bits become float32."""
+    """Copy ``x``; floats of fewer than 32 bits become float32."""
     x = jnp.asarray(x)
     return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 
@@ -229,7 +229,7 @@ def _is_averaged(x: Any) -> bool:
 
 
 def _found(tree: _Tree, is_one: Callable[[Any], bool]) -> list[Any]:
-    """Return the parts of a tree for which ``is_one`` is true."""
+    """List the parts of a tree for which ``is_one`` is true."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
@@ -244,7 +244,7 @@ def _checked_log(log: Sequence[str]) -> tuple[str, ...]:
 
 
 def _logging(fns: Any, log: tuple[str, ...]) -> Any:
-    """Return the functions of a train step whose update adds the metrics in ``log``."""
+    """Add the metrics in ``log`` to the update of a train step."""
 
     def init(params: _Tree) -> dict[str, _Tree]:
         state = fns.init(params)
@@ -275,7 +275,7 @@ def _has_rate(x: Any) -> bool:
 
 
 def _learning_rate(opt_state: _Tree) -> jax.Array:
-    """Return the one learning rate in an optimizer's state."""
+    """Find the one learning rate in an optimizer's state."""
     with_rate = _found(opt_state, _has_rate)
     if len(with_rate) != 1:
         count = len(with_rate) or "no"
@@ -288,7 +288,7 @@ def _learning_rate(opt_state: _Tree) -> jax.Array:
 
 
 def _norm(merged: dict[str, Any]) -> jax.Array:
-    """Return the norm of the merged gradient."""
+    """Compute the norm of the merged gradient."""
     if isinstance(merged["grads"], tj.PerTower):
         raise ValueError(
             "log='gradient_norm' needs a merged gradient, but these towers train alone."

@@ -120,7 +120,7 @@ def bench(
 
 
 def _importable(build: Builder) -> str:
-    """Return the name by which a worker's process finds a function."""
+    """Name a function so that a worker's process finds it."""
     if isinstance(build, str):
         return build
     name = f"{build.__module__}:{build.__qualname__}"
@@ -137,7 +137,7 @@ class NoSuchName(ValueError):
 
 
 def resolve(name: str, example: str) -> Any:
-    """Return the object that ``module:name`` names, such as the example."""
+    """Find the object that ``module:name`` names, such as the example."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
         raise NoSuchName(f"{name!r} is not of the form module:name, such as {example}.")
     try:
@@ -151,7 +151,7 @@ def resolve(name: str, example: str) -> Any:
 
 
 def describe_machine() -> Line:
-    """Return the processor, the number of usable cores, and the system."""
+    """Describe the processor, the number of usable cores, and the system."""
     info = pathlib.Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     names = re.findall(r"model name\s*: (.*)", text)
@@ -186,7 +186,7 @@ def _measured(work: Line, config: Config, timeout_s: float) -> Line:
 
 
 def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
-    """Return the environment variables of a worker's process.
+    """Set the environment variables of a worker's process.
 
     They choose the number of CPU devices, the compilation cache and how memory is kept.
     """
@@ -309,7 +309,7 @@ def check_losses(
 
 
 def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
-    """Return medians and ratios, made from each contender's seconds.
+    """Make medians and ratios of each contender's seconds.
 
     The seconds are ``[rounds, 1 or 2]``: the time until a call's results are there, and
     if known the time until the call returns.

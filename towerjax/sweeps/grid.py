@@ -33,7 +33,7 @@ Grid: TypeAlias = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]
 
 
 def configs_of(grid: Any) -> list[Config]:
-    """Return the configurations of a grid, checked and without repetitions."""
+    """List the configurations of a grid, checked and without repetitions."""
     if isinstance(grid, Mapping):
         lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
         product = itertools.product(*lists)
@@ -62,12 +62,12 @@ def _as_plain(name: str, value: Any) -> Any:
 
 
 def describe(config: Config) -> str:
-    """Return a configuration as text, such as ``"towers=2, batch=64"``."""
+    """Describe a configuration, as in ``"towers=2, batch=64"``."""
     return ", ".join(f"{name}={value}" for name, value in config.items())
 
 
 def key_text(key: Any) -> str:
-    """Return a configuration as the text by which its record is found.
+    """Write a configuration as the text by which its record is found.
 
     The numbers 0 and 0.0 and False give different texts, while two NaN give the same.
     """
@@ -117,7 +117,7 @@ class RecordFile:
                 )
 
     def get(self, config: Config) -> Any:
-        """Return the record of a configuration, or None."""
+        """Look up the record of a configuration; None if there is none."""
         return self._records.get(key_text(config))
 
     def add(self, record: Line) -> Line:
@@ -164,7 +164,7 @@ class RowTable(Shown):
     _rows: Callable[[], list[Line]]  # each subclass has this method
 
     def rows(self) -> list[Line]:
-        """Return a mapping for each result: its configuration, and its numbers.
+        """Map, for each result, names to its configuration and its numbers.
 
         The ends of an interval follow its median: ``"ms", "ms low", "ms high"``.
         """
@@ -178,7 +178,7 @@ class RowTable(Shown):
         return rows
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the table as it is shown; its last column has each result's time."""
+        """Make the table that is shown; its last column has each result's time."""
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)
@@ -190,6 +190,6 @@ class RowTable(Shown):
         return (Table(f"{len(rows)} {self.title}", tuple(names), cells),)
 
     def to_pandas(self) -> Any:
-        """Return the rows as a ``pandas.DataFrame``."""
+        """Make a ``pandas.DataFrame`` of the rows."""
         pandas = require("pandas", "to_pandas(), unlike rows(),", "'towerjax[pandas]'")
         return pandas.DataFrame(self.rows())

@@ -99,7 +99,7 @@ class Sweep(RowTable):
         return rows
 
     def best(self, metric: str, *, mode: Direction | None = None) -> Member:
-        """Return the member with the best last value.
+        """Choose the member with the best last value.
 
         A missing or non-finite value is the worst.
 
@@ -122,7 +122,7 @@ class Sweep(RowTable):
     def curves(
         self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
     ) -> dict[str, np.ndarray]:
-        """Return the learning curves, stacked if members differ in ``over`` only.
+        """Stack the learning curves of members that differ in ``over`` only.
 
         Returns:
           A dict of arrays ``[members, n]``. A key is the text of the members' other
@@ -146,7 +146,7 @@ class Sweep(RowTable):
     def plot(
         self, metric: str = "loss", *, over: str | Sequence[str] | None = None
     ) -> "Figure":
-        """Return a figure of the `curves`: each mean, in a band from lowest to highest.
+        """Draw the `curves`: each mean, in a band from lowest to highest.
 
         Args:
           metric: The name of a metric that is one number in each step.
@@ -285,7 +285,7 @@ def _check_record(record: Line) -> None:
 
 
 def _swept(configs: Sequence[Config], file: of_grid.RecordFile) -> Sweep:
-    """Return the members whose records the file has."""
+    """Collect the members whose records the file has."""
     records = [(file.get(config), config) for config in configs]
     return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
 
@@ -389,7 +389,7 @@ def _train_all(
 def _groups_of(
     columns: Numbers, todo: Sequence[Config], order: str
 ) -> list[tuple[Numbers, Sequence[Config]]]:
-    """Return the groups of members that one call trains, with their traced numbers."""
+    """Group the members that one call trains, with their traced numbers."""
     if order == "together":
         return [(columns, todo)]
     groups: list[tuple[Numbers, Sequence[Config]]] = []
@@ -402,7 +402,7 @@ def _groups_of(
 def _programs(
     configs: Sequence[Config], traced: Mapping[str, Any]
 ) -> Iterable[tuple[Config, list[Config]]]:
-    """Return the groups of members that share a program.
+    """Group the members that share a program.
 
     Members of a group differ in traced numbers only. Each group comes with the values
     that its members have in common.
@@ -415,7 +415,7 @@ def _programs(
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
-    """Return the dtype of each name that is traced.
+    """Choose the names that are traced, each with its dtype.
 
     A name is traced if all its values are numbers, and it is not in ``static``.
     """
@@ -504,7 +504,7 @@ def _trained(
 def _evaluation_or_error(
     evaluate: Evaluate | None, state: TrainState, config: Config
 ) -> tuple[Line | None, BaseException | None]:
-    """Return a member's evaluation, or the exception that it raised."""
+    """Evaluate a member, and catch the exception that it raises."""
     try:
         return _evaluated(evaluate, state, config), None
     except BaseException as error:

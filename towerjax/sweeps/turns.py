@@ -22,7 +22,7 @@ class Interval:
     high: float
 
     def times(self, factor: float) -> "Interval":
-        """Return the interval times a positive factor."""
+        """Multiply the interval by a positive factor."""
         return Interval(self.median * factor, self.low * factor, self.high * factor)
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Interval:
 
 
 def interval_of_median(values: ArrayLike) -> Interval:
-    """Return the median, with a 95% interval that holds for any distribution.
+    """Take the median, with a 95% interval that holds for any distribution.
 
     ``low`` and ``high`` are the ``r``-th smallest and the ``r``-th largest of ``n``
     values. ``r`` is the largest number for which ``1 - 2 P(Binomial(n, 1/2) < r) >=
@@ -92,7 +92,7 @@ def _time_call(contender: Runs) -> tuple[float, float]:
 
 
 def calls_in(seconds: float, contenders: Sequence[Runs]) -> int:
-    """Return how many calls of the slowest contender fit into ``seconds``.
+    """Measure how many calls of the slowest contender fit into ``seconds``.
 
     Each contender is called three times to find out.
     """

@@ -40,7 +40,7 @@ def create_var(
     reduction: Reduction = Reduction.NONE,
     tower_local: bool = False,
 ) -> Variable:
-    """Return a new variable, stored on the strategy's devices.
+    """Make a new variable, stored on the strategy's devices.
 
     It is a ``MirroredVar``, or with ``tower_local`` a ``TowerLocal`` with leaves ``[T,
     ...]``. ``initial`` is a pytree of arrays or numbers, or a function that returns
@@ -79,7 +79,7 @@ def create_var(
 
 
 def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """Return the variable with a new value for all towers.
+    """Assign a new value to the variable, for all towers.
 
     For a tower-local variable, ``value`` is what `read_var` will return. So with the
     reduction SUM each tower gets a share of it, which for integers is a whole number.
@@ -95,7 +95,7 @@ def assign(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
 
 
 def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """Return the mirrored variable plus a value.
+    """Add a value to the mirrored variable.
 
     A tower-local variable is refused, because the value could be meant for each copy or
     for what the copies reduce to.
@@ -104,7 +104,7 @@ def assign_add(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable
 
 
 def assign_sub(self: AnyStrategy, variable: Variable, value: PyTree) -> Variable:
-    """Return the mirrored variable minus a value; see `assign_add` for errors."""
+    """Subtract a value from the mirrored variable; see `assign_add` for errors."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
@@ -137,7 +137,7 @@ def _warn_if_dropped(verb: str) -> None:
 def _given(
     strategy: AnyStrategy, variable: Variable, value: PyTree, verb: str
 ) -> PyTree:
-    """Return ``value``, which is the same for all towers; raise if it differs by tower.
+    """Refuse a value that differs by tower; bring it to all processes.
 
     ``verb`` names the method in the error.
     """
@@ -154,7 +154,7 @@ def update_var(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> Variable:
-    """Return the variable with the value ``fn(value, *args, **kwargs)``.
+    """Assign ``fn(value, *args, **kwargs)`` to the variable.
 
     ``fn`` is called for each copy of a tower-local variable. All towers get the same
     arguments; a mirrored variable among them is replaced by its value.
@@ -182,7 +182,7 @@ def update_var(
 
 
 def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
-    """Return the tree with each variable replaced by its value.
+    """Replace each variable in a tree by its value.
 
     The copies of a tower-local variable are reduced by its own reduction.
     """
@@ -192,7 +192,7 @@ def read_var(self: AnyStrategy, value: PyTree) -> PyTree:
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:
-    """Return the variable with a copy of a new value, placed where the old one lies."""
+    """Copy a new value to where the variable's old one lies."""
 
     def put(old: Any, new: Any) -> jax.Array:
         if not isinstance(old, jax.Array) or is_traced((old, new)):

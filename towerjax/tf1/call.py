@@ -80,7 +80,7 @@ def call_for_each_tower(
     run_concurrently: bool = True,
     **kwargs: PyTree,
 ) -> PyTree:
-    """Return the results of ``fn(tower, *args, **kwargs)`` on every tower.
+    """Call ``fn(tower, *args, **kwargs)`` on every tower.
 
     Each tower gets its row of ``PerTower`` leaves and of an element of
     `distribute_dataset`, its copy of a tower-local variable, and other values whole.
@@ -135,7 +135,7 @@ def call_for_each_tower(
 def _tree_of(
     arrays: list[jax.Array], mirrored: list[bool], treedef: Any, kinds: list[Any]
 ) -> PyTree:
-    """Return the tree that the function returned, rebuilt from its arrays.
+    """Rebuild the tree that the function returned from its arrays.
 
     ``mirrored`` tells for each array whether it is the same on all towers.
     """
@@ -186,7 +186,7 @@ class Constant:
 
 
 def key_of(name: str, value: Any) -> Any:
-    """Return the cache key of a value that is compiled into a program.
+    """Make the cache key of a value that is compiled into a program.
 
     Values with equal keys share one program, like static arguments of ``jax.jit``. The
     key of a container is made of the keys of its items. Raise a TypeError for a value

@@ -55,7 +55,7 @@ _Bound = TypeVar("_Bound", bound=Hashable)
 
 
 def bound(value: Hashable) -> AbstractContextManager[None]:
-    """Return a context in which `bound_here` finds ``value``.
+    """Open a context in which `bound_here` finds ``value``.
 
     JAX finds a named axis in the same way.
     """
@@ -63,12 +63,12 @@ def bound(value: Hashable) -> AbstractContextManager[None]:
 
 
 def bound_here(kind: type[_Bound]) -> _Bound | None:
-    """Return the innermost value of this type that `bound` has bound, or None."""
+    """Find the innermost value of this type that `bound` has bound, or None."""
     return next((x for x in bound_axes() if isinstance(x, kind)), None)
 
 
 def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
-    """Return the losses and gradients summed over towers; table rows are concatenated.
+    """Sum losses and gradients over towers; rows of tables are concatenated.
 
     ``count`` is the number of towers times the number of micro-batches.
     """
@@ -79,7 +79,7 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
 
 
 def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
-    """Return the sum over towers, by a collective.
+    """Add over towers, by a collective.
 
     It is used inside a jit or scan of the tower function, where no pass can end.
     """
@@ -90,7 +90,7 @@ def sum_inside(tower: tj.Tower, value: PyTree) -> PyTree:
 def differentiate(
     of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
 ) -> tuple[Weighted | Means, PyTree, PyTree]:
-    """Return the loss of all towers, the gradient of its sums, and other results.
+    """Add the losses of all towers, and differentiate their sums.
 
     ``of_params(params) -> (loss, rest)`` is called once, to be traced. No gradient
     flows back through the results. A loss of one mean is returned as ``Weighted``, and
@@ -129,7 +129,7 @@ def differentiate(
 
 
 def operands_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the values of an equation that are added over towers.
+    """Pick the values of an equation that are added over towers.
 
     For `DIFFERENTIATE` that is only the loss.
     """
@@ -137,12 +137,12 @@ def operands_of(eqn: JaxprEqn) -> list[Any]:
 
 
 def parameters_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the values by which a `DIFFERENTIATE` equation differentiates its loss."""
+    """Pick the values by which a `DIFFERENTIATE` equation differentiates its loss."""
     return eqn.invars[eqn.params["treedef"].num_leaves :]
 
 
 def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
-    """Return for each leaf the factor by which a `meet` multiplies its rows.
+    """Find for each leaf the factor by which a `meet` multiplies its rows.
 
     It is ``count`` for rows of a table, which are concatenated, and 0 for a leaf that
     is added and keeps its shape.

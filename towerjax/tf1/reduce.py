@@ -17,7 +17,7 @@ from towerjax.types.trees import parts_of
 def batch_reduce(
     self: AnyStrategy, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
-    """Return the reduced value of each ``(value, destinations)``, in one reduction.
+    """Reduce the value of each ``(value, destinations)``, in one reduction.
 
     ``reduction`` and ``destinations`` are as for `reduce`.
     """
@@ -39,7 +39,7 @@ def map_elements(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PerTower:
-    """Return the results of ``fn(element, *args)`` as ``PerTower``.
+    """Call ``fn(element, *args)`` for each element, and deal the results to towers.
 
     Tower ``t`` gets the results of elements ``t``, ``t + T``, ``t + 2 T`` and so on,
     stacked, so all results must have one shape.

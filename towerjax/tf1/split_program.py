@@ -97,7 +97,9 @@ class SplitProgram:
     def _placed_results(
         self, tree: PyTree
     ) -> tuple[list[tuple[PyTree, int | None]], Any]:
-        """Return the function's results as trees of variables, and their structure.
+        """Place each result of the function in the pass that returns it.
+
+        Returns the results as trees of variables, and their structure.
 
         Each result comes with the number of the pass that returns it; None if the
         update computes it.
@@ -114,7 +116,7 @@ class SplitProgram:
         return placed, treedef
 
     def _count_passes(self) -> int:
-        """Return the number of passes, up to the last that merges or prints."""
+        """Count the passes, up to the last that merges or prints."""
         numbers = [0, self._parts.last]
         numbers += [number for _, number in self._results if number is not None]
         for eqn in self._parts.eqns:
@@ -124,7 +126,7 @@ class SplitProgram:
         return max(numbers) + 1
 
     def trained(self, number: int) -> Callable[..., PyTree] | None:
-        """Return a function that computes the parameters of a pass's losses, or None.
+        """Build a function that computes the parameters of a pass's losses.
 
         It maps ``(state, merged)`` to the parameters by which the losses are
         differentiated. Return None for a pass that does not differentiate.
@@ -153,7 +155,7 @@ class SplitProgram:
         merged: list[PyTree],
         trained: PyTree = None,
     ) -> dict[str, PyTree]:
-        """Return one tower's results in a pass.
+        """Run one tower in a pass.
 
         ``merged`` has the merged results of earlier passes, and ``trained`` the
         parameters of this pass's losses. The losses' gradients are not among the
@@ -181,7 +183,7 @@ class SplitProgram:
         }
 
     def results(self, state: tj.TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
-        """Return the function's results, merged over towers."""
+        """Compute the function's results, merged over towers."""
         walk = self._evaluate(None, self._inputs(state), merged)
         of_passes = [_results_in(x) for x in merged]
         results = []
@@ -193,7 +195,7 @@ class SplitProgram:
         return jax.tree.unflatten(self._treedef, results)
 
     def line_of_met_sum(self) -> str | None:
-        """Return the user's line where towers communicate in a loss, or None.
+        """Find the user's line where towers communicate in a loss, or None.
 
         Only losses are searched whose sum, and not mean, is differentiated.
         """
@@ -202,7 +204,7 @@ class SplitProgram:
         return user_line(of_sums[0]) if of_sums else None
 
     def line_of_own_parameters(self) -> str | None:
-        """Return the line of a loss whose parameters differ by tower, or None."""
+        """Find the line of a loss whose parameters differ by tower, or None."""
         for eqn in self._parts.eqns:
             if eqn.primitive is PARAMETERS and self._is_own(eqn.invars):
                 return user_line((eqn, None))
@@ -223,13 +225,13 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _inputs(self, state: tj.TrainState) -> list[Any]:
-        """Return the program's inputs: the replicated ones, and None for all others."""
+        """List the program's inputs: the replicated ones, and None for others."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         return [*leaves, *[None] * others]
 
     def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
-        """Return an interpreter that knows the merged results of earlier passes."""
+        """Make an interpreter that knows the merged results of earlier passes."""
         walk = self._parts.interpreter(inputs)
         for at, tree in enumerate(merged):
             meets = self._parts.ends_of(at)
@@ -263,13 +265,13 @@ class SplitProgram:
         return walk
 
     def _returned_by(self, number: int | None) -> list[Any]:
-        """Return the variables that a pass returns, or with None the update."""
+        """List the variables that a pass returns, or with None the update."""
         results = [x for x, at in self._results if at == number]
         operands = [operands_of(eqn) for eqn in self._parts.ends_of(number)]
         return jax.tree.leaves((results, operands))
 
     def _shows_in(self, number: int | None, eqn: JaxprEqn) -> bool:
-        """Return whether an equation's effect, such as a print, happens in this pass.
+        """Decide whether an equation's effect, as a print, is in this pass.
 
         ``number=None`` stands for the update.
         """
@@ -278,7 +280,7 @@ class SplitProgram:
 
 
 def _checked(path: tuple[Any, ...], x: Any) -> Any:
-    """Return a metric state in the form that passes merge.
+    """Check a metric state, and give it the form that passes merge.
 
     It is checked here, because afterwards its numbers become arrays.
     """
@@ -295,7 +297,7 @@ def _is_one(x: Any) -> bool:
 
 
 def _results_in(tree: dict[str, PyTree]) -> list[Any]:
-    """Return the function's results among the merged values of a pass."""
+    """Pick the function's results out of the merged values of a pass."""
 
     def is_result(x: Any) -> bool:
         return _is_one(x) or isinstance(x, _Later)
@@ -305,14 +307,14 @@ def _results_in(tree: dict[str, PyTree]) -> list[Any]:
 
 
 def _as_sums(grads: PyTree) -> PyTree:
-    """Return gradients as `Sum` leaves; rows of tables stay ``IndexedRows``."""
+    """Wrap gradients in `Sum`; rows of tables stay ``IndexedRows``."""
     return jax.tree.map(
         lambda x: x if is_rows_of_table(x) else Sum(x), grads, is_leaf=is_rows_of_table
     )
 
 
 def _one_or_all(items: list[Any]) -> Any:
-    """Return the items, or a lone item without its list.
+    """Give the items, or a lone item without its list.
 
     Errors then name a lone item without ``[0]``.
     """

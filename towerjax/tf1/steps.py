@@ -173,7 +173,7 @@ def _stack(batches: Sequence[Any], *, strategy: AnyStrategy) -> tuple[PyTree, ..
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
-    """Return the carry with each ``PerTower`` stacked to leaves ``[T, ...]``."""
+    """Stack each ``PerTower`` of the carry to leaves ``[T, ...]``."""
 
     def stack(x: PerTower) -> PerTower:
         return PerTower(stack_towers(x, num_towers, "a PerTower of the carry"))
@@ -182,7 +182,7 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
 
 
 def _on_devices(strategy: AnyStrategy, carry: PyTree) -> PyTree:
-    """Return the carry on the strategy's devices, copied unless it lies there."""
+    """Place the carry on the strategy's devices, unless it lies there."""
     shardings = strategy.placement.shardings(layouts_by_type(carry), carry)
 
     def is_there(x: Any, sharding: Any) -> bool:

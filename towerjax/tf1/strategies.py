@@ -47,7 +47,7 @@ class Verbs:
 
     @classmethod
     def _class_like(cls, plain: _Class) -> _Class:
-        """Return the class that adds TensorFlow's methods to the class ``plain``."""
+        """Choose the class that adds TensorFlow's methods to the class ``plain``."""
         return _WITH_VERBS[plain]
 
     @property
@@ -135,7 +135,7 @@ _WITH_VERBS: dict[Any, Any] = {
 
 @api_boundary
 def with_verbs(strategy: values.AnyStrategy) -> MirroredStrategy | OneDeviceStrategy:
-    """Return the strategy with TensorFlow's methods and the same options.
+    """Give a strategy TensorFlow's methods; its options stay.
 
     Args:
       strategy: A `tj.Mirrored` or `tj.OneDevice`. A strategy that has the methods is

@@ -27,7 +27,7 @@ AnyStrategy: TypeAlias = tj.Mirrored | tj.OneDevice
 
 
 def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
-    """Return the tree of tower ``t``, from a tree with values of all towers.
+    """Take the tree of tower ``t`` out of a tree with values of all towers.
 
     It is the inverse of `regroup`. Each ``PerTower`` leaf and tower-local variable is
     replaced by the tower's value. ``tower`` is the number ``t``, from 0, or the device
@@ -59,7 +59,7 @@ def select_tower(self: AnyStrategy, value: PyTree, tower: Any) -> PyTree:
 
 
 def regroup(self: AnyStrategy, nests: Sequence[PyTree]) -> PyTree:
-    """Return one tree made of the trees of all ``T`` towers, which have one structure.
+    """Join the trees of all ``T`` towers, which have one structure, to one tree.
 
     A leaf is bare if all towers have the same object or equal constants, and otherwise
     a ``PerTower``, in tower order. It is the inverse of `select_tower`.
@@ -81,7 +81,7 @@ def _is_regrouped_whole(x: Any) -> bool:
 
 
 def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
-    """Return what `regroup` makes of one leaf of each tower."""
+    """Join one leaf of each tower, as `regroup` does."""
     where = leaf_name("nests", path)
     if any(isinstance(x, variables.MirroredVar) for x in leaves):
         return _one_mirrored(leaves, where)
@@ -92,7 +92,7 @@ def _regrouped(path: tuple[Any, ...], *leaves: Any) -> Any:
 
 
 def _one_mirrored(leaves: tuple[Any, ...], where: str) -> Any:
-    """Return the mirrored variable that all towers returned.
+    """Take the one mirrored variable that all towers returned.
 
     Raise if they returned different variables.
     """
@@ -115,7 +115,7 @@ def _is_one_constant(leaves: tuple[Any, ...]) -> bool:
 
 
 def _bits(x: Any) -> tuple[Any, ...]:
-    """Return the structure of ``x`` and the bytes of its leaves, for exact comparison.
+    """Take the structure of ``x`` and the bytes of its leaves, to compare exactly.
 
     The structure includes a variable's name and reduction.
     """
@@ -129,7 +129,7 @@ def fetch(
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """Return a replicated value, or ``fn`` of it, on one device.
+    """Send a replicated value, or ``fn`` of it, to one device.
 
     ``destination`` is a device or its name; None is this process's first CPU. ``fn`` is
     applied where the value lies, so that only its result is sent. While JAX traces,
@@ -154,7 +154,7 @@ def fetch(
 
 
 def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyTree:
-    """Return a replicated value, copied to each of several devices.
+    """Copy a replicated value to each of several devices.
 
     None is all devices of the strategy.
     """

@@ -171,7 +171,7 @@ def _tell_of_proof(proof: ProgramReport, looked: Looked) -> None:
 
 
 def _faults_of_proof(report: str) -> list[Fault]:
-    """Return the faults that the text of an error lists, one per line."""
+    """Read the faults that the text of an error lists, one per line."""
     _, *lines = report.split("\n  - ")
     return [Fault("proof", "", line.strip()) for line in lines or [report]]
 

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names_of_options(command: str | None) -> list[str]:
-    """Return the options of a command."""
+    """List the options of a command."""
     named = {run.__name__: options for run, options in _OPTIONS.items()}
     names = [option[0].partition("=")[0] for option in named.get(command or "", ())]
     return [name for name in names if name.startswith("--")]
@@ -156,7 +156,7 @@ def show(result: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) 
 
 
 def read_toml(*sources: str) -> dict[str, Any]:
-    """Return the keys of TOML files, and of lines such as ``"towers=[1, 2]"``.
+    """Read the keys of TOML files, and of lines such as ``"towers=[1, 2]"``.
 
     Later sources replace keys of earlier ones.
     """
@@ -358,7 +358,7 @@ def _require_function(name: str, x: Any) -> None:
 
 
 def _devices_of(text: str) -> Absent:
-    """Return the absent devices that a text names.
+    """Read a text that names absent devices.
 
     Such a text is ``"h200:8"``, or a topology of TPUs, ``"v5e:2x4"``.
     """

@@ -39,7 +39,7 @@ class Fault:
         return "\n".join([self.text, *self.advice.splitlines()])
 
     def is_meant_by(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether a baseline's entry is this fault, which has become no worse.
+        """Decide whether a baseline's entry is this fault, no worse than before.
 
         An entry of a baseline is a fault that is meant to stay.
         """
@@ -51,7 +51,7 @@ class Fault:
 
 
 def _without_lines(text: str) -> str:
-    """Return the text without line numbers, so that moved code keeps its text."""
+    """Cut line numbers out of a text, so that moved code keeps its text."""
     return _LINE.sub(r"\1", text)
 
 
@@ -72,7 +72,7 @@ def told_of_faults(faults: Sequence[Fault], words: Words) -> Iterator[str]:
 
 
 def annotations(faults: Iterable[Fault]) -> list[str]:
-    """Return a line ``::error file=...::`` for each fault.
+    """Write a line ``::error file=...::`` for each fault.
 
     GitHub shows such a line in the code.
     """
@@ -91,7 +91,7 @@ def _annotation(fault: Fault) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """Return the text with those characters escaped that end a GitHub message.
+    """Escape those characters of a text that end a GitHub message.
 
     They are line ends, and the characters in ``more``, which would end a property.
     """

@@ -18,7 +18,7 @@ def mfu(
     *,
     peak_flops: float | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilization of a step that takes ``step_s`` seconds.
+    """Compute the model FLOPs utilization of a step that takes ``step_s`` seconds.
 
     The FLOPs are the dot products and convolutions of the step on all devices, as
     `count_flops` counts them. `run` has the same number as

@@ -181,7 +181,7 @@ class Case:
         return self.audit.step.reasons or {x.leaf: x.why for x in unknown}
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
-        """Return the leaves that agree after all if one tower is run in another way.
+        """Run one tower in another way, and list the leaves that then agree.
 
         ``one_tower`` is that tower, and ``draws`` are changes of its rows' random
         draws.
@@ -197,7 +197,7 @@ class Explained(NamedTuple):
 
 
 def advise(audit: Audit, error: SplitError) -> SplitError:
-    """Return an audit's `SplitError` with a cause that explains it, and a remedy.
+    """Explain an audit's `SplitError` by its cause, and name a remedy.
 
     It is the first cause in `_CAUSES` that explains any of the leaves.
     """
@@ -217,7 +217,7 @@ def advise(audit: Audit, error: SplitError) -> SplitError:
 
 
 def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> list[str]:
-    """Return the advice with a hint at ``loss_reduction=``, if a bare loss differs.
+    """Hint at ``loss_reduction=`` if a bare loss differs.
 
     A gradient that differs counts as well, because it has the error of its loss.
     """
@@ -293,7 +293,7 @@ def _of_an_own_key(case: Case) -> Explained | None:
 
 
 def _stopped_at_draws(case: Case) -> list[str]:
-    """Return the leaves for which the proof stopped at a draw that belongs to no row.
+    """List the leaves whose proof stopped at a draw that belongs to no row.
 
     No other draw is blamed: a key that differs from row to row may be made anywhere.
     """
@@ -302,7 +302,7 @@ def _stopped_at_draws(case: Case) -> list[str]:
 
 
 def _draws_in(case: Case) -> list[Site]:
-    """Return the equations of the tower's program that draw random numbers."""
+    """List the equations of the tower's program that draw random numbers."""
     return [x for x in case.sites if x[0].primitive.name == "random_bits"]
 
 
@@ -320,7 +320,7 @@ def _of_padding(case: Case) -> Explained | None:
 
 
 def _reason_of(case: Case, leaf: str) -> str:
-    """Return why the proof stopped for a leaf, with a line; "" if it did not stop."""
+    """Tell why the proof stopped for a leaf, with a line; "" if it did not stop."""
     reasons = case.reasons
     asked = leaf_of(leaf)
     whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
@@ -404,21 +404,21 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
 
 
 def _numbers_of(site: Site) -> tuple[str, list[Any]]:
-    """Return the primitive of an equation, and the literal numbers in it."""
+    """Read the primitive of an equation, and the literal numbers in it."""
     literals = [x.val for x in site[0].invars if isinstance(x, Literal)]
     numbers = [np.asarray(x).item() for x in literals if np.ndim(x) == 0]
     return site[0].primitive.name, numbers
 
 
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
-    """Return the advice with the lines of these sites added to its cause."""
+    """Add the lines of these sites to the cause."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
-    """Return the names of the variables that are read from the first tower alone."""
+    """Name the variables that are read from the first tower alone."""
 
     def is_one(x: Any) -> bool:
         return isinstance(x, TowerLocal)
@@ -432,7 +432,7 @@ def _of_first_tower(local: PyTree) -> list[str]:
 
 
 def _lines_along(sites: Sequence[Site], rows: int) -> str:
-    """Return the lines whose results may depend on a tower's rows, or on their order.
+    """List the lines whose results may depend on a tower's rows, or their order.
 
     ``rows`` is the number of the tower's rows, by which their dim is recognized.
     """
@@ -445,7 +445,7 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Return whether values of shape ``[b]`` meet some of ``[b, 1]`` by accident.
+    """Look for values ``[b]`` that meet some of ``[b, 1]`` by accident.
 
     The result then has an element for each pair of rows.
     """
@@ -481,7 +481,7 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 
 def _size_along(eqn: JaxprEqn) -> int | None:
-    """Return the size of the dim along which an equation combines or sorts elements."""
+    """Find the size of the dim along which an equation combines or sorts."""
     params = eqn.params
     shape = _shape_of(eqn.invars[0])
     if "length" in params:

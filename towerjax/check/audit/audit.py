@@ -82,7 +82,7 @@ def run_audit(
 
 
 def _run_or_advise(audit: Audit) -> AuditReport:
-    """Return the report of an audit; if a leaf differs, raise with the cause."""
+    """Run an audit; if a leaf differs, raise with the cause."""
     try:
         return audit.run()
     except SplitError as error:
@@ -90,7 +90,7 @@ def _run_or_advise(audit: Audit) -> AuditReport:
 
 
 def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
-    """Return the audit with the fewest rows that the tower function accepts."""
+    """Make the audit with the fewest rows that the tower function accepts."""
     split = step.strategy.placement.row_shards
     total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // calls), total // 2)
@@ -112,7 +112,7 @@ def _of_fewest_rows(step: StepToAudit, *, calls: int, pads: bool) -> Audit:
 
 
 def _on_host(batch: PyTree) -> PyTree:
-    """Return the examples of a placed batch as arrays on the host."""
+    """Copy the examples of a placed batch to the host."""
     if not isinstance(batch, PlacedBatch):
         return batch
     arrays, _, held = jax.tree.map(copy_to_host, batch.args)

@@ -52,7 +52,7 @@ def noting_its_audit() -> Iterator[None]:
 
 
 def told_not_audited(error: NotAudited) -> str:
-    """Return the reason why a step is not audited, as one line."""
+    """Tell in one line why a step is not audited."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
     # Notes that JAX adds to an error begin with "-"; they are left out.
@@ -80,7 +80,7 @@ def _problem_of(traced: Traced, params: PyTree, devices: int) -> str | None:
 
 
 def too_large(params: PyTree, devices: int) -> str | None:
-    """Return why devices cannot hold an audit of such parameters; None if they can."""
+    """Tell why devices cannot hold an audit of such parameters; None if they can."""
     size = sum(x.size for x in jax.tree.leaves(params)) // devices
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
@@ -99,7 +99,7 @@ def too_large(params: PyTree, devices: int) -> str | None:
 
 
 def program_hash(traced: Traced, **options: Any) -> str | None:
-    """Return a hash of the towers' program: its text, constants, options and versions.
+    """Hash the towers' program: its text, constants, options and versions.
 
     It is None if the program calls Python: the program then stays the same if the
     Python function is changed.
@@ -112,7 +112,7 @@ def program_hash(traced: Traced, **options: Any) -> str | None:
 def hash_of_programs(
     jaxprs: Sequence[ClosedJaxpr], options: Mapping[str, Any]
 ) -> str | None:
-    """Return a hash of several programs; see `program_hash`."""
+    """Hash several programs; see `program_hash`."""
     eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
     if any("callback" in eqn.primitive.name for eqn in eqns):
         return None
@@ -128,7 +128,7 @@ def hash_of_programs(
 
 
 def folders_of_records(*others: str | None) -> list[str]:
-    """Return the folders of stored audit results.
+    """List the folders of stored audit results.
 
     They are JAX's compilation cache, if it is set, and ``others`` that are not None.
     """
@@ -140,7 +140,7 @@ def folders_of_records(*others: str | None) -> list[str]:
 def audit_result_of(
     program: str | None, folders: Sequence[str], processes: Processes
 ) -> AuditReport | None:
-    """Return the report of an earlier audit of the program; None if none is stored.
+    """Look up the report of an earlier audit of the program; None if none.
 
     The first process reads it, and all processes get what it read.
     """
@@ -167,7 +167,7 @@ def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> No
 
 
 def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
-    """Return the stored fields of a program's report; None if no record is valid."""
+    """Read the fields of a program's report; None if no record is valid."""
     for folder in folders:
         with contextlib.suppress(Exception):
             stored = json.loads(_read_text(folder, program))
@@ -178,7 +178,7 @@ def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _report_of(fields: dict[str, Any]) -> AuditReport:
-    """Return a report with these fields; raise if one of them has a wrong type."""
+    """Make a report of these fields; raise if one of them has a wrong type."""
     kinds = get_type_hints(AuditReport)
     if fields.keys() != kinds.keys():
         raise ValueError(
@@ -207,7 +207,7 @@ def _is_shown(value: Any, kind: type) -> bool:
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """Return a hash of a program with its audit result, so that a copied result fails.
+    """Hash a program with its audit result, so that a copied result fails.
 
     It is no signature: whoever may write to the folder may also replace programs there.
     """
@@ -236,7 +236,7 @@ def _write(folder: str, program: str, text: str) -> None:
 
 
 def _read_text(folder: str, program: str) -> bytes:
-    """Return the bytes of a record, at most ``_MOST_BYTES``."""
+    """Read the bytes of a record, at most ``_MOST_BYTES``."""
     path = _path(folder, program)
     if isinstance(path, pathlib.Path):
         _refuse_links(path)
@@ -247,7 +247,7 @@ def _read_text(folder: str, program: str) -> bytes:
 
 
 def _path(folder: str, program: str) -> Any:
-    """Return the path of a program's record, on this machine or in a remote store."""
+    """Find the path of a program's record, on this machine or in a remote store."""
     is_stored = "://" in folder
     root = epath.Path(folder) if is_stored else pathlib.Path(folder)
     return root / "audited" / f"{program}.json"

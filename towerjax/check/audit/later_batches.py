@@ -38,12 +38,12 @@ class Splits:
         self.first = self.of_rows("evenly", np.arange(2 * tower_rows))
 
     def of_rows(self, name: str, at: np.ndarray, **options: Any) -> RowsToRun:
-        """Return a split named ``name`` of the batch's rows with the indices ``at``."""
+        """Make a split named ``name`` of the batch's rows with the indices ``at``."""
         at = at % self._total
         return RowsToRun(name, self._take(at), order=at, **options)
 
     def all(self, *, pads: bool, draws: bool, drifts: bool = False) -> list[RowsToRun]:
-        """Return all splits, first the one with the batch's rows in order.
+        """List all splits, first the one with the batch's rows in order.
 
         Args:
           pads: Whether batches may be padded.
@@ -74,7 +74,7 @@ class Splits:
 
 
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
-    """Return, for each row, the sum of all its numbers.
+    """Add up, for each row, all its numbers.
 
     The rows are sorted by it, so that one tower gets the rows with smaller numbers.
     """
@@ -88,7 +88,7 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
 
 
 def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
-    """Return splits with changed values of a batch, where its arrays can be changed."""
+    """Change values of a batch, where its arrays can be changed: splits to run."""
     changes = {
         "one row on both towers": functools.partial(
             _with_a_row_twice, tower_rows=tower_rows
@@ -109,7 +109,7 @@ def _made_of(split: RowsToRun, tower_rows: int) -> list[RowsToRun]:
 def _with_arrays(
     batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
 ) -> PyTree | None:
-    """Return the batch with its arrays changed; None if no array can be changed.
+    """Change the arrays of a batch; None if no array can be changed.
 
     ``change`` returns the changed array, or None for an array that it cannot change.
     """
@@ -128,7 +128,7 @@ def _with_arrays(
 
 
 def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
-    """Return floats with their first row times a large factor; None for others.
+    """Multiply the first row of floats by a large factor; None for others.
 
     The result is None for a mask, too: an array of only zeros and ones.
     """
@@ -141,7 +141,7 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
 
 
 def _with_a_row_twice(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
-    """Return the array with its first row as the second tower's first row, too.
+    """Put the first row also in the place of the second tower's first row.
 
     The result is None for whole numbers that are all different, which may be ids.
     """
@@ -154,7 +154,7 @@ def _with_a_row_twice(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
 
 
 def _masked(x: np.ndarray, tower_rows: int) -> np.ndarray | None:
-    """Return a mask with half of its ones on the first tower, and none on the second.
+    """Mask half of the ones on the first tower, and all on the second.
 
     The result is None for an array that is not a mask.
     """

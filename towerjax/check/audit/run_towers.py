@@ -107,7 +107,7 @@ class Towers:
         self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
-        """Return the traced passes; they are traced in the first call only."""
+        """Trace the passes, in the first call only."""
         if self.traced is None:
             if why := self._plan.passes.why_not_audited:
                 raise NotAudited(why)
@@ -119,27 +119,27 @@ class Towers:
         return self.traced
 
     def __call__(self, split: RowsToRun) -> Merged:
-        """Return the merged results for these rows; each split is run only once."""
+        """Give the merged results for these rows; each split is run only once."""
         if split not in self._known:
             self._known[split] = self.run(split)
         return self._known[split]
 
     def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
-        """Return the merged results for these rows, with ``params`` if given."""
+        """Run these rows, with ``params`` if given, and merge the results."""
         merged, placed = self._merged(split, params)
         return _leaves_of(merged, placed, split.order)
 
     def _merged(
         self, split: RowsToRun, params: PyTree
     ) -> tuple[Sequence[PyTree], PlacedBatch]:
-        """Return what each pass merges for these rows, and the rows as placed."""
+        """Run these rows: what each pass merges, and the rows as placed."""
         self.trace(split)
         args, placed = self._args(split, self._state_for(split, params))
         with jax.default_matmul_precision("highest"):
             return jax.device_get(self._fn(*args)), placed
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
-        """Return the results for inputs whose rounding errors were changed.
+        """Run inputs whose rounding errors were changed.
 
         They show how much rounding matters. Raise if a run with the same inputs
         differs.
@@ -164,12 +164,12 @@ class Towers:
             refuse_unmasked(placed.num_examples, traced.proof.unmasked())
 
     def _params_for(self, split: RowsToRun) -> PyTree:
-        """Return the parameters with which these rows are run, on the host."""
+        """Copy to the host the parameters with which these rows are run."""
         params = jax.tree.map(copy_to_host, self.state.params)
         return _moved(params) if split.moves else params
 
     def _state_for(self, split: RowsToRun, params: PyTree) -> TrainState:
-        """Return the state with which these rows are run, with ``params`` if given."""
+        """Make the state with which these rows are run."""
         state = self.state
         if split.step is not None:
             step = np.asarray(split.step, state.step.dtype)
@@ -223,7 +223,7 @@ def compare(
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
-    """Return the step's tower-local variables for ``number`` towers.
+    """Give ``number`` towers the step's tower-local variables.
 
     Several towers get the variables of the first towers. One tower gets the value that
     two towers' variables are read as.
@@ -248,7 +248,7 @@ def _local_of(local: PyTree, number: int) -> PyTree:
 
 
 def _moved(tree: PyTree) -> PyTree:
-    """Return parameters with random numbers added, of about a fifth of their size.
+    """Add random numbers to parameters, of about a fifth of their size.
 
     Parameters that are 0 move, too.
     """
@@ -269,7 +269,7 @@ def _moved(tree: PyTree) -> PyTree:
 def _leaves_of(
     merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
 ) -> Merged:
-    """Return the merged results of all passes by leaf; rows in the batch's order."""
+    """Name the merged results of all passes by leaf; rows in the batch's order."""
     leaves = Leaves()
     rtols = dict[str, float]()
     places = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
@@ -296,13 +296,13 @@ def _leaves_of(
 
 
 def _rounding_of_sums(leaf: Any) -> float:
-    """Return the tolerance for the rounding of a merged sum, from the leaf's dtype."""
+    """Find the tolerance for the rounding of a merged sum by the leaf's dtype."""
     dtypes = {str(getattr(x, "dtype", None)) for x in jax.tree.leaves(leaf)}
     return rounding_of_dtypes(dtypes)
 
 
 def _value_of(leaf: Any) -> PyTree:
-    """Return the leaf as one value; None if each tower has a value of its own."""
+    """Read the leaf as one value; None if each tower has a value of its own."""
     is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
     if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
         return None
@@ -312,7 +312,7 @@ def _value_of(leaf: Any) -> PyTree:
 
 
 def _reals(name: LeafName, value: PyTree) -> Leaves:
-    """Return the leaves of a value by their names, as dense real arrays."""
+    """Name the leaves of a value, as dense real arrays."""
 
     def dense(x: Any) -> Any:
         return x.to_dense() if is_rows(x) else x

@@ -85,12 +85,12 @@ class Audit:
         self._trace()
 
     def towers(self, number: int, **fields: Any) -> Towers:
-        """Return the step's passes on ``number`` towers of one device."""
+        """Put the step's passes on ``number`` towers of one device."""
         fields = {"rows": 2 * self.tower_rows, "passes": self._passes} | fields
         return Towers(self.step.plan, self.step.strategy, number, self._state, **fields)
 
     def new_tower(self, *, narrow: bool = False) -> Towers:
-        """Return the passes on one tower with more padding than two towers have.
+        """Put the passes on one tower with more padding than two towers have.
 
         If batches are not padded, there is no padding.
         """
@@ -112,7 +112,7 @@ class Audit:
         self.splits = self.from_batch.all(pads=self.pads, draws=draws, drifts=drifts)
 
     def _traced_one_tower(self) -> tuple[Towers, Traced]:
-        """Return the passes on one tower, if possible on one device, and the trace."""
+        """Trace the passes on one tower, if possible on one device."""
         if self.is_narrow:
             one_tower = self.new_tower(narrow=True)
             try:
@@ -123,7 +123,7 @@ class Audit:
         return one_tower, self._traced(one_tower)
 
     def _traced(self, towers: Towers) -> Traced:
-        """Return the trace of these towers; raise `NotAudited` if it fails."""
+        """Trace these towers; raise `NotAudited` if that fails."""
         try:
             return towers.trace(self.from_batch.first)
         except (NotAudited, ReplicationError):
@@ -139,7 +139,7 @@ class Audit:
             raise refused from error
 
     def unpadded(self) -> "Audit":
-        """Return an audit with the same two towers that runs full batches only."""
+        """Make an audit with the same two towers that runs full batches only."""
         other = copy.copy(self)
         other.pads = False
         other.splits = [x for x in self.splits if not x.is_short]
@@ -147,13 +147,13 @@ class Audit:
         return other
 
     def unmasked(self) -> list[str]:
-        """Return the names of leaves that include padding, as nothing masks it."""
+        """Name the leaves that include padding, as nothing masks it."""
         if not self.pads:
             return []
         return self.one_tower.trace(self.from_batch.first).proof.unmasked()
 
     def run(self) -> AuditReport:
-        """Return the report of all splits; raise at the first where a leaf differs."""
+        """Run and compare all splits; raise at the first where a leaf differs."""
         reports = list[AuditReport]()
         notes = list[str]()
         for run in self.compared(self.splits):
@@ -170,13 +170,13 @@ class Audit:
         return compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])
 
     def judge(self, runs: Sequence[Compared]) -> AuditReport:
-        """Return the report of compared runs; raise if a leaf differs."""
+        """Judge compared runs; raise if a leaf differs."""
         return judge(runs, 2 * self.tower_rows, self.one_tower.rtol, self.step.leaves)
 
     def without(
         self, findings: Sequence[Finding], one_tower: Towers, **draws: Any
     ) -> list[str]:
-        """Return the leaves that agree after all if one tower is run in another way.
+        """Run one tower in another way, and list the leaves that then agree.
 
         ``findings`` are leaves that differ. ``one_tower`` replaces the one tower, and
         ``draws`` are changes of the rows' random draws.
@@ -200,7 +200,7 @@ class Audit:
 
 
 def _gradient_follows(traced: Traced) -> bool:
-    """Return whether the gradient is exactly the derivative of the loss.
+    """Decide whether the gradient is exactly the derivative of the loss.
 
     It is not if the user wrote a derivative as a custom_jvp or custom_vjp, if a
     `stop_gradient` leaves one out, or if a user's `shard_map` adds up values of a
@@ -215,7 +215,7 @@ def _gradient_follows(traced: Traced) -> bool:
 
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a `stop_gradient` that the user, not JAX, wrote."""
+    """Decide whether an equation is a `stop_gradient` that the user wrote."""
     if eqn.primitive.name != "stop_gradient":
         return False
     traceback = eqn.source_info.traceback
@@ -227,7 +227,7 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
-    """Return a note that most gradients are no more than rounding errors.
+    """Note that most gradients are no more than rounding errors.
 
     Such a note ends an audit. The result is None if this is not so.
     """

@@ -42,7 +42,7 @@ _BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 def leaves_of_tower(
     pass_: Pass, tree: PyTree, variables: Sequence[int | None]
 ) -> list[MergedLeaf]:
-    """Return the leaves that a tower returns, in the order of its program's results.
+    """List the leaves that a tower returns, in the order of its program.
 
     Args:
       pass_: The pass that merges them.
@@ -61,7 +61,7 @@ def leaves_of_tower(
 def _leaves_of(
     tree: PyTree, variables: Sequence[int | None], loss: str
 ) -> list[MergedLeaf]:
-    """Return the leaves of a tower's results, each with the merge of its type.
+    """List the leaves of a tower's results, each with the merge of its type.
 
     ``loss`` is the key of the pass's loss.
     """
@@ -90,7 +90,7 @@ def _leaves_of(
 def _gradients_as_means(
     leaves: list[MergedLeaf], loss: str, losses: PyTree
 ) -> list[MergedLeaf]:
-    """Return the leaves, with gradients as means that the weight of their loss divides.
+    """Mark gradients as means that the weight of their loss divides.
 
     A tower returns the gradient of a sum. For a sum of several means it is divided
     already. The gradients of a list of losses have the order of the losses.
@@ -112,7 +112,7 @@ def _gradients_as_means(
 
 
 def _losses_as_sums(leaves: list[MergedLeaf]) -> list[MergedLeaf]:
-    """Return the leaves, with losses and gradients as sums that are not divided."""
+    """Mark losses and gradients as sums that are not divided."""
     return [
         dataclasses.replace(x, merge=Merge.SUM, weight=None)
         if part_of(x.name) is not LeafPart.OTHER and x.merge is Merge.MEAN
@@ -124,7 +124,7 @@ def _losses_as_sums(leaves: list[MergedLeaf]) -> list[MergedLeaf]:
 def _leaves_of_returned(
     name: LeafName, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
-    """Return the leaves of one value, with weights of means and indices of tables.
+    """List the leaves of one value, with weights of means and indices of tables.
 
     ``start`` is the index of its first leaf among the program's results.
     """
@@ -165,7 +165,7 @@ def _leaves_of_returned(
 
 
 def _merges_of_state(state: PyTree) -> list[Merge]:
-    """Return how a metric state merges each of its leaves; empty if it is not known."""
+    """Find how a metric state merges each of its leaves; empty if unknown."""
     number = len(jax.tree.leaves(state))
     jaxpr = jax.make_jaxpr(type(state).merge)(state, state).jaxpr
     makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
@@ -180,7 +180,7 @@ def _merges_of_state(state: PyTree) -> list[Merge]:
 
 
 def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
-    """Return the shapes of a pass's merged results, which later passes are given."""
+    """Find the shapes of a pass's merged results, as later passes get them."""
 
     def of(x: Returned) -> PyTree:
         if x.rule in (*_REPLICATED, MERGED) and x.rule is not ROWS:
@@ -199,7 +199,7 @@ def shapes_given_later(tree: PyTree, towers: int, micro_batches: int) -> PyTree:
 
 
 def kinds_given_later(tree: PyTree) -> PyTree:
-    """Return how later passes get a pass's merged results: replicated or per tower."""
+    """Tell of each merged result whether later passes get it replicated."""
 
     def of(x: Returned) -> PyTree:
         # Merged rows of a table come in the order of the towers, and so depend on how

@@ -50,7 +50,7 @@ def equality_of(step: StepToProve) -> StepEquality:
 
 
 def equalities_of(step: StepToProve) -> list[Equality]:
-    """Return the result of the proof for each leaf that a step's passes merge.
+    """Prove each leaf that a step's passes merge equal to one tower's.
 
     Args:
       step: The step.
@@ -92,12 +92,12 @@ def _of_other_rows(step: StepToProve) -> list[Equality]:
 
 
 def of_whole_step(why: str) -> list[Equality]:
-    """Return one result for all leaves of a step: unknown, with this reason."""
+    """Give one result for all leaves of a step: unknown, with this reason."""
     return [Equality(WHOLE_STEP, Says.UNKNOWN, why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
-    """Return why a step is not traced for the proof; "" if it is."""
+    """Tell why a step is not traced for the proof; "" if it is."""
     if not step.plan.passes.each:
         return "each call of it runs several steps"
     if any(map(is_sparse, jax.tree.leaves(step.batch, is_leaf=is_sparse))):
@@ -123,7 +123,7 @@ def _equalities(step: StepToProve) -> list[Equality]:
 def _of_programs(
     step: StepToProve, passes: Passes
 ) -> tuple[list[PassToProve], list[Equality]]:
-    """Return the traced passes, and the proof's results for their programs.
+    """Trace the passes, and prove their programs.
 
     JAX traces other equations for a dim of 1. If a tower has one row, a leaf is also
     proved if it is proved for two rows a tower, and the function takes the same path
@@ -153,7 +153,7 @@ def _of_programs(
 
 
 def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
-    """Return whether a pass takes the same path through its code for twice the rows.
+    """Decide whether a pass takes the same path through its code for twice the rows.
 
     ``doubled`` is the pass for twice the rows. Both its program for the step's towers
     and its program for one tower must take the path of those in ``single``.
@@ -172,14 +172,14 @@ def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
 
 
 def line_of_own_devices(traced: Traced) -> str:
-    """Return the line of a `shard_map` over a tower's own devices; "" if none."""
+    """Find the line of a `shard_map` over a tower's own devices; "" if none."""
     sites = [site for x in traced.passes for site in all_sites(x.towers.jaxpr)]
     lines = [user_line(x) for x in sites if x[0].primitive.name == "shard_map"]
     return f"at {lines[0]}" if lines else ""
 
 
 def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:
-    """Return the results for all passes, as long as earlier passes are proved.
+    """Prove the passes in turn, as long as earlier passes are proved.
 
     After a pass that is not proved, later passes are unknown, because they read its
     results.
@@ -209,7 +209,7 @@ def _of_passes(traced: Sequence[PassToProve], step: StepToProve) -> list[Equalit
 
 
 def _in_pass(equality: Equality, number: int) -> Equality:
-    """Return a result whose leaf's name tells the pass, by this number."""
+    """Add the number of the pass to the name of a result's leaf."""
     leaf = leaf_of(equality.leaf).in_pass(number)
     state = leaf_of(equality.state).in_pass(number) if equality.state else ""
     return dataclasses.replace(equality, leaf=leaf, state=state)
@@ -218,7 +218,7 @@ def _in_pass(equality: Equality, number: int) -> Equality:
 def _asked(
     of_pass: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
 ) -> list[Equality]:
-    """Return the proof's results for the leaves ``outputs`` of a pass."""
+    """Prove the leaves ``outputs`` of a pass."""
     return equal_to_one_tower(
         of_pass.programs,
         of_pass.inputs,
@@ -238,12 +238,12 @@ _OR_A_MEAN = (
 
 
 def advice_on_bare_loss(reduction: Reduction) -> str:
-    """Return what a bare loss must be for this value of ``loss_reduction=``."""
+    """Say what a bare loss must be for this value of ``loss_reduction=``."""
     return f"loss_reduction={reduction.name} {_BARE[reduction]}{_OR_A_MEAN}"
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """Return the result; if it refutes a bare loss, with advice on a reduction.
+    """Advise on a reduction if the result refutes a bare loss.
 
     That is the option ``loss_reduction``.
     """
@@ -261,7 +261,7 @@ _READ_IN_PARTS = (
 
 
 def _keys_read_in_parts(plan: Plan) -> tuple[str, ...] | None:
-    """Return the keys of means whose sum the update may read without the weight.
+    """List the keys of means whose sum the update may read without the weight.
 
     ``()`` is all means. The result is None if there are none: for an update that towers
     trace, which is given the values of means, and not their sums.
@@ -279,7 +279,7 @@ def _with_sums(
     step: StepToProve,
     keys: tuple[str, ...] | None,
 ) -> list[Equality]:
-    """Return the results, in which a proved mean at ``keys`` also has a proved sum.
+    """Leave a mean at ``keys`` proved only if its sum is proved, too.
 
     The update may read the sum and the weight of such a mean, so these must be equal to
     one tower's, too.
@@ -312,7 +312,7 @@ def _with_sums(
 
 
 def _why_not_walked(of_pass: PassToProve) -> str:
-    """Return why the proof can say nothing about a pass; "" if it can."""
+    """Tell why the proof can say nothing about a pass; "" if it can."""
     if not of_pass.has_same_leaves:
         return "towers return different leaves for another number of towers"
     if of_pass.in_micro_batches and any(

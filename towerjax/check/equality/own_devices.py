@@ -33,7 +33,7 @@ from towerjax.towers.strategies import Mirrored, on_one_group
 
 
 def why_not_as_on_one_device(step: StepToProve) -> str:
-    """Return why a tower is not proved to give what it gives on one device.
+    """Tell why a tower is not proved to give what it gives on one device.
 
     Args:
       step: A step whose towers have several devices.
@@ -61,13 +61,13 @@ def _why_not_proved(step: StepToProve) -> str:
 
 
 def _has_own_derivatives(step: StepToProve, passes: Passes) -> bool:
-    """Return whether a pass has a custom_jvp or custom_vjp that the user wrote."""
+    """Look in the passes for a custom_jvp or custom_vjp that the user wrote."""
     programs = one_tower_programs(step, passes, on_one_group(step.strategy, 1))
     return any(has_own_derivatives(x.jaxpr) for x in programs)
 
 
 def _of_passes(step: StepToProve, passes: Passes) -> str:
-    """Return why some pass differs between two numbers of devices; "" if none does."""
+    """Tell why some pass differs between two numbers of devices; "" if none does."""
     sizes = [*_growing_sizes(step.strategy.placement.within)]
     columns = [
         one_tower_programs(step, passes, _on_devices(step, within)) for within in sizes
@@ -93,7 +93,7 @@ def _growing_sizes(
 
 
 def _on_devices(step: StepToProve, within: tuple[tuple[str, int], ...]) -> Mirrored:
-    """Return the strategy of one tower whose axes have the sizes in ``within``."""
+    """Make a strategy of one tower whose axes have the sizes in ``within``."""
     whole = on_one_group(step.strategy, 1)
     number = math.prod(size for _, size in within)
     names = whole.placement.devices[:number]
@@ -108,7 +108,7 @@ def _of_pair(
     numbers: tuple[int, int],
     bound: frozenset[str],
 ) -> str:
-    """Return why two programs of a tower differ; "" if they do not.
+    """Tell why two programs of a tower differ; "" if they do not.
 
     The programs are for two ``numbers`` of a tower's devices. ``bound`` are the names
     of the towers' axes, along which there is one tower.
@@ -126,7 +126,7 @@ def _of_pair(
 
 
 def _told(value: Kind) -> str:
-    """Return the reason for a value that differs between numbers of devices."""
+    """Tell the reason for a value that differs between numbers of devices."""
     if isinstance(value, Unknown):
         return OF_DEVICES.nouns.told(value.why)
     if not value.power:

@@ -20,7 +20,7 @@ UPDATE = "update"
 
 
 def per_tower_values_read(traced: Traced) -> list[Equality]:
-    """Return an unknown result if the next state depends on a merged `tj.PerTower`.
+    """Report an unknown result if the next state depends on a `tj.PerTower`.
 
     Tower-local variables may depend on it, because each tower has its own. So may the
     state of a step whose towers train alone, each with a gradient of its own.
@@ -59,7 +59,7 @@ def _is_per_tower(x: PyTree) -> bool:
 
 
 def _of_state(shapes: PyTree) -> PyTree:
-    """Return a tree of bools: which results of an update belong to the next state.
+    """Mark the results of an update that belong to the next state.
 
     They are False for tower-local variables, which may differ between towers.
     """

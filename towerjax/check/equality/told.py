@@ -36,11 +36,11 @@ class StepEquality:
         return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
-        """Return these results, followed by the results ``more``."""
+        """Append the results ``more``."""
         return dataclasses.replace(self, leaves=(*self.leaves, *more))
 
     def not_of_own_devices(self, why: str) -> "StepEquality":
-        """Return the results with nothing proved, for the reason ``why``.
+        """Make proved results unknown, for the reason ``why``.
 
         The reason says why a tower's own devices are not proved to give what one device
         gives. The audit then compares the leaves. If ``why`` is "", the results stay.
@@ -64,7 +64,7 @@ class StepEquality:
             raise SplitError(findings, advice)
 
     def is_open(self, leaf: str) -> bool:
-        """Return whether a leaf, by the name that an audit has for it, is not proved.
+        """Look whether a leaf, by the name that an audit has for it, is not proved.
 
         A loss of several terms has a leaf for each term. If one of them is not proved,
         the gradient is not proved either. An audit compares the values that a metric
@@ -103,7 +103,7 @@ class NotProved(Portable, ValueError):
 
 
 def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
-    """Return a line that lists unproved leaves, with reasons and a sample's result."""
+    """Write a line that lists unproved leaves, with reasons and a sample's result."""
     leaves_of: dict[str, list[str]] = {}
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)

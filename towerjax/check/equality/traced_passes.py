@@ -104,7 +104,7 @@ class RowSplit(NamedTuple):
 
 
 def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
-    """Return the splits whose programs are compared, each with the one before.
+    """Choose the splits whose programs are compared, each with the one before.
 
     One is the step's own, and one is a single tower with all examples of the batch. If
     batches may be padded, the step's own is also compared with one tower of another
@@ -141,7 +141,7 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
 
 
 def _is_power(count: int, towers: int) -> bool:
-    """Return whether ``count`` is a power of ``towers``, also with exponents like 1/2.
+    """Decide whether ``count`` is a power of ``towers``, also with exponents as 1/2.
 
     These are the powers that a proof tries.
     """
@@ -338,7 +338,7 @@ def _trace_tower(
 def _inputs_of(
     step: StepToProve, pass_: Pass, row_leaves: PyTree, replicated: PyTree
 ) -> list[Given]:
-    """Return how towers get the inputs of a tower's program.
+    """Tell how towers get each input of a tower's program.
 
     Inputs that are results of earlier passes are left out. An evaluation reads the mean
     of the towers' variables, which is what one tower has.
@@ -360,7 +360,7 @@ def _inputs_of(
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
-    """Return, for each tower-local variable that a tower returns, the input it becomes.
+    """Find the input that each returned tower-local variable becomes.
 
     It is None if one tower starts with another value than the others. The list is empty
     if what a tower returns does not become the next variables: only in a train step

@@ -136,7 +136,7 @@ class Replayer:
         return vote(stations, step_number(state) + 1, placement)
 
     def _rotation(self, state: TrainState, placed: PlacedBatch, by: int) -> "_Rotation":
-        """Return the step for such a batch on the devices ``by`` places further on."""
+        """Put the step for such a batch on the devices ``by`` places further on."""
         step = self._step
         kind = step.plan.states.kind(state)
         key = placed.signature, kind
@@ -171,14 +171,14 @@ class _Rotation:
 
     @classmethod
     def of(cls, traced: Traced) -> "_Rotation":
-        """Return a traced step on its own devices, with towers that hash."""
+        """Put a traced step on its own devices, with towers that hash."""
         reports = jax.tree.map(
             lambda x: np.ones(x.shape, x.dtype), [x.out[1] for x in traced.passes]
         )
         return cls(traced, reports).rotated(0)
 
     def rotated(self, by: int) -> "_Rotation":
-        """Return the step on the devices that are ``by`` places further on."""
+        """Put the step on the devices that are ``by`` places further on."""
         plan = self.traced.plan
         strategy = plan.strategy
         assert isinstance(strategy, Mirrored)
@@ -240,7 +240,7 @@ class _Rotation:
         return [*map(self._read, [seen for _, seen in of_passes]), self._read(updated)]
 
     def _read(self, bits: Bits) -> Prints:
-        """Return the fingerprints on the host, as each device of a tower has them."""
+        """Copy the fingerprints to the host, as each device of a tower has them."""
         held = {x.device: x.data for x in bits.table.addressable_shards}
         here = [x for x in self.placement.jax_devices if x in held]
         copies = [held[x] for x in here[: self.placement.devices_each]]
@@ -260,7 +260,7 @@ class _Rotation:
             return jax.block_until_ready(self.compiled[number](*args))
 
     def _station(self, number: int) -> Callable[..., PyTree]:
-        """Return the function of a pass, or after all passes that of the update."""
+        """Choose the function of a pass, or after all passes that of the update."""
         passes = self.traced.passes
         if number == len(passes):
             return self._update
@@ -320,7 +320,7 @@ class _Rotation:
 
 
 def _exchange_in(of_pass: TracedPass) -> Exchanged:
-    """Return what towers exchange in a pass, before its results are merged."""
+    """Find what towers exchange in a pass, before its results are merged."""
     axis = of_pass.towers.axes.tower_axis
     for program, _ in of_pass.towers.programs.values():
         for eqn in all_eqns(program):

@@ -209,7 +209,7 @@ class Station:
 def stations_of(
     runs: Sequence[Sequence[Sequence[Prints]]], exchanges: Sequence[Exchanged]
 ) -> list[Station]:
-    """Return the stations; ``runs[rotation][run]`` has the `Prints` of each."""
+    """Make the stations; ``runs[rotation][run]`` has the `Prints` of each."""
     stations = []
     for i, exchange in enumerate(exchanges):
         tables = [[run[i].table for run in of_rotation] for of_rotation in runs]
@@ -290,7 +290,7 @@ def _of_leaf(
 def _is_shared(
     of_leaf: _Found, by_leaf: list[_Found], exchange: Exchanged, placement: Placement
 ) -> bool:
-    """Return whether a leaf differs where a device may have got a wrong value.
+    """Decide whether a leaf differs where a device may have got a wrong value.
 
     Then a vote on it names nobody. ``by_leaf`` has what was found in each leaf of the
     station.
@@ -320,7 +320,7 @@ def _is_shared(
 
 
 def _vote_on_one(runs: Sequence[Sequence[np.uint32]]) -> tuple[_Kind, list[int]] | None:
-    """Return what a difference says, and which rotations are accused.
+    """Decide what a difference says, and which rotations are accused.
 
     Returns None if all are the same. ``runs`` has the fingerprints of one leaf for each
     rotation, of one run or two.

@@ -51,7 +51,7 @@ class Operation:
     attributes: str  # the rest of the operation's line
 
     def called(self) -> dict[str, str]:
-        """Return the names of the computations that the operation runs.
+        """Name the computations that the operation runs.
 
         Each name is mapped to the attribute that tells its purpose, such as "body" or
         "condition".
@@ -122,7 +122,7 @@ def parse(text: str) -> Module:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
-    """Return the stack frames in the tables of the text; empty if there are none."""
+    """Read the stack frames in the tables of the text; empty if there are none."""
 
     def table(name: str, row: str) -> list[Any]:
         block = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
@@ -160,7 +160,7 @@ class CompiledCollective:
     line: str  # the line of user code, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of this collective's row in the report's table."""
+        """Write the cells of this collective's row in the report's table."""
         when = f"at {self.start} of {self.length}, exposed"
         if self.start < self.end:
             beside = f"beside {in_bytes(self.beside)} read and written"
@@ -171,7 +171,7 @@ class CompiledCollective:
 
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
-    """Return the bytes that each of ``n`` devices sends if a collective runs as a ring.
+    """Count the bytes that each of ``n`` devices sends if a collective is a ring.
 
     ``2 b (n - 1) / n`` for an all-reduce of ``b`` bytes, ``b (n - 1) / n`` for a
     reduce-scatter or all-to-all, ``b (n - 1)`` for an all-gather, else ``b``.
@@ -224,7 +224,7 @@ def collectives_of(
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
-    """Return ``start``, ``end``, ``length`` and ``beside`` of a collective.
+    """Find ``start``, ``end``, ``length`` and ``beside`` of a collective.
 
     They are the fields of `CompiledCollective`. ``there`` are the operations of its
     computation.
@@ -241,7 +241,7 @@ def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
 
 
 def _group_size(module: Module, op: Operation) -> int:
-    """Return the number of devices in a group of a collective.
+    """Count the devices in a group of a collective.
 
     The text has the groups as lists, a grid, or mesh axes.
     """
@@ -259,7 +259,7 @@ def _group_size(module: Module, op: Operation) -> int:
 
 
 def _source_line(module: Module, op: Operation) -> str:
-    """Return the innermost line of user code inside the step.
+    """Find the innermost line of user code inside the step.
 
     If there is none, it is the innermost line of any code.
     """

@@ -50,7 +50,7 @@ class Timing:
 def time_calls(
     call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
 ) -> Timing:
-    """Return the times of ``calls`` calls, after a first call that is not timed."""
+    """Time ``calls`` calls, after a first call that is not timed."""
     dispatched = []
     done = []
     for _ in range(calls + 1):
@@ -124,7 +124,7 @@ class StepReport(Shown):
         return sum(x.sent * x.trips for x in self.collectives)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the two tables that are shown."""
+        """Make the two tables that are shown."""
         memory = self.memory
         timing = self.timing
         rows = {kind: in_bytes(size) for kind, size in memory.by_kind.items()}
@@ -161,7 +161,7 @@ class StepReport(Shown):
 def report_of(
     fn: Callable[..., PyTree], args: Sequence[PyTree], strategy: Mirrored | OneDevice
 ) -> StepReport:
-    """Return the report on your own jitted function, compiled for a strategy's devices.
+    """Report on your own jitted function, compiled for a strategy's devices.
 
     Args:
       fn: A function under ``jax.jit``, on devices of ``strategy.placement.mesh``.
@@ -201,7 +201,7 @@ def report_of(
 def report_on(
     program: Program, placement: Placement, unproved: Mapping[str, str] | None
 ) -> StepReport:
-    """Return the report on a step's program, with the leaves that are not proved."""
+    """Report on a step's program, with the leaves that are not proved."""
     names = [*program.plan.ins, "step_flag"]
     report = _make_report(program.call, names, placement, program.seconds)
     return dataclasses.replace(report, unproved=unproved, counted=program.flops)
@@ -210,7 +210,7 @@ def report_on(
 def time_program(
     program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
 ) -> Timing:
-    """Return the times of calls of a program, made with a copy of the state."""
+    """Time calls of a program, made with a copy of the state."""
     first, others_kept = split_state(state)
 
     def call(first: PyTree) -> tuple[PyTree, PyTree]:
@@ -223,7 +223,7 @@ def time_program(
 def _make_report(
     compiled: Compiled, roots: Sequence[str], placement: Placement, compile_s: float
 ) -> StepReport:
-    """Return the report on a compiled program whose arguments have these names."""
+    """Report on a compiled program whose arguments have these names."""
     absent = placement.absent
     module = parse(compiled.as_text() or "")
     entry = module.computations[module.entry].values()
@@ -253,7 +253,7 @@ def _make_report(
 
 
 def _memory_of(placement: Placement) -> int | None:
-    """Return the bytes of memory of this process's first device; None if unknown."""
+    """Read the bytes of memory of this process's first device; None if unknown."""
     local_devices = (
         x for x in placement.jax_devices if x.process_index == jax.process_index()
     )
@@ -261,7 +261,7 @@ def _memory_of(placement: Placement) -> int | None:
 
 
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
-    """Return the bytes per device of the arguments that the program reads, by kind.
+    """Add up the bytes per device of the arguments that the program reads, by kind.
 
     ``roots`` are the names of the arguments.
     """

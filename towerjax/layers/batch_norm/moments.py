@@ -43,7 +43,7 @@ def check_options(layer: Any) -> None:
 def check_call(
     layer: Any, x: ArrayLike, tower: Tower | None
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return the input as an array, and the dims of its features.
+    """Make an array of the input, and find the dims of its features.
 
     Raises if the input or the tower does not fit the layer.
     """
@@ -79,7 +79,7 @@ def moments_of(
     mask: Any,
     running: Moments,
 ) -> tuple[Moments, Moments]:
-    """Return the moments to normalise with, and the running ones after them.
+    """Compute the moments to normalise with, and the running ones after them.
 
     `check_call` returns ``x`` and ``axes``, the dims of its features.
 
@@ -125,7 +125,7 @@ def _weights(
     mask: jax.typing.ArrayLike | None,
     axes: tuple[int, ...],
 ) -> jax.Array | None:
-    """Return the weight of each element; None if all are 1.
+    """Weight each element; None if all weights are 1.
 
     The result can be broadcast to ``x``.
     """
@@ -166,7 +166,7 @@ def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
 def _moments(
     x: jax.Array, weight: jax.Array | None, axes: tuple[int, ...], tower: Tower | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the total weight, the mean and the variance, with the dims of ``x``."""
+    """Compute the total weight, the mean and the variance, with the dims of ``x``."""
     over = tuple(i for i in range(x.ndim) if i not in axes)
     if weight is None:
         weight = jnp.ones((1,) * x.ndim, x.dtype)

@@ -99,7 +99,7 @@ def update_with_rows(
 
 
 def _named_rows(grads: PyTree) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the leaves with names, and the tree's structure.
+    """List the leaves with names, and the tree's structure.
 
     ``IndexedRows`` count as one leaf.
     """
@@ -162,7 +162,7 @@ def _update_rows(
 def _owners(
     init: Any, params: PyTree, opt_state: PyTree, names: Mapping[int, str]
 ) -> list[int | None]:
-    """Return for each leaf of the state the index of the table that it belongs to.
+    """Find for each leaf of the state the index of the table that it belongs to.
 
     The index is None for a leaf that belongs to no table. A leaf belongs to a table if
     its shape changes when the table is a row longer. This is found by ``eval_shape``,

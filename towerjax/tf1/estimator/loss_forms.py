@@ -17,7 +17,7 @@ from towerjax.types import PyTree, Reduction
 
 
 def has_denominator(loss: Any) -> bool:
-    """Return whether the loss has one or more denominators: a `Weighted` or `Means`."""
+    """Return whether the loss is a `Weighted` or `Means`, and so is divided."""
     return isinstance(loss, Weighted | Means)
 
 
@@ -29,12 +29,12 @@ def is_sum_of_means(loss: Any) -> bool:
 def addend_of(
     loss: Any, loss_reduction: Reduction | None = None, tower: Tower | None = None
 ) -> Weighted | Means:
-    """Return one tower's loss in the form in which it is added over towers."""
+    """Bring one tower's loss into the form in which it is added over towers."""
     return as_tower_output(loss, loss_reduction, tower).loss
 
 
 def as_one_mean(loss: Any) -> Any:
-    """Return a loss that is one mean as a ``Weighted``; None for several means.
+    """Make a ``Weighted`` of a loss that is one mean; None for several means.
 
     A `Means` of one term becomes a ``Weighted``. Losses of other types are returned
     unchanged.
@@ -43,14 +43,14 @@ def as_one_mean(loss: Any) -> Any:
 
 
 def sum_of_loss(loss: Weighted | jax.Array) -> jax.Array:
-    """Return the sum of a ``Weighted``; a scalar loss is its own sum."""
+    """Take the sum out of a ``Weighted``; a scalar loss is its own sum."""
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     addend: Any = addend_of(loss, reduction)
     return jnp.asarray(addend.sum)
 
 
 def sums_of_terms(loss: Means) -> LossSums:
-    """Return the sum and weight of each mean of ``loss``, and the shared terms."""
+    """Take the sum and weight of each mean of ``loss``, and the shared terms."""
     addend: Any = addend_of(loss)
     return LossSums.of_terms(addend)
 

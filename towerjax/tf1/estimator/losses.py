@@ -52,7 +52,7 @@ _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.M
 
 
 def reduction_of_scalars(reduction: LossReduction) -> Reduction | None:
-    """Return the reduction of the towers' scalar losses; None if these have weights."""
+    """Look up how scalar losses are reduced; None if losses have weights."""
     return _OF_SCALARS.get(reduction)
 
 
@@ -78,7 +78,7 @@ def compute_weighted_loss(
     reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
     valid: jax.typing.ArrayLike | None = None,
 ) -> Weighted | jax.Array:
-    """Return one tower's loss: the losses of its elements, weighted and reduced.
+    """Weight and reduce the losses of one tower's elements.
 
     Args:
       losses: The losses of the elements, ``[b, ...]``.
@@ -199,7 +199,7 @@ class TowersOfStep:
         return out, divided(grads, total.weight), total.value
 
     def addend(self, loss: Any) -> Any:
-        """Return one tower's loss in the form in which it is added over towers.
+        """Bring one tower's loss into the form in which it is added over towers.
 
         Raise if the form of ``loss`` does not fit the loss reduction. See `addend_of`.
         """
@@ -216,7 +216,7 @@ class TowersOfStep:
         return addend_of(loss, scalar, self.tower)
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
-        """Return the reduced loss and the summed gradients, the same on all towers.
+        """Reduce the loss and sum the gradients, the same on all towers.
 
         A loss that is a ``Sum`` is one tower's share of a loss that has been divided
         already. It holds a ``Weighted``, whose weight only tells whether there are
@@ -244,7 +244,7 @@ class TowersOfStep:
     def _sum_towers(
         self, loss: Weighted | None, grads: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Return the losses and gradients, summed over towers.
+        """Sum the losses and gradients over towers.
 
         Raise inside a jit, scan or cond if towers cannot communicate there.
         """
@@ -257,12 +257,12 @@ class TowersOfStep:
 
 
 def towers_here() -> TowersOfStep | None:
-    """Return the towers of the step whose model function is being traced, or None."""
+    """Find the towers of the step whose model function is being traced, or None."""
     return bound_here(TowersOfStep)
 
 
 def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
-    """Return the reduced loss from the towers' losses, added up.
+    """Make the reduced loss of the towers' losses, added up.
 
     Under SUM it is not divided: its weight is 1.
     """
@@ -272,7 +272,7 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 
 def divided(grads: PyTree, weight: Any) -> PyTree:
-    """Return the gradients divided by a weight; 0 if the weight is 0."""
+    """Divide the gradients by a weight; 0 if the weight is 0."""
     # The gradients are divided as one tree, so that one reciprocal scales every leaf.
     return Weighted([grads], weight).value[0]
 

@@ -90,13 +90,13 @@ class ModelTower:
         return {"split": self._programs[key]}
 
     def passes(self, strategy: AnyStrategy, options: StepOptions) -> PassesOfModel:
-        """Return the passes of the model function in this mode."""
+        """Make the passes of the model function in this mode."""
         return model_passes(self, self.options, self.mode, strategy, options)
 
     def _one_tower(
         self, micro_batches: int, state: TrainState, rows: PyTree, tower: tj.Tower
     ) -> dict[str, Any]:
-        """Return the model function's results, in the types that a `Pass` merges."""
+        """Call the model function, and give its results the types of a `Pass`."""
         variables = as_variables(state)
         trace = get_opaque_trace_state()
         options = self.options
@@ -192,7 +192,7 @@ def _results_of(
     options: StepOptions,
     hooks: list[ModelHook],
 ) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
-    """Return a function that makes the next state and the rest of the merged spec.
+    """Build a function that makes the next state and the rest of the merged spec.
 
     While it is traced, the function also replaces the items of ``hooks`` by the spec's
     hooks.
@@ -220,7 +220,7 @@ def _results_of(
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
-    """Return the next variables; raise unless their types are those of ``before``."""
+    """Take the next variables; raise unless their types are those of ``before``."""
     rest = train_op
     if isinstance(before, TrainState) and isinstance(train_op, TrainState):
         # One call is one step, whatever the function did to the counter. ``extra`` may
@@ -250,11 +250,11 @@ class _TrainedModel(StatePolicy):
     )
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the checked state to start from, on all devices."""
+        """Check the state to start from, and spread it over all devices."""
         return super().start(spread(state_or_params, self, self.kept_at), expected)
 
     def take(self, state_or_params: PyTree) -> TrainState | None:
-        """Return the state, copied to all devices if it is stored on one."""
+        """Take the state, copied to all devices if it is stored on one."""
         if self.kept_at is not VariablePlacement.MIRRORED:
             state_or_params = spread(state_or_params, self, self.kept_at)
         return super().take(state_or_params)
@@ -262,7 +262,7 @@ class _TrainedModel(StatePolicy):
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, PyTree]]:
-        """Return ``(state, metrics)``, with the state stored where the options say."""
+        """Make ``(state, metrics)``, with the state stored where the options say."""
         after, metrics = super().result(state, out, batch)
         return store(after, self.strategy, self.kept_at), metrics
 
@@ -276,25 +276,25 @@ class _Variables(Read):
     hooks: list[ModelHook] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, state_or_params: PyTree, expected: TrainState | None) -> TrainState:
-        """Return the variables as a state, on all devices."""
+        """Wrap the variables in a state, on all devices."""
         return spread(as_state(state_or_params, *self.counters), self, self.kept_at)
 
     def kind(self, state: TrainState) -> Hashable:
-        """Return the types of the variables: each needs a program of its own."""
+        """Give the types of the variables: each needs a program of its own."""
         leaves, treedef = jax.tree.flatten(state)
         return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
     def as_state(self, state_or_params: PyTree) -> TrainState:
-        """Return the variables as a state."""
+        """Wrap the variables in a state."""
         return as_state(state_or_params, jnp.int32(0), jax.random.key(0))
 
     def take(self, state_or_params: PyTree) -> None:
-        """Return None, so that `start` checks the variables at each call."""
+        """Take nothing, so that `start` checks the variables at each call."""
 
     def result(
         self, state: TrainState, out: PyTree, batch: PlacedBatch
     ) -> dict[str, PyTree]:
-        """Return the loss and metrics as states to merge over batches.
+        """Give the loss and metrics as states to merge over batches.
 
         In PREDICT return the predictions.
         """
@@ -308,7 +308,7 @@ class _Variables(Read):
         return with_loss(loss, spec.eval_metrics or {})
 
     def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
-        """Return the parts of the merged spec that were asked for."""
+        """Put the parts of the merged spec that were asked for in a `ModelSpec`."""
         (*after, parts) = out
         parts = joined_outputs(self.returned(parts, batch))
         if after:
@@ -320,7 +320,7 @@ class _Variables(Read):
 def model_train_step(
     tower_fn: ModelTower, strategy: AnyStrategy, options: StepOptions
 ) -> TrainStep:
-    """Return the train step of a replicated model.
+    """Build the train step of a replicated model.
 
     The step maps ``(state, batch)`` to ``(state, metrics)``. The state is a
     ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
@@ -341,7 +341,7 @@ def model_train_step(
 def model_step(
     tower_fn: ModelTower, strategy: AnyStrategy, like: Step | None = None
 ) -> Step:
-    """Return the step of a model in one mode, for batches of features and labels.
+    """Build the step of a model in one mode, for batches of features and labels.
 
     The step pads to the batch sizes of ``like``, a step of the same mode.
     """
@@ -357,11 +357,11 @@ def model_step(
 
 
 def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
-    """Return the merged spec of a call of a step that `model_step` made."""
+    """Call a step that `model_step` made, and give the merged spec."""
     _, out = step.outputs(variables, batch)
     return cast(_Variables, step.plan.states).spec(out, batch)
 
 
 def hooks_of(step: Step) -> list[ModelHook]:
-    """Return the hooks of the last spec of a step that `model_train_step` made."""
+    """List the hooks of the last spec of a step that `model_train_step` made."""
     return cast(_TrainedModel, step.plan.states).hooks

@@ -155,7 +155,7 @@ _NEEDED = {
 
 
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
-    """Return the result of a model function; raise unless it is a spec of ``mode``.
+    """Refuse a result of a model function unless it is a spec of ``mode``.
 
     The spec must have the fields that the mode needs.
     """
@@ -194,7 +194,7 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
 
 
 def checked_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Return the hooks as a tuple; raise if one cannot be called."""
+    """Make a tuple of the hooks; raise if one cannot be called."""
     hooks = check_list("hooks", hooks)
     for i, hook in enumerate(hooks):
         if not isinstance(hook, tj.loop.WithState):
@@ -259,7 +259,7 @@ class ModelFn:
         tower: tj.Tower,
         params_and_config: Mapping[str, Any],
     ) -> ModelSpec:
-        """Return the function's spec for one tower; raise unless it fits the mode."""
+        """Call the function for one tower; raise unless its spec fits the mode."""
         if not isinstance(batch, Mapping) or "features" not in batch:
             raise ValueError(
                 f"A batch of a model's step is {a_type(batch)}, but must be"
@@ -282,12 +282,12 @@ class ModelFn:
 
 
 def not_none(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
+    """Leave out the arguments that are None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def static_keys(params_and_config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the cache keys of these values, which are compiled into programs."""
+    """Make the cache keys of these values, which are compiled into programs."""
     try:
         return tuple(key_of(name, value) for name, value in params_and_config.items())
     except TypeError as error:
@@ -308,7 +308,7 @@ class SeveralRows:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """Return one tower's outputs in the types by which a pass merges them.
+    """Give one tower's outputs the types by which a pass merges them.
 
     Leaves become `Rows`, or `SeveralRows` if they have ``n`` rows per example. With
     ``stacked_classes`` the classes of a `ClassificationOutput` become `PerTower`. Raise
@@ -345,6 +345,6 @@ def typed_rows(
 
 
 def joined_outputs(outputs: PyTree) -> PyTree:
-    """Return the outputs of all towers, without padding, as arrays ``[B, ...]``."""
+    """Join the outputs of all towers to arrays ``[B, ...]``, without padding."""
     outputs = map_parts(SeveralRows, lambda x: concat_rows(x.rows), outputs)
     return map_parts(PerTower, lambda x: x.values, outputs)

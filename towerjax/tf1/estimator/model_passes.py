@@ -65,7 +65,7 @@ class PassesOfModel:
         return self.why_not_compared
 
     def changed(self, **fields: Any) -> "PassesOfModel":
-        """Return the passes with these fields changed in each of them."""
+        """Change these fields in each of the passes."""
         first = dataclasses.replace(self.first, **fields)
         return dataclasses.replace(self, first=first)
 
@@ -84,17 +84,17 @@ class PassesOfModel:
             yield dataclasses.replace(self.first, tower_fn=tower_fn, trained=trained)
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Return the results of all passes so far."""
+        """Give the results of all passes so far."""
         return [*merged]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Return the reduced loss and the divided gradients of each pass."""
+        """Give the reduced loss and the divided gradients of each pass."""
         return [_reduced(of_pass, self.loss_reduction) for of_pass in merged[1:]]
 
     def run_whole_steps(
         self, donated: PyTree, kept: PyTree, merged: PyTree
     ) -> tuple[PyTree, None]:
-        """Return ``merged`` unchanged, because there are no whole steps to run."""
+        """Leave ``merged`` unchanged, because there are no whole steps to run."""
         return merged, None
 
 
@@ -105,7 +105,7 @@ def model_passes(
     strategy: AnyStrategy,
     options: StepOptions,
 ) -> PassesOfModel:
-    """Return the passes of a model function that ``tower_fn`` traces."""
+    """Make the passes of a model function that ``tower_fn`` traces."""
     first = training_pass(
         tower_fn,
         strategy,
@@ -126,7 +126,7 @@ def model_passes(
 
 
 def minimized(merged: list[PyTree]) -> list[Weighted]:
-    """Return the losses that the optimizers minimize, if there are several updates.
+    """List the losses that the optimizers minimize, if there are several updates.
 
     Like the spec's loss, each of them must be finite for the step to be accepted. With
     one update the list is empty.
@@ -136,7 +136,7 @@ def minimized(merged: list[PyTree]) -> list[Weighted]:
 
 
 def _pass_of_model(split: SplitProgram, *args: PyTree) -> PyTree:
-    """Return one tower's results in a pass that does not differentiate."""
+    """Run one tower in a pass that does not differentiate."""
     return _pass_with_trained(split, None, *args)
 
 
@@ -148,12 +148,12 @@ def _pass_with_trained(
     tower: tj.Tower,
     merged: PyTree,
 ) -> PyTree:
-    """Return one tower's results in a pass that differentiates by ``trained``."""
+    """Run one tower in a pass that differentiates by ``trained``."""
     return split.run(state, rows, tower, merged[1:], trained)
 
 
 def _reduced(merged: dict[str, PyTree], reduction: LossReduction) -> dict[str, PyTree]:
-    """Return the merged results of a pass as an audit compares them.
+    """Reduce a pass's losses and gradients as an audit compares them.
 
     The losses are reduced, and the gradients are divided by the weights of the losses.
     """

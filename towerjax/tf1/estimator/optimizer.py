@@ -116,7 +116,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """Return the constructor's arguments, with which a copy is made.
+        """Give the constructor's arguments, with which a copy is made.
 
         A model's ``params`` are copied, and may hold an optimizer.
         """
@@ -125,7 +125,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     def compute_gradients(
         self, loss_fn: Callable[..., PyTree], params: PyTree, *, has_aux: bool = False
     ) -> tuple[Any, PyTree]:
-        """Return a tower's loss and the gradient of its *sum*, not reduced over towers.
+        """Differentiate the *sum* of a tower's loss, not reduced over towers.
 
         Args:
           loss_fn: A function ``params -> loss`` that returns a scalar or a
@@ -163,7 +163,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         loss: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """Return the next parameters and the next state of the optimizer.
+        """Update the parameters and the state of the optimizer.
 
         Args:
           grads: A tower's gradients, like ``params``.
@@ -237,7 +237,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 def _checked(
     loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> Callable[[PyTree], PyTree]:
-    """Return ``loss_fn``, changed to check its result; raise for wrong arguments."""
+    """Make ``loss_fn`` check its result; raise for wrong arguments."""
     if not callable(loss_fn):
         raise ValueError(
             f"TowerOptimizer got {a_type(loss_fn)} as the loss, but JAX differentiates"
@@ -275,12 +275,12 @@ class _OfAllTowers:
 
 
 def _summed_loss(loss: Any) -> jax.Array:
-    """Return the sum of a ``Weighted``, or a scalar loss; raise for several means."""
+    """Take the sum of a ``Weighted``, or a scalar loss; refuse several means."""
     return sum_of_loss(_as_one_mean(loss))
 
 
 def _as_one_mean(loss: Any) -> Any:
-    """Return the loss, unchanged or as a ``Weighted``; raise for several means."""
+    """Take a loss unchanged or as a ``Weighted``; refuse several means."""
     mean = as_one_mean(loss)
     if mean is None and loss is not None:
         raise ValueError(
@@ -319,7 +319,7 @@ def _gradient_of_sum(
 
 
 def _sums_of(loss: Any, *, as_original: bool) -> PyTree:
-    """Return the number of a tower's loss that is differentiated, such as its sum.
+    """Choose the number of a tower's loss that is differentiated, such as its sum.
 
     For a sum of several means return a list of numbers. ``as_original`` asks for what
     TensorFlow 1 differentiates: a mean and not its sum.
@@ -339,7 +339,7 @@ def _of_means(
     pull: Callable[[PyTree], PyTree],
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
-    """Return the gradient of a sum of means, and the loss that belongs to it.
+    """Differentiate a sum of means, and give the loss that belongs to it.
 
     ``loss`` is the result of `sums_of_terms`, and ``sums`` are its numbers. ``pull``
     maps a factor for each number to the gradient.
@@ -362,7 +362,7 @@ def _of_means(
 
 
 def _cast_like(updates: PyTree, grads: PyTree) -> PyTree:
-    """Return the gradients, each cast to the dtype of the same leaf of ``updates``."""
+    """Cast each gradient to the dtype of the same leaf of ``updates``."""
     return map_gradients(lambda g, x: g.astype(jnp.result_type(x)), grads, updates)
 
 
@@ -391,7 +391,7 @@ def _check_own_state(
 def _reduce_gradients(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
-    """Return the gradient of the loss of all towers, and that loss."""
+    """Make the gradient of the loss of all towers, and that loss."""
     if isinstance(loss, _OfAllTowers):
         return grads, loss.value
     if isinstance(grads, Weighted):

@@ -67,7 +67,7 @@ class ReplicatedModel:
         return f"ReplicatedModel({name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
-        """Return the variables on the devices where the model's calls expect them.
+        """Place the variables on the devices where the model's calls expect them.
 
         With several processes, all start with the values of process 0.
 
@@ -98,7 +98,7 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """Return the merged spec of the model function on the global batch.
+        """Run the model function on the global batch, and merge the specs.
 
         Args:
           variables: The result of `init`, or the ``train_op`` of the last call; or a
@@ -135,7 +135,7 @@ class ReplicatedModel:
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
     ) -> TrainStep:
-        """Return the train step ``(state, batch) -> (state, metrics)``, for ``tj.run``.
+        """Build the train step ``(state, batch) -> (state, metrics)``, for ``tj.run``.
 
         Args:
           params: As for a call.
@@ -158,7 +158,7 @@ class ReplicatedModel:
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> EvalStep:
-        """Return the evaluation step, for ``tj.evaluate``; arguments are as for a call.
+        """Build the evaluation step, for ``tj.evaluate``; arguments as for a call.
 
         Returns:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
@@ -168,7 +168,7 @@ class ReplicatedModel:
         return self._step(Mode.EVAL, wanted, params=params, config=config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> Step[Any]:
-        """Return the prediction step; arguments are as for a call.
+        """Build the prediction step; arguments are as for a call.
 
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
@@ -177,7 +177,7 @@ class ReplicatedModel:
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
     def on_one_tower(self, strategy: AnyStrategy) -> "ReplicatedModel":
-        """Return the same model on one tower, as ``tj.testing.one_tower`` needs it.
+        """Put the model on one tower, as ``tj.testing.one_tower`` needs it.
 
         Args:
           strategy: A strategy of one tower.
@@ -206,7 +206,7 @@ class ReplicatedModel:
         of_step: StepOptions | None = None,
         **options: Any,
     ) -> Step[Any]:
-        """Return the step of a mode, which is built at first use and then stored.
+        """Build the step of a mode at first use, and store it.
 
         With ``of_step``, the options of a step, it is the train step.
         """
@@ -243,7 +243,7 @@ def replicate_model_fn(
     max_programs: int | None = None,
     audit: bool | None = None,
 ) -> ReplicatedModel:
-    """Return the model function on all towers, to be called with the global batch.
+    """Run a model function on all towers, to be called with the global batch.
 
     Each tower calls the model function on its own rows, and the results are merged: the
     losses by ``loss_reduction``, metrics by their own rule, and outputs row by row.

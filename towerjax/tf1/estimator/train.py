@@ -31,7 +31,7 @@ Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
-    """Return a batch ``(features, labels)`` as the dict that a model's steps take."""
+    """Turn ``(features, labels)`` into the dict that a model's steps take."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
         return element.with_tree(arrays)
@@ -85,12 +85,12 @@ class Epochs:
         return bool(getattr(self.data, "prefetches", False))
 
     def __length_hint__(self) -> int:
-        """Return the number of batches of one epoch, if the data knows it."""
+        """Count the batches of one epoch, if the data knows it."""
         known = operator.length_hint(self.data, -1)
         return known if known >= 0 and self.epochs == 1 else NotImplemented
 
     def __iter__(self) -> Iterator[PyTree]:
-        """Return an iterator over the batches; its ``close`` closes what it opened."""
+        """Iterate over the batches; the iterator's ``close`` closes what it opened."""
         return _EpochsIterator(self)
 
 
@@ -109,7 +109,7 @@ class _EpochsIterator(Iterator[PyTree]):
         self._taken: int | None = None
 
     def __next__(self) -> PyTree:
-        """Return the next batch; begin the next epoch if one has ended."""
+        """Take the next batch; begin the next epoch if one has ended."""
         source = self._source
         while self._left != 0:
             elements = self._elements
@@ -290,7 +290,7 @@ def evaluate(
     params: Any = None,
     config: Any = None,
 ) -> dict[str, Any]:
-    """Return a model's loss and metrics over a data set, exact for any batch size.
+    """Compute a model's loss and metrics over a data set, exact for any batch size.
 
     The states of the loss and the metrics are merged over batches in float64 on the
     host, and the values are computed once at the end. A scalar loss, which has no
@@ -337,7 +337,7 @@ def predict(
     params: Any = None,
     config: Any = None,
 ) -> Iterator[Any]:
-    """Return the model's predictions, for each batch or each example, in order.
+    """Predict for each batch or each example, in order.
 
     The iterator is lazy: endless data gives endless predictions. Up to ``prefetch + 2``
     batches are taken for the first prediction. If the data raises, all earlier

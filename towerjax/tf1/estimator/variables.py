@@ -28,7 +28,7 @@ def is_plain(state: tj.TrainState) -> bool:
 
 
 def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> tj.TrainState:
-    """Return the variables as a state, with this step number and key.
+    """Wrap the variables in a state, with this step number and key.
 
     A `TrainState` is returned unchanged.
     """
@@ -41,7 +41,7 @@ def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> tj.TrainSt
 
 
 def as_variables(state: tj.TrainState) -> PyTree:
-    """Return the variables of a state, the inverse of `as_state`."""
+    """Take the variables out of a state, the inverse of `as_state`."""
     if not is_plain(state):
         return state
     return put_parts(TowerLocal, state.params, state.local)
@@ -69,7 +69,7 @@ class VariablePlacement(enum.Enum):
 
 
 def variable_devices(placement: Any, policy: VariablePlacement) -> list[Any]:
-    """Return the devices on which the policy stores variables, in round-robin order."""
+    """List the devices on which the policy stores variables, in turn."""
     devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
@@ -85,7 +85,7 @@ def _own_devices(placement: Any) -> list[Any]:
 def store(
     variables: PyTree, strategy: AnyStrategy, policy: VariablePlacement
 ) -> PyTree:
-    """Return the variables, moved to where the policy keeps them between steps."""
+    """Move the variables to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
     devices = itertools.cycle(variable_devices(strategy.placement, policy))
@@ -105,7 +105,7 @@ def store(
 def spread(
     state: tj.TrainState, states: StatePolicy, policy: VariablePlacement
 ) -> tj.TrainState:
-    """Return the variables, copied to all devices unless they already lie there."""
+    """Copy the variables to all devices, unless they already lie there."""
     states.check(state)
     strategy = states.strategy
     if is_plain(state) and strategy.state != "mirrored":
@@ -122,7 +122,7 @@ def spread(
 def _copy_stored(
     x: PyTree, layout: Layout, *, strategy: AnyStrategy, copies: dict[int, jax.Array]
 ) -> PyTree:
-    """Return the leaf, copied to all devices if `store` had put it on one.
+    """Copy a leaf to all devices if `store` had put it on one.
 
     ``copies`` has the copies that were made so far, by the array's ``id``.
     """
