@@ -1222,7 +1222,7 @@ AUDITS = (
        "prover.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
        "audit_rounding::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
     _m("U29", "a factor that the proof knows is not told",
-       "check.audit.advice:_refuted", "is Says.REFUTED", "is Says.UNKNOWN",
+       "check.audit.advice:_refuted_in", "is Says.REFUTED", "is Says.UNKNOWN",
        "audit::the_number_of_towers_is_named_as_the_factor[divided-error]"),
     _m("U30", "a tower-local variable switches the refusal off",
        "check.first_call:_sample", "advice = (*error.advice, _OWN_STATISTICS)",

@@ -254,7 +254,7 @@ def _refuted(case: Case) -> Explained | None:
     A gradient is off by the factor of its loss.
     """
     known = dict[str, Advice]()
-    refuted = [x for x in case.equalities if x.says is Says.REFUTED]
+    refuted = _refuted_in(case)
     for name in case.names:
         follows = part_of(name) is LeafPart.GRADIENT and not case.audit.is_own
         for x in refuted:
@@ -265,6 +265,11 @@ def _refuted(case: Case) -> Explained | None:
         return None
     first, *_ = known.values()
     return Explained([x for x, advice in known.items() if advice == first], first)
+
+
+def _refuted_in(case: Case) -> list[Equality]:
+    """Return the proof's results for the leaves that it refutes."""
+    return [x for x in case.equalities if x.says is Says.REFUTED]
 
 
 def _of_several_devices(case: Case) -> Explained | None:
