@@ -1962,7 +1962,7 @@ ACCUMULATED = (
        f"{_HIDDEN}[a mask of ones]"),
     _m("A64", "what ran on the given rows alone ran the same",
        "prover.programs.drawn:compare_on_drawn",
-       "{*report.compared} if ran.draw.number else set()", "{*report.compared}",
+       "{*report.compared} if draw else set()", "{*report.compared}",
        "accumulation_over_calls::what_was_not_compared_is_told[other rows]"),
     _m("A65", "what ran the same is proved",
        "prover.programs.programs:ProgramReport.unproved",

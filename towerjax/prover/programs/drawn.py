@@ -76,11 +76,19 @@ class _Draw:
 
 
 class _Ran(NamedTuple):
-    """The programs for all numbers, with the arguments of a draw, and their results."""
+    """A run for all numbers, with the arguments of a draw."""
 
     draw: _Draw
-    programs: Mapping[int, UserProgram]
+    made: Mapping[int, UserProgram]  # the programs as they were made
+    programs: Mapping[int, UserProgram]  # those with the arguments of the draw
     seen: Mapping[int, Seen]
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether a program may hold values that the run has changed."""
+        return any(
+            x.is_changed or not self.programs[n].is_plain for n, x in self.seen.items()
+        )
 
 
 def compare_on_drawn(
@@ -101,58 +109,57 @@ def compare_on_drawn(
     Raises:
       SplitError: A result depends on the number of micro-batches.
     """
-    runs, told = _run_draws(make, [*traced])
     reads = {number: read_program(program) for number, program in traced.items()}
-    if rtol is None and _is_float64(runs[0]):
+    ran, told = _run_as_given(make, [*traced])
+    if rtol is None and _is_float64(ran):
         rtol = _RTOL_OF_FLOAT64
+    why_not = _NOT_FINITE
     compared = set[str]()
     notes = dict.fromkeys(told)
-    for ran in runs:
+    for draw in range(_DRAWS + 1):
+        if draw:
+            try:
+                ran = _run_again(make, ran, draw)
+            except RAISED_ON_OTHER_ROWS as error:
+                why_not = f"{_NOT_ON_DRAWN} {_short(error)}"
+                notes[why_not] = None
+                break
         try:
             report = _compare(make, ran, leaves, reads, rtol)
         except NotAudited as error:
             notes[str(error)] = None
             continue
         notes |= dict.fromkeys(report.notes)
-        compared |= {*report.compared} if ran.draw.number else set()
-    why_not = _NOT_FINITE if len(runs) > 1 else told[-1]
+        compared |= {*report.compared} if draw else set()
     return RanTheSame(frozenset(compared), tuple(notes), why_not)
 
 
-def _run_draws(
+def _run_as_given(
     make: Callable[[int], UserProgram], numbers: Sequence[int]
-) -> tuple[list[_Ran], list[str]]:
-    """Run on the given arguments and on drawn ones; tell what could not be run."""
-    told = list[str]()
-    programs = {number: make(number) for number in numbers}
+) -> tuple[_Ran, list[str]]:
+    """Run the programs on the given arguments, in float64 if they allow it.
+
+    Return also a note if they do not.
+    """
+    made = {number: make(number) for number in numbers}
     try:
-        runs = [_run(_Draw(0, is_wide=True), programs)]
+        return _run(_Draw(0, is_wide=True), made), []
     except RAISED_ON_OTHER_ROWS as error:
-        told.append(f"{_NOT_IN_FLOAT64} {_short(error)}")
-        programs = {number: make(number) for number in numbers}
-        runs = [_run(_Draw(0, is_wide=False), programs)]
-    for draw in range(1, _DRAWS + 1):
-        if _holds_state(runs[-1]):
-            programs = {number: make(number) for number in numbers}
-        try:
-            runs.append(_run(dataclasses.replace(runs[0].draw, number=draw), programs))
-        except RAISED_ON_OTHER_ROWS as error:
-            told.append(f"{_NOT_ON_DRAWN} {_short(error)}")
-            break
-    return runs, told
+        note = f"{_NOT_IN_FLOAT64} {_short(error)}"
+    made = {number: make(number) for number in numbers}
+    return _run(_Draw(0, is_wide=False), made), [note]
 
 
-def _run(draw: _Draw, programs: Mapping[int, UserProgram]) -> _Ran:
+def _run_again(make: Callable[[int], UserProgram], ran: _Ran, draw: int) -> _Ran:
+    """Run the programs on another draw; make them anew if they may hold a state."""
+    made = {n: make(n) for n in ran.made} if ran.holds_state else ran.made
+    return _run(dataclasses.replace(ran.draw, number=draw), made)
+
+
+def _run(draw: _Draw, made: Mapping[int, UserProgram]) -> _Ran:
     with draw.dtypes():
-        drawn = {n: x.with_arrays(draw.changed) for n, x in programs.items()}
-        return _Ran(draw, drawn, {n: x.run() for n, x in drawn.items()})
-
-
-def _holds_state(ran: _Ran) -> bool:
-    """Return whether a program may hold values that a run has changed."""
-    return any(
-        x.is_changed or not ran.programs[n].is_plain for n, x in ran.seen.items()
-    )
+        drawn = {n: x.with_arrays(draw.changed) for n, x in made.items()}
+        return _Ran(draw, made, drawn, {n: x.run() for n, x in drawn.items()})
 
 
 def _is_float64(ran: _Ran) -> bool:
@@ -210,7 +217,7 @@ def _drawn(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     Whole numbers, such as labels, stay what they are, except that flags which are all
     set become a mask.
     """
-    is_float = np.issubdtype(x.dtype, np.inexact)
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)  # also of 16 bits
     if is_float and not x.any():
         return generator.uniform(0.1, 1, x.shape).astype(x.dtype)
     if is_float:
