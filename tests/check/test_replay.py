@@ -14,7 +14,7 @@ from layouts import mirrored
 
 import towerjax as tj
 from towerjax.check.replay.replay import Replayer
-from towerjax.check.replay.report import Exchanged, Station, vote
+from towerjax.check.replay.report import Station, vote
 
 FLAGS = ("update", "params/flags")  # the faulty device's own copy
 
@@ -33,12 +33,12 @@ def placement(devices, towers=None):
     ).placement
 
 
-def judged(tables, exchange=Exchanged.NOTHING, parts=("gradient",), towers=None):
+def judged(tables, parts=("gradient",), *, exchanges=False, towers=None):
     """The report on ``tables[rotation][run]``: rows of leaves of ``parts``."""
     runs = [[np.array(run, np.uint32)[None] for run in x] for x in tables]
     devices = runs[0][0].shape[1]
     names = tuple((part, f"params/{i}") for i, part in enumerate(parts))
-    station = Station(names, runs, exchange)
+    station = Station(names, runs, exchanges)
     return vote([station], 7, placement(devices, towers))
 
 
@@ -98,20 +98,13 @@ def test_programs_that_round_in_another_way_name_nobody():
     assert "names no device" in str(report)
 
 
-def test_after_towers_have_met_nobody_is_named():
-    report = judged(rotated_fault(8, 3), Exchanged.TOWERS)
-    assert not report.named and report.shared
-
-
-def test_a_wrong_denominator_is_named_by_itself_and_not_by_gradients():
+def test_an_update_that_exchanges_names_a_device_if_it_is_the_only_one():
     tables = rotated_fault(8, 3, leaves=2)
-    spread = judged(tables, Exchanged.DENOMINATORS, ("loss", "gradient"))
-    assert spread.named == ("cpu:3",) and not spread.shared
-    for row in tables[1][0]:
-        row[1] = 77  # the gradients of all, in one rotation
-    tables[1][0][4][1] = 5
-    spread = judged(tables, Exchanged.DENOMINATORS, ("loss", "gradient"))
-    assert spread.named == ("cpu:3",) and spread.shared == ("gradient params/1",)
+    report = judged(tables, ("update", "update"), exchanges=True)
+    assert report.named == ("cpu:3",) and not report.shared
+    tables[1][0][6][1] = tables[1][1][6][1] = 77  # another one's, in one rotation
+    report = judged(tables, ("update", "update"), exchanges=True)
+    assert not report.named and len(report.shared) == 2
 
 
 def test_the_towers_of_a_device_move_together():
@@ -198,24 +191,6 @@ def test_a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device(name):
 
 
 @pytest.mark.slow
-def test_a_step_that_asks_for_its_towers_number_names_a_device():
-    """The bits of a tower may depend on its number, which is no communication."""
-
-    def numbered(params, batch, tower):
-        number = jax.lax.axis_index(tower.axis_names)
-        w = faulty.nudges_gradient(
-            params["w"], jax.lax.stop_gradient(params["flags"][0])
-        )
-        return tj.Weighted.mean((batch @ w - number) ** 2, tower.weight)
-
-    step, state = small(mirrored(4, 4), numbered)
-    assert tj.tools.replay(step, state, ROWS).agrees
-    assert found(tj.tools.replay(step, on_device(state, 1), ROWS)) == {
-        ("gradient", "params/w")
-    }
-
-
-@pytest.mark.slow
 def test_the_bits_of_a_shard_in_a_tower_of_two_devices_name_both():
     """The devices of a tower exchange values, so that one of them is wrong."""
 
@@ -236,20 +211,36 @@ def test_the_bits_of_a_shard_in_a_tower_of_two_devices_name_both():
     assert "cpu:2 or cpu:3 in gradient params/w" in str(report)
 
 
+def meets(params, batch, tower):
+    """Each tower subtracts the mean over all towers, and computes with all rows."""
+    flag = jax.lax.stop_gradient(params["flags"][0])
+    x = batch @ faulty.nudges_gradient(params["w"], flag) * (1 + 1e-6 * flag)
+    mean = tower.reduce(tj.Reduction.MEAN, x.mean())
+    others = tower.all_gather(x)
+    later = jax.lax.psum_scatter(others, tower.axis_names)
+    return tj.Weighted.mean((x - mean) ** 2 + 0.1 * x * later, tower.weight)
+
+
+def two_means(params, batch, tower):
+    """The denominators of means are added before the gradient is taken."""
+    flag = jax.lax.stop_gradient(params["flags"][0])
+    x = batch @ params["w"]
+    weight = tower.weight * jnp.abs(batch[:, 0]) * (1 + 1e-6 * flag)
+    return tj.Weighted.mean(x**2, weight) + tj.Weighted.mean(x**4, tower.weight)
+
+
 @pytest.mark.slow
-def test_a_faulty_device_is_found_but_not_named_if_towers_meet_in_a_tower_function():
-    """The bits of all towers depend on what one of them says."""
-
-    def meets(params, batch, tower):
-        flag = jax.lax.stop_gradient(params["flags"][0])
-        x = batch @ params["w"] * (1 + 1e-3 * flag)
-        mean = tower.reduce(tj.Reduction.MEAN, x.mean())
-        return tj.Weighted.mean((x - mean) ** 2, tower.weight)
-
-    step, state = small(mirrored(4, 4), meets)
-    assert tj.tools.replay(step, state, ROWS).agrees
-    report = tj.tools.replay(step, on_device(state, 2), ROWS)
-    assert found(report) == set() and "loss loss/sum" in report.shared
+@pytest.mark.parametrize("loss", [meets, two_means])
+@pytest.mark.parametrize("towers", [4, 8])
+def test_the_bits_of_towers_that_communicate_name_a_device(loss, towers):
+    """They hear themselves in a replay, so that no fault goes to another tower."""
+    step, state = small(mirrored(towers, 4), loss)
+    batch = np.concatenate([ROWS, ROWS[:4] + 1])
+    assert tj.tools.replay(step, state, batch).agrees
+    for device in range(4):
+        report = tj.tools.replay(step, on_device(state, device), batch)
+        assert report.named == (f"cpu:{device}",) and not report.shared
+        assert {part for part, _ in found(report)} >= {"loss"}
 
 
 @pytest.mark.slow

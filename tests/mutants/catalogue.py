@@ -2003,6 +2003,7 @@ ACCUMULATED = (
 _REPLAY = "check.replay"
 _VOTES = "replay::two_devices_outvote_a_third[4]"
 _OF_KINDS = "replay::a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device"
+_HEAR = "replay::the_bits_of_towers_that_communicate_name_a_device"
 _STOPS = "replays::a_run_stops_before_the_step_with_the_last_good_checkpoint[1]"
 REPLAYED = (
     _m("Z01", "the majority is accused", f"{_REPLAY}.report:_vote_on_one",
@@ -2011,16 +2012,15 @@ REPLAYED = (
        f"{_REPLAY}.report:_vote_on_one",
        "if unstable:", "if False:",
        "replay::a_device_that_differs_from_itself_is_not_blamed"),
-    _m("Z03", "a device is named after towers have met", f"{_REPLAY}.report:_is_shared",
-       "case Exchanged.TOWERS:\n            return True",
-       "case Exchanged.TOWERS:\n            return False",
-       "replay::after_towers_have_met_nobody_is_named"),
+    _m("Z03", "towers hear each other in a replay",
+       f"{_REPLAY}.replay:_Rotation.rotated",
+       "alone=True", "alone=False", f"{_HEAR}[4-meets]"),
     _m("Z04", "a device is named by what all have", f"{_REPLAY}.report:_is_shared",
        "return in_all and", "return False and",
        "replay::programs_that_round_in_another_way_name_nobody"),
-    _m("Z05", "a wrong denominator names those that divide by it",
-       f"{_REPLAY}.report:_is_shared", "if is_gradient and", "if False and",
-       "replay::a_wrong_denominator_is_named_by_itself_and_not_by_gradients"),
+    _m("Z05", "denominators are added over devices in a replay",
+       "step.passes.on_device:_added", "if tower.axes.alone:", "if False:",
+       f"{_HEAR}[4-two_means]"),
     _m("Z06", "a device's own copy goes to its neighbour",
        "mesh.transfer:on_neighbours", "held[device if is_same else before]",
        "held[before]",
@@ -2034,9 +2034,9 @@ REPLAYED = (
        f"{_OF_KINDS}[the optimizer in shards]"),
     _m("Z09", "a checkpoint after the last replay is good",
        "loop.replays:Replays.error", "if x <= self._agreed", "if True", _STOPS),
-    _m("Z10", "towers that do not communicate are taken to",
-       f"{_REPLAY}.replay:_exchange_in", 'eqn.primitive.name != "axis_index"', "True",
-       "replay::a_step_that_asks_for_its_towers_number_names_a_device"),
+    _m("Z10", "devices that exchange in an update are named",
+       f"{_REPLAY}.report:_is_shared", "if station.exchanges:", "if False:",
+       "replay::an_update_that_exchanges_names_a_device_if_it_is_the_only_one"),
 )
 
 # fmt: on

@@ -194,7 +194,8 @@ class _Lowering:
         """
         has_groups = eqn.params.get("axis_index_groups") is not None
         takes_several_axes = eqn.primitive.name in _MULTI_AXIS and not has_groups
-        if takes_several_axes or self.axes.names == (DEVICE_AXIS,):
+        is_of_one = takes_several_axes or self.axes.names == (DEVICE_AXIS,)
+        if is_of_one and not self.axes.alone:
             return self._rename_axis(eqn)
         return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
 
@@ -345,9 +346,12 @@ class _Lowering:
             tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)
         if name == "axis_index":
             return [tower]
-        if name == "reduce_scatter" and groups is None:
+        if axes.alone:
+            rows = [jnp.broadcast_to(x, (axes.num_towers, *x.shape)) for x in operands]
+        elif name == "reduce_scatter" and groups is None:
             return [self._scatter_sum(eqn, operands[0])]
-        rows = gather_over_towers(list(operands), axes)
+        else:
+            rows = gather_over_towers(list(operands), axes)
         if name == "ppermute":  # jax.vmap takes full permutations only
             return _permute(rows, tower, eqn.params["perm"])
         size = axes.num_towers

@@ -81,6 +81,8 @@ class TowerAxes:
     as_one: bool = False
     # The mesh of one tower's devices, see `Placement.tower_mesh`
     mesh: AbstractMesh = NO_MESH
+    # Whether a tower hears itself where it would hear others; see `Placement.alone`.
+    alone: bool = False
 
     @property
     def num_towers(self) -> int:
@@ -113,6 +115,9 @@ class Placement:
     within: tuple[tuple[str, int], ...] = ()  # the axes within a tower, and their sizes
     rows: str | None = None  # the axis of ``within`` that splits a tower's rows
     specs: Specs | None = None  # how parameters are split over the axes of ``within``
+    # Whether towers that communicate each hear themselves in place of the others. What
+    # a tower computes then depends on its own device alone, which a replay compares.
+    alone: bool = False
 
     @functools.cached_property
     def devices_each(self) -> int:
@@ -197,6 +202,7 @@ class Placement:
             num_processes=self.num_processes,
             tower_axis=self.axis_name,
             mesh=self.tower_mesh,
+            alone=self.alone,
         )
 
     @property

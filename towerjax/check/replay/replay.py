@@ -12,24 +12,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, NamedSharding
 
-from towerjax.check.replay.report import (
-    Exchanged,
-    Prints,
-    ReplayReport,
-    stations_of,
-    vote,
-)
+from towerjax.check.replay.report import Prints, ReplayReport, stations_of, vote
 from towerjax.data.placer import PlacedBatch
 from towerjax.jaxprs.interpreter import with_programs
-from towerjax.jaxprs.params import named_axes, open_jaxpr
-from towerjax.jaxprs.sites import all_eqns
+from towerjax.jaxprs.params import open_jaxpr
 from towerjax.lowering import xla
 from towerjax.lowering.sharded_values import is_shard, shards_of
 from towerjax.mesh.devices import one_thread_at_a_time
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import on_neighbours
-from towerjax.metrics.weighted import Means
 from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import TowersBits, TracedPass
 from towerjax.step.run.programs import send_replicated
@@ -125,14 +117,14 @@ class Replayer:
 
         run = neighbours(1)
         runs = [[first], [run()]]
-        stations = stations_of(runs, own.exchanges)
+        stations = stations_of(runs, own.update_exchanges)
         if not all(x.agrees for x in stations):
             runs[0].append(own.run(inputs))
             runs[1].append(run())
             if placement.groups_each > 2:
                 run = neighbours(2)
                 runs.append([run(), run()])
-            stations = stations_of(runs, own.exchanges)
+            stations = stations_of(runs, own.update_exchanges)
         return vote(stations, step_number(state) + 1, placement)
 
     def _rotation(self, state: TrainState, placed: PlacedBatch, by: int) -> "_Rotation":
@@ -186,12 +178,14 @@ class _Rotation:
         devices["devices"] = strategy.placement.rotated(by)
         strategy = dataclasses.replace(strategy, **devices)
 
+        alone = dataclasses.replace(strategy.placement, alone=True)
+
         def moved(of_pass: TracedPass) -> TracedPass:
             fields = {"strategy": strategy, "looks_at": TowersBits()}
             pass_ = dataclasses.replace(of_pass.pass_, **fields)
             run = functools.partial(on_device, pass_)
             layouts = tuple(pass_.ins.values())
-            towers = OnTowers(run, strategy.placement, layouts, of_pass.args)
+            towers = OnTowers(run, alone, layouts, of_pass.args)
             return TracedPass(pass_, of_pass.args, towers)
 
         passes = tuple(map(moved, self.traced.passes))
@@ -202,14 +196,12 @@ class _Rotation:
         return _Rotation(traced, self.reports)
 
     @property
-    def exchanges(self) -> list[Exchanged]:
-        """What devices exchange in each station."""
+    def update_exchanges(self) -> bool:
+        """Whether devices may exchange what they compute in the update."""
         traced = self.traced
         given = traced.args[0], [of_pass.out[0] for of_pass in traced.passes]
-        is_mirrored = traced.plan.strategy.state == "mirrored"
-        is_mirrored &= not parts_of((TowerLocal, PerTowerValue), given)
-        of_update = Exchanged.NOTHING if is_mirrored else Exchanged.SHARDS
-        return [*map(_exchange_in, traced.passes), of_update]
+        is_split = bool(parts_of((TowerLocal, PerTowerValue), given))
+        return is_split or traced.plan.strategy.state != "mirrored"
 
     @property
     def placement(self) -> Placement:
@@ -317,19 +309,6 @@ class _Rotation:
         return jax.tree.map(
             functools.partial(lax.with_sharding_constraint, shardings=on_all), bits
         )
-
-
-def _exchange_in(of_pass: TracedPass) -> Exchanged:
-    """Find what towers exchange in a pass, before its results are merged."""
-    axis = of_pass.towers.axes.tower_axis
-    for program, _ in of_pass.towers.programs.values():
-        for eqn in all_eqns(program):
-            if axis in named_axes(eqn) and eqn.primitive.name != "axis_index":
-                return Exchanged.TOWERS
-    merged, _ = of_pass.out
-    if any(len(x.terms) > 1 for x in parts_of(Means, merged)):
-        return Exchanged.DENOMINATORS
-    return Exchanged.NOTHING
 
 
 def _moved(program: Any, before: Placement, after: Placement) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class ReplayReport:
       undecided: A `WrongBits` for each leaf without a majority.
       unstable: A `WrongBits` for each leaf that was not the same when the same device
         computed it twice.
-      shared: The leaves, as "part leaf", that differed on every device, or that are
-        computed from values that devices exchange. A vote on these names no device.
+      shared: The leaves, as "part leaf", that differed on every device, or on several
+        that exchange values in the update. A vote on these names no device.
     """
 
     step: int
@@ -102,10 +102,10 @@ class ReplayReport:
             )
         if self.shared:
             yield (
-                f"A vote on {listed(self.shared)} names no device: devices exchange"
-                " values before they compute it, so that a wrong one changes it on"
-                " others; or it differs on all. On GPUs a program may also be tuned in"
-                f" another way for other devices: set {FLAG}."
+                f"A vote on {listed(self.shared)} names no device: it differs on all,"
+                " or devices exchange values in the update, so that a wrong one changes"
+                " others. On GPUs a program may also be tuned in another way for other"
+                f" devices: set {FLAG}."
             )
 
 
@@ -155,21 +155,6 @@ def _advice(report: ReplayReport, checkpoint: int | None) -> str:
     return f"The step was not run. {good} {leave_out}"
 
 
-class Exchanged(enum.Enum):
-    """The values that devices exchange before they compute what is compared.
-
-    One wrong device then changes what the others compute, so a vote may name these.
-    """
-
-    NOTHING = enum.auto()
-    # The denominators of several means, before the gradient is taken.
-    DENOMINATORS = enum.auto()
-    # What an update reads of other shards or of other towers, such as a norm.
-    SHARDS = enum.auto()
-    # What towers say to each other inside of a tower function.
-    TOWERS = enum.auto()
-
-
 @dataclasses.dataclass(frozen=True)
 class Prints:
     """The fingerprints that one run of a pass or of the update gave.
@@ -192,12 +177,13 @@ class Station:
       names: As in `Prints`.
       runs: For each rotation of the devices the tables of its runs: one, or two if it
         ran a second time on the same devices.
-      exchange: What devices exchange before.
+      exchanges: Whether devices may exchange what they compute. One wrong device then
+        changes what the others have.
     """
 
     names: tuple[tuple[str, str], ...]
     runs: list[list[np.ndarray]]
-    exchange: Exchanged
+    exchanges: bool
 
     @property
     def agrees(self) -> bool:
@@ -207,13 +193,17 @@ class Station:
 
 
 def stations_of(
-    runs: Sequence[Sequence[Sequence[Prints]]], exchanges: Sequence[Exchanged]
+    runs: Sequence[Sequence[Sequence[Prints]]], update_exchanges: bool
 ) -> list[Station]:
-    """Make the stations; ``runs[rotation][run]`` has the `Prints` of each."""
+    """Make the stations; ``runs[rotation][run]`` has the `Prints` of each.
+
+    The last station is the update. In the others towers hear only themselves.
+    """
     stations = []
-    for i, exchange in enumerate(exchanges):
+    for i, prints in enumerate(runs[0][0]):
         tables = [[run[i].table for run in of_rotation] for of_rotation in runs]
-        stations.append(Station(runs[0][0][i].names, tables, exchange))
+        is_update = i == len(runs[0][0]) - 1
+        stations.append(Station(prints.names, tables, is_update and update_exchanges))
     return stations
 
 
@@ -238,7 +228,7 @@ def vote(stations: Iterable[Station], step: int, placement: Placement) -> Replay
         leaves = range(len(station.names))
         by_leaf = [_of_leaf(station, leaf, placement) for leaf in leaves]
         for of_leaf in by_leaf:
-            if _is_shared(of_leaf, by_leaf, station.exchange, placement):
+            if _is_shared(of_leaf, by_leaf, station, placement):
                 shared += [bits for _, bits in of_leaf]
             else:
                 found += of_leaf
@@ -288,7 +278,7 @@ def _of_leaf(
 
 
 def _is_shared(
-    of_leaf: _Found, by_leaf: list[_Found], exchange: Exchanged, placement: Placement
+    of_leaf: _Found, by_leaf: list[_Found], station: Station, placement: Placement
 ) -> bool:
     """Decide whether a leaf differs where a device may have got a wrong value.
 
@@ -297,20 +287,8 @@ def _is_shared(
     """
     if not of_leaf or any(kind is _Kind.UNSTABLE for kind, _ in of_leaf):
         return False
-    everything = [bits for found in by_leaf for _, bits in found]
-    match exchange:
-        case Exchanged.TOWERS:
-            return True
-        case Exchanged.SHARDS:
-            return len({bits.devices for bits in everything}) > 1
-        case Exchanged.DENOMINATORS:
-            is_gradient = any(bits.part == "gradient" for _, bits in of_leaf)
-            if is_gradient and any(bits.part == "loss" for bits in everything):
-                return True
-        case Exchanged.NOTHING:
-            pass
-        case _:
-            assert_never(exchange)
+    if station.exchanges:
+        return len({bits.devices for found in by_leaf for _, bits in found}) > 1
     # One wrong device is in three places at most. If the leaf differs in all places,
     # and no device is in all of them, the programs round in different ways.
     each = placement.num_towers // placement.num_devices

@@ -178,6 +178,8 @@ def _denominators(tower: TracedTower) -> list[jax.Array] | None:
 
 def _added(values: list[jax.Array], tower: TracedTower) -> list[jax.Array]:
     """Add each of ``values`` over all towers."""
+    if tower.axes.alone:
+        return [x.sum() * tower.axes.num_devices for x in values]
     ops = tower.pass_.strategy.cross_tower_ops
     return sum_over_towers(ops, values, tower.axes).tree()
 
