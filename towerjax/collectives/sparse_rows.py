@@ -375,6 +375,6 @@ def add_trees(first: PyTree, second: PyTree) -> PyTree:
 
 
 def num_rows(rows: Any) -> int:
-    """Return the number of rows of a tower's part of a batch."""
+    """Count the rows of a tower's part of a batch."""
     first = jax.tree.leaves(rows, is_leaf=is_sparse)[0]
     return dense_shape(first)[0]

@@ -110,7 +110,7 @@ class DistributedDataset:
             self._name = placement.processes.call_on_first(lambda: uuid.uuid4().hex)
 
     def on(self, placement: Placement) -> "DistributedDataset":
-        """Return the data set for the same towers on other devices."""
+        """Put the data set on other devices, for the same towers."""
         return DistributedDataset(placement, self._source, self._options)
 
     def __iter__(self) -> Stream[PlacedBatch]:

@@ -165,7 +165,9 @@ def batches(
       >>> [b.tolist() for b in batches(np.arange(5), 2)]
       [[0, 1], [2, 3], [4]]
     """
-    num_examples = count_examples(SparseRows.put_aside(without_replicated(data)[0])[1])
+    rows, _replicated = without_replicated(data)
+    _sparse, dense = SparseRows.put_aside(rows)
+    num_examples = count_examples(dense)
     check_whole("batch_size", batch_size, 1)
     check_whole("epochs", epochs, or_none=True)
     check_whole("seed", seed, 0, math.inf, or_none=True)

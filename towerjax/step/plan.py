@@ -274,7 +274,7 @@ class Plan:
         return dataclasses.replace(self, strategy=strategy, passes=passes)
 
     def on(self, strategy: Strategy) -> "Plan":
-        """Return the same plan on other devices, for as many towers.
+        """Put the plan on other devices, for as many towers.
 
         Raises a ``ValueError`` if the plan's functions belong to its devices.
         """

@@ -276,7 +276,7 @@ class Step(Generic[_Result]):
         return self.plan.states.result(before, out, placed)
 
     def on(self, strategy: Strategy) -> "Step[_Result]":
-        """Return this step on other devices, for as many towers.
+        """Put this step on other devices, for as many towers.
 
         Args:
           strategy: The strategy, with the step's number of towers.

@@ -251,9 +251,10 @@ def _on_device(
         return (), (output, Static((tuple(wanted), rest)))
 
     def run(rows: list[jax.Array], arrays: list[jax.Array]) -> PyTree:
-        return over_local_towers(
+        _no_sums, results = over_local_towers(
             of_tower, axes, rows, arrays, stack_sums=False, programs=programs
-        )[1]
+        )
+        return results
 
     return run
 

@@ -8,7 +8,7 @@ from towerjax.mesh.devices import canonical_device_name
 
 
 def names_by_process(devices: Sequence[Any]) -> dict[int, list[str]]:
-    """Return the devices' names by process, without processes that are left out."""
+    """Name the devices of each process, without processes that are left out."""
     of_each = {number: list[str]() for number in live.numbers_left()}
     for device in devices:
         if device.process_index in of_each:
@@ -23,7 +23,7 @@ def pick_devices(
     *,
     spares: bool = False,
 ) -> tuple[str, ...]:
-    """Return the largest set of devices that can share the towers evenly.
+    """Pick the most devices that can share the towers evenly.
 
     Each process has equally many of them, but with ``spares`` the last ones may have
     none. ``of_each`` has the devices' names by process. A tower has ``size`` devices.

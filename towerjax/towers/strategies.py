@@ -391,7 +391,7 @@ def with_specs(strategy: Strategy, specs: Any) -> Strategy:
 
 
 def on_those_left(strategy: Strategy) -> Strategy:
-    """Return the strategy on the most devices that are left and share the towers.
+    """Put the strategy on the most devices that are left and share the towers.
 
     The devices are those of the strategy whose processes are not left out. If all are
     left, the strategy is the same. Processes may be left over.

@@ -268,7 +268,7 @@ def _refuted(case: Case) -> Explained | None:
 
 
 def _refuted_in(case: Case) -> list[Equality]:
-    """Return the proof's results for the leaves that it refutes."""
+    """List the proof's results for the leaves that it refutes."""
     return [x for x in case.equalities if x.says is Says.REFUTED]
 
 

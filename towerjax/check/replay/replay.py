@@ -312,7 +312,7 @@ class _Rotation:
 
 
 def _moved(program: Any, before: Placement, after: Placement) -> Any:
-    """Return a jaxpr with the mesh of other devices where it names that of ``before``.
+    """Put the mesh of other devices in a jaxpr where it names that of ``before``.
 
     An update names a mesh if it runs the strategy's towers, as a merge of towers that
     train alone does.

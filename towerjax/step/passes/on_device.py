@@ -58,6 +58,8 @@ def on_device(
         state = pass_.used(held)
         args = Arguments.of(pass_, axes, state, *of_device)
         tower = TracedTower.of(pass_, axes, programs, args)
+        # The addends of this device's towers, the tree of their other results, with
+        # leaves ``[k, ...]``, and what a look sees of each tower, ``[k, ...]`` too.
         addends, (tree, flagged) = over_towers(tower)
         sums = Added.of(pass_.strategy.cross_tower_ops, addends, held.params, axes)
         added, shown = sums.tree()
@@ -87,7 +89,10 @@ def over_towers(tower: TracedTower) -> tuple[PyTree, PyTree]:
 
 
 def _together(tower: TracedTower) -> tuple[PyTree, PyTree]:
-    """Add the towers' losses, and take one derivative of the sum."""
+    """Add the towers' losses, and take one derivative of the sum.
+
+    Returns what `over_towers` does, with None for what a look sees.
+    """
     per_tower = tower.args.per_tower
     # Without micro-batches, the one derivative adds the denominators over towers by
     # itself, between its forward and its backward half.
@@ -117,7 +122,8 @@ def _each_by_itself(
 ) -> tuple[PyTree, PyTree]:
     """Run each tower with a derivative of its own, over all of its micro-batches.
 
-    ``weights`` are the denominators of a sum of several means, or None.
+    ``weights`` are the denominators of a sum of several means, or None. Returns what
+    `over_towers` does.
     """
     pass_ = tower.pass_
 

@@ -143,10 +143,12 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     if not of_loss:
         return False
     is_of_loss = [number in of_loss for number in range(returned.num_leaves)]
-    _, _, arguments, *_ = key
+    _name, _num_towers, arguments, *_types = key
     is_read = arguments.unflatten(inputs_read(program, is_of_loss))
-    _, per_tower, _, _, state, _, replicated, merged = is_read
-    may_be_read = per_tower.rows, per_tower.local, state.rng, replicated, merged
+    _tower_id, per_tower, _index, *replicated = is_read
+    # As `ReplicatedArgs`.
+    _trained, state, _read, of_batch, merged = replicated
+    may_be_read = per_tower.rows, per_tower.local, state.rng, of_batch, merged
     return not any(jax.tree.leaves(may_be_read))
 
 
