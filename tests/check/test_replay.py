@@ -15,6 +15,7 @@ from layouts import mirrored
 import towerjax as tj
 from towerjax.check.replay.replay import Replayer
 from towerjax.check.replay.report import Station, vote
+from towerjax.make.members import Members
 
 FLAGS = ("update", "params/flags")  # the faulty device's own copy
 
@@ -142,8 +143,20 @@ def test_what_cannot_be_replayed_is_refused():
     evaluate = tj.build_eval_step(lambda p, b, t: {}, mirrored(2, 2))
     with pytest.raises(ValueError, match="cannot train"):
         tj.tools.replay(evaluate, state, ROWS)
-    with pytest.raises(ValueError, match="can be replayed, not a function"):
+    with pytest.raises(ValueError, match="but step is a function"):
         tj.tools.replay(loss_fn, state, ROWS)
+
+
+@pytest.mark.slow
+def test_a_step_of_a_sweep_is_refused():
+    def build(numbers):
+        step = tj.build_train_step(loss_fn, optax.sgd(numbers["rate"]), mirrored(2, 2))
+        return step, step.init({"w": ROWS[0], "flags": np.zeros(1, np.float32)})
+
+    numbers = {"rate": jnp.array([0.1, 0.2])}
+    members = Members.of(build, numbers)
+    with pytest.raises(ValueError, match="Replay the step of one member"):
+        tj.tools.replay(members.step, members.begin(numbers), ROWS)
 
 
 @pytest.mark.slow

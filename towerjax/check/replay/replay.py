@@ -84,10 +84,15 @@ class Replayer:
 
     def __init__(self, step: Step) -> None:
         """Refuse a step without neighbouring devices, or one that does not train."""
-        if not isinstance(step, Step) or not step.trained.plan.accepts:
+        if not isinstance(step, Step):
             raise ValueError(
-                "Only a step of tj.build_train_step, tj.build_step or of a model"
-                f" function can be replayed, not {a_type(step)}."
+                "A replay needs a step of tj.build_train_step, tj.build_step or of a"
+                f" model function, but step is {a_type(step)}."
+            )
+        if not step.trained.plan.accepts:
+            raise ValueError(
+                "A sweep's step runs whole steps of its members, which a replay cannot"
+                " compare. Replay the step of one member, as build(...) returns it."
             )
         placement = step.strategy.placement
         placement.require_present()
@@ -143,11 +148,6 @@ class Replayer:
         else:
             traced = known.traced
         _ = traced.proof  # raises if the proof fails
-        if not traced.passes:
-            raise ValueError(
-                "A sweep's step runs whole steps in its towers, which a replay cannot"
-                " compare. Replay the step of one member."
-            )
         self._rotations[key, 0] = _Rotation.of(traced)
         return self._rotations[key, 0]
 
