@@ -71,7 +71,7 @@ def walk_of(programs, inputs, axes, padded):
     """The walk of two programs, or None if they differ."""
     first, second = programs
     sizes = Sizes((first.towers, second.towers), (first.rows, second.rows), padded)
-    walk = Recording(sizes, axes)
+    walk = Recording(sizes, axes, has_keys=True)
     ins = one_tower.kinds_of_inputs(inputs, padded)
     try:
         walk.closed(first.jaxpr, second.jaxpr, ins)
