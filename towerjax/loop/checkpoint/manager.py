@@ -10,7 +10,6 @@ from etils import epath
 
 from towerjax.loop.checkpoint.folder import DELETED
 from towerjax.loop.files import is_on_disk
-from towerjax.mesh import live
 from towerjax.mesh.processes import Exchange, Processes
 
 
@@ -19,12 +18,14 @@ def open_manager(
     seal: Callable[[], None],
     policy: Any,
     processes: Sequence[int],
+    name: str | None = None,
 ) -> Any:
     """Open Orbax's manager of a folder, for saving.
 
     Orbax is imported here, because the import is slow. ``seal`` is called before each
     commit, and ``policy`` chooses which checkpoints to keep. The ``processes`` that
-    write wait for one another.
+    write wait for one another; with a ``name`` not for one that is lost. No other
+    manager of the job has that name.
     """
     import orbax.checkpoint as ocp
 
@@ -36,7 +37,7 @@ def open_manager(
         # With True, two managers in two threads of one process would wait for each
         # other.
         create_directories_asynchronously=False,
-        barrier_sync_fn=_barrier_of(processes) if live.is_recoverable() else None,
+        barrier_sync_fn=None if name is None else _barrier_of(processes, name),
     )
     # A checkpoint is moved before it is deleted, so that readers see it disappear at
     # once. Stores cannot rename.
@@ -56,16 +57,19 @@ def open_manager(
     return manager
 
 
-def _barrier_of(processes: Sequence[int]) -> Callable[..., None]:
+def _barrier_of(processes: Sequence[int], name: str) -> Callable[..., None]:
     """Return a barrier at which nobody waits for a process that is lost.
 
-    JAX's own would wait for minutes.
+    JAX's own would wait for minutes. Orbax uses a key of barriers again and again.
     """
+    by_key: dict[str, Exchange] = {}
 
     def wait(*, key: str, timeout_ms: int) -> None:
         del timeout_ms
-        waits_for = "process {}, to save together"
-        Exchange(f"orbax/{key}", waits_for, processes).all_gather(None)
+        if key not in by_key:
+            waits_for = "process {}, to save together"
+            by_key[key] = Exchange(f"{name}/{key}", waits_for, processes)
+        by_key[key].all_gather(None)
 
     return wait
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import math
 import types
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,12 @@ class Saving:
         self._writers = writers
         self._writes = jax.process_index() in (writers or [jax.process_index()])
         self._files: Any = None
+        name = None
         if live.is_recoverable() and len(writers) > 1:
             join_counts(self.processes)
+            name = self.processes.call_on_first(lambda: uuid.uuid4().hex)
         if self._writes:
-            self._files = open_manager(options.path, self._seal, self, writers)
+            self._files = open_manager(options.path, self._seal, self, writers, name)
         stack.callback(self._close)
         # A pool runs the thread, because Python takes a thread for ended if Ctrl-C
         # interrupts its `join`.
