@@ -266,25 +266,58 @@ multihost_utils.process_allgather(jnp.ones(2))
 def job_of(program, variables=({}, {})):
     """Two processes that run a program as Python does, which no fork can."""
     coordinator = f"127.0.0.1:{forked.free_port()}"
+    environs = [
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        | {"TOWERJAX_COORDINATOR": coordinator, "TOWERJAX_NUM_PROCESSES": "2"}
+        | {"TOWERJAX_PROCESS_ID": f"{i}", **more}
+        for i, more in enumerate(variables)
+    ]
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program],
-            env=os.environ
-            | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-            | {"TOWERJAX_COORDINATOR": coordinator, "TOWERJAX_NUM_PROCESSES": "2"}
-            | {"TOWERJAX_PROCESS_ID": f"{i}", **more},
+            env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i, more in enumerate(variables)
+        for environ in environs
     ]
+    for one, environ in zip(started, environs, strict=True):
+        one.env = environ
     try:
         yield started
     finally:
         for one in started:
             one.kill()
             one.communicate()
+
+
+RECOVERABLE = """
+import os, pathlib, time, towerjax as tj
+me = tj.cluster.initialize(recoverable=True, heartbeat_timeout_s=5).process_id
+print("joined", flush=True)
+if me == 1:
+    os.kill(os.getpid(), 9)
+while not pathlib.Path({path!r}).exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_process_that_is_started_again_does_not_join(tmp_path):
+    path = tmp_path / "end"
+    program = RECOVERABLE.format(path=str(path))
+    with job_of(program) as (first, lost):
+        assert lost.wait(120) == -9
+        again = subprocess.run(
+            lost.args, env=lost.env, text=True, capture_output=True, timeout=120
+        )
+        assert again.returncode == 1 and "joined" not in again.stdout
+        assert "started again under the number of one that" in again.stderr
+        path.touch()
+        text, _ = first.communicate(timeout=120)
+        assert first.returncode == 0, text
 
 
 @pytest.mark.slow

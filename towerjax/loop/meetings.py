@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+
 from towerjax.mesh import live
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.processes import Exchange
@@ -49,6 +51,8 @@ class Meetings:
             waits_for = "process {}, at a meeting of the run's processes"
             self._exchange = Exchange(name, waits_for, self.members)
         of_all = self._exchange.gather_from_left(told)
+        if jax.process_index() not in of_all:
+            live.end_given_up()
         if lost := set(self.members) - of_all.keys():
             live.leave_out(lost)
             self.members = tuple(of_all)

@@ -283,7 +283,8 @@ class Recovery:
         """Meet the others and copy the state, if that is due before the next step."""
         point = self.loop.point
         is_due = point.number >= self._next
-        if point.is_saving_due or (is_due and self._copies_next):
+        copies = self._copies_next and len(self._meetings.members) > 1
+        if point.is_saving_due or (is_due and copies):
             self.agree_on_copy()
         elif is_due:
             self._meet({})

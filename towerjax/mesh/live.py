@@ -95,16 +95,17 @@ def _watch(numbers: tuple[int, ...]) -> None:
     while not _job.is_over.wait(_POLL_S):
         try:
             now = live_processes(numbers)
-        except jax.errors.JaxRuntimeError:
-            if not _job.is_over.is_set():
-                _end_if_given_up()
+        except jax.errors.JaxRuntimeError as error:
+            # If process 0 is gone, JAX ends this process and says why.
+            if not _job.is_over.is_set() and "UNAVAILABLE" not in str(error):
+                end_given_up()
             return
         same = {i for i in now if now[i] == _job.first.get(i)}
         _job.silent = frozenset(numbers) - same
 
 
-def _end_if_given_up() -> None:
-    """End this process: JAX counts it as lost, so the others go on without it."""
+def end_given_up() -> None:
+    """End this process, because the others count it as lost and go on without it."""
     print_line(
         f"process {jax.process_index()} gave no sign of life for too long, so the"
         " others go on without it, and it ends"
@@ -123,6 +124,7 @@ def end() -> None:
     _job.is_over.set()
     if jax.process_index():
         jax.distributed.shutdown()
-        return
-    _job.watcher.join()
-    live_processes(range(jax.process_count()))
+    else:
+        _job.watcher.join()
+        live_processes(range(jax.process_count()))
+    _job.watcher = None

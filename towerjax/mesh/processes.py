@@ -29,9 +29,10 @@ StoreError = jax.errors.JaxRuntimeError
 _PATIENCE_S = 10
 _AXIS = "process"
 _IN_ORDER = "Do all processes make this call, in the same order?"
-# By the numbers of some processes: the rounds in which these have compared values.
-# Like JAX's own state, they are of this process.
-_ROUNDS: dict[tuple[int, ...], Iterator[int]] = {}
+# By the numbers of some processes, and of all that are left: the rounds in which these
+# have compared values. Like JAX's own state, they are of this process. If a process is
+# lost, others may have come to different rounds.
+_ROUNDS: dict[tuple[tuple[int, ...], ...], Iterator[int]] = {}
 # How many of the calls that all processes make this one has begun: the steps, and all.
 begun = types.SimpleNamespace(steps=0, calls=0)
 
@@ -193,10 +194,11 @@ class Processes:
         if not self.are_several:
             return [value]
         self._count_call()
-        rounds = _ROUNDS.setdefault(self.numbers, itertools.count())
-        name = f"{'.'.join(map(str, self.numbers))}/{next(rounds)}"
+        key = self.numbers, live.numbers_left()
+        number = next(_ROUNDS.setdefault(key, itertools.count()))
+        name = "/".join([".".join(map(str, numbers)) for numbers in key])
         waits_for = f"process {{}}: {why}. {_IN_ORDER}"
-        return Exchange(name, waits_for, self.numbers).all_gather(value)
+        return Exchange(f"{name}/{number}", waits_for, self.numbers).all_gather(value)
 
     def from_first(self, tree: PyTree) -> PyTree:
         """Return the first process's values, to the bit, on every process."""
