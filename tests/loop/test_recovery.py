@@ -1,10 +1,14 @@
 """A process of a recoverable job is lost, and the others go on with the same bits."""
 
+import json
 import os
 import sys
 
+import numpy as np
 import pytest
+from checkout import TESTS
 
+import towerjax as tj
 from benchmarks import survivors
 from benchmarks.survivors import Done, Effect, Strike
 
@@ -12,12 +16,26 @@ STEPS = 24
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """The digest of one process with one device that nobody killed."""
+def as_users(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.fixture
+def alone(as_users):
+    """The digest of one process with one device that nobody killed."""
     return survivors.undisturbed(STEPS)
+
+
+def told_by(folder, case):
+    """What process 0 of three writes, in a recoverable job."""
+    folder.mkdir()
+    worker = str(TESTS / "workers" / "recoverable.py")
+    command = [sys.executable, worker, str(folder), case]
+    options = {"processes": 3, "devices_per_process": 1, "recoverable": True}
+    assert tj.cluster.launch(command, **options) == 0
+    return json.loads((folder / "told").read_text())
 
 
 @pytest.mark.slow
@@ -42,6 +60,39 @@ def test_one_that_is_stopped_is_given_up(alone):
     job = survivors.struck_job([Strike((2,), "stop", "any", 9, 0.0)], STEPS)
     assert job.code == 0 and job.digest == alone and job.lines
     assert job.effects[0].next.devices == 3
+
+
+@pytest.mark.slow
+def test_a_function_of_the_context_is_called_again(as_users, tmp_path):
+    """Grain's elastic iterator gives the same global batches to any processes.
+
+    Other towers get a row then, so sums are rounded in another way.
+    """
+    told = told_by(tmp_path / "killed", "elastic")
+    undisturbed = told_by(tmp_path / "undisturbed", "elastic")
+    assert undisturbed.pop("contexts") == [[0, 3]]
+    assert told.pop("contexts") == [[0, 3], [0, 2]]
+    assert len(told["loss"]) == 12
+    for name in ("loss", "params"):
+        # Sums of 3,072 numbers in float32.
+        np.testing.assert_allclose(told[name], undisturbed[name], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_could_not_go_on_is_refused_before_it_begins(as_users, tmp_path):
+    told = told_by(tmp_path / "refused", "refused")
+    for text, says in zip(
+        told,
+        (
+            "its batches cannot go back. Pass tj.batches",
+            "must return Grain's ElasticIterator",
+            "a lost process takes its shards with it. Pass a tj.Checkpointer",
+            "evaluate is an Evaluation, which cannot be moved",
+        ),
+        strict=True,
+    ):
+        assert "this run could not go on without a lost process" in text
+        assert says in text
 
 
 def test_kills_of_one_second_are_one_loss():

@@ -327,9 +327,7 @@ def is_elastic(iterator: Any) -> bool:
 
     Grain's `ElasticIterator` does. Its position is that of the global batches.
     """
-    grain = sys.modules.get("grain.experimental")
-    kind = getattr(grain, "ElasticIterator", None)
-    return kind is not None and isinstance(iterator, kind)
+    return type(iterator).__module__ == "grain._src.python.dataset.elastic_iterator"
 
 
 def close(iterator: Any) -> None:
