@@ -61,7 +61,7 @@ class Batches(Iterator[PyTree]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of batches of an epoch."""
+        """The number of batches in an epoch."""
         whole, over = divmod(self.examples, self.batch_size)
         return whole if self.drop_remainder or not over else whole + 1
 

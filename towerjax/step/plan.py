@@ -214,7 +214,7 @@ class TowersTrain(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The description of a step before it is traced, which a builder makes.
+    """A step before it is traced, as a builder describes it.
 
     Attributes:
       strategy: The towers, and where they are.

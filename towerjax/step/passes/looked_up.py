@@ -145,7 +145,7 @@ class Lookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """The traced program of a function of the trained values.
+    """A function of the trained values, traced to a program.
 
     The function, a loss of one tower or a loss without towers, was called once to be
     traced.

@@ -1,4 +1,4 @@
-"""`Pass`: the description of one run of all towers, and how results are merged."""
+"""`Pass`: one run of all towers, and how their results are merged."""
 
 import dataclasses
 import functools

@@ -26,7 +26,7 @@ from towerjax.types.trees import (
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The result of the analysis of a traced step."""
+    """What the analysis of a traced step found."""
 
     analysis: findings.Analysis  # every output's dependence, and the collectives
     # Returns the names of sums that depend on the batch's rows but not on which rows

@@ -52,7 +52,7 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Epochs:
-    """The epochs of a data set, as an iterable of batches in the form of dicts.
+    """A data set, epoch after epoch: an iterable of batches in the form of dicts.
 
     Each ``iter`` starts again with the first epoch.
     """
