@@ -65,8 +65,7 @@ def poison_missing(
 ) -> tuple[jax.Array, jax.Array]:
     """Clip the indices; if one is out of range, spoil all values.
 
-    Indices are clipped. If one of them was out of range, all values become NaN, or for
-    integers the number that `poison_value` returns.
+    Spoiled values are NaN, or for integers the number that `poison_value` returns.
     """
     indices = widen_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()

@@ -343,10 +343,8 @@ class Placer:
     def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
         """Cut or pad a batch to the size to place.
 
-        Returns ``(rows, counts, replicated)``.
-
-        That is the smallest size of earlier batches that is large enough; otherwise the
-        next one that towers can share evenly.
+        The size is the smallest of earlier batches that is large enough; otherwise the
+        next one that towers can share evenly. Returns ``(rows, counts, replicated)``.
         """
         rows, held = batch_rows.without_replicated(batch)
         replicated = self.place_replicated(held, rows)

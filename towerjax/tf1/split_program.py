@@ -99,10 +99,8 @@ class SplitProgram:
     ) -> tuple[list[tuple[PyTree, int | None]], Any]:
         """Place each result of the function in the pass that returns it.
 
-        Returns the results as trees of variables, and their structure.
-
-        Each result comes with the number of the pass that returns it; None if the
-        update computes it.
+        Returns the results as trees of variables, each with the number of its pass, and
+        their structure. The number is None if the update computes the result.
         """
         outvars = self._closed.jaxpr.outvars
         of_vars = jax.tree.unflatten(jax.tree.structure(tree), outvars)

@@ -156,7 +156,7 @@ def fetch(
 def broadcast(self: AnyStrategy, value: PyTree, destinations: Any = None) -> PyTree:
     """Copy a replicated value to each of several devices.
 
-    None is all devices of the strategy.
+    ``destinations=None`` is all devices of the strategy.
     """
     refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(

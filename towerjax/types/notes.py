@@ -132,9 +132,9 @@ _TEXTS = {
 
 
 def says(error: BaseException, pattern: str) -> re.Match[str] | None:
-    """Match a pattern in the text of an error that is not our own; else None.
+    """Match a pattern in an error's text; None for an error of our own.
 
-    It is None for our own errors, which already have their remedy.
+    Our own errors already have their remedy.
     """
     trace = error.__traceback__
     while trace and trace.tb_next:

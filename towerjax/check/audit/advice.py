@@ -199,7 +199,7 @@ class Explained(NamedTuple):
 def advise(audit: Audit, error: SplitError) -> SplitError:
     """Explain an audit's `SplitError` by its cause, and name a remedy.
 
-    It is the first cause in `_CAUSES` that explains any of the leaves.
+    The cause is the first of `_CAUSES` that explains any of the leaves.
     """
     sites = _sites_of(audit.one_tower.trace(audit.from_batch.first))
     case = Case(audit, error.findings, sites)

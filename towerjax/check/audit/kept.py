@@ -101,7 +101,7 @@ def too_large(params: PyTree, devices: int) -> str | None:
 def program_hash(traced: Traced, **options: Any) -> str | None:
     """Hash the towers' program: its text, constants, options and versions.
 
-    It is None if the program calls Python: the program then stays the same if the
+    The hash is None if the program calls Python: the program then stays the same if the
     Python function is changed.
     """
     # A step that trains several models has no passes: the update runs its towers.

@@ -141,7 +141,7 @@ class Towers:
     def nearby(self, split: RowsToRun) -> list[Leaves]:
         """Run inputs whose rounding errors were changed.
 
-        They show how much rounding matters. Raise if a run with the same inputs
+        The results show how much rounding matters. Raise if a run with the same inputs
         differs.
         """
         if not self._was_repeated:

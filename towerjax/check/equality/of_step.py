@@ -243,10 +243,7 @@ def advice_on_bare_loss(reduction: Reduction) -> str:
 
 
 def _with_reduction(equality: Equality, of_pass: PassToProve) -> Equality:
-    """Advise on a reduction if the result refutes a bare loss.
-
-    That is the option ``loss_reduction``.
-    """
+    """Advise on ``loss_reduction=`` if the result refutes a bare loss."""
     reduction = of_pass.loss_reduction
     is_loss = part_of(equality.leaf) is not LeafPart.OTHER
     if reduction is None or not is_loss or equality.says is not Says.REFUTED:

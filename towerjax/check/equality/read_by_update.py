@@ -61,7 +61,7 @@ def _is_per_tower(x: PyTree) -> bool:
 def _of_state(shapes: PyTree) -> PyTree:
     """Mark the results of an update that belong to the next state.
 
-    They are False for tower-local variables, which may differ between towers.
+    The mark is False for tower-local variables, which may differ between towers.
     """
     accepted, donated, (now, metrics, refused) = shapes
     of_donated = {

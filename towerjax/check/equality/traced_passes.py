@@ -141,7 +141,7 @@ def splits_of(step: StepToProve, micro_batches: int) -> list[RowSplit]:
 
 
 def _is_power(count: int, towers: int) -> bool:
-    """Decide whether ``count`` is a power of ``towers``, also with exponents as 1/2.
+    """Decide whether ``count`` is a power of ``towers``; exponents may be halves.
 
     These are the powers that a proof tries.
     """

@@ -99,7 +99,7 @@ class LossSums:
         return self.weights if self.is_of_several else []
 
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
-        """Divide by each denominator: the factor of each sum's derivative.
+        """Compute the factor of each sum's derivative, from its denominator.
 
         ``total`` are the `denominators`, added over towers. ``share`` is the factor of
         the penalty term.
