@@ -12,9 +12,8 @@ from towerjax.make.checked import step_of
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.step.passes.one_pass import Pass
-from towerjax.step.plan import Plan, RunPass, StepOptions, state_ins
+from towerjax.step.plan import Plan, RunPass, StepOptions, WholeSteps, state_ins
 from towerjax.step.run.compile import inline
-from towerjax.step.run.prove import Proof
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.first_state import placed_state
 from towerjax.step.state.next_state import Outcome
@@ -154,8 +153,8 @@ def _plan_of_members(
     return Plan(
         strategy,
         options,
-        _WholeSteps(build, strategy.placement, together),
-        _next_of_members,
+        _NoPasses(),
+        _StepOfEach(build, strategy.placement, together),
         _StatesOfMembers(strategy),
         state_ins(strategy, _layout(strategy, together)),
         Outcome("state", *[Layout.MIRRORED] * 3),
@@ -163,20 +162,16 @@ def _plan_of_members(
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _WholeSteps:
-    """The `Passes` of a sweep, which runs the step of each member and no passes."""
+class _NoPasses:
+    """The `Passes` of a sweep: none, because its ``next`` runs whole steps."""
 
-    build: BuildMember
-    placement: Placement
-    together: bool
     each = ()
     why_not_proved = ""
     why_not_audited = ""
     hold_update = False
     is_of_one_loss = False
 
-    def changed(self, **fields: Any) -> "_WholeSteps":
+    def changed(self, **fields: Any) -> "_NoPasses":
         """Change nothing, because there are no passes to change."""
         return self
 
@@ -190,25 +185,34 @@ class _WholeSteps:
         return iter(())
 
     def given(self, merged: list[PyTree]) -> PyTree:
-        """Pass ``merged`` on, which holds the results of whole steps."""
+        """Pass ``merged`` on, which is the batch."""
         return merged
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """Compare all of ``merged``, which holds the results of whole steps."""
+        """Compare all of ``merged``, which is the batch."""
         return merged
 
-    def run_whole_steps(
-        self, donated: PyTree, kept: PyTree, merged: PyTree
-    ) -> tuple[Outcome, Proof]:
-        """Run one step of all members; return its outcome and its proof.
 
-        ``merged`` is the batch. One proof holds for all members.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StepOfEach:
+    """The ``next`` of a sweep's plan, which runs the step of each member."""
+
+    build: BuildMember
+    placement: Placement
+    together: bool
+
+    def __call__(
+        self, donated: PyTree, kept: PyTree, batch: PyTree, _: PyTree
+    ) -> WholeSteps:
+        """Run one step of all members; one proof holds for all.
+
+        All members share the step number and the step flag.
         """
 
         def train(donated: PyTree, rng: jax.Array) -> tuple[Outcome, Static]:
             numbers, extra = donated["extra"]
             step, _ = self.build(numbers)
-            args = {**donated, "extra": extra}, {**kept, "rng": rng}, *merged
+            args = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
             out, traced = inline(step.plan, self.placement, args)
             now = {name: x for name, x in out.now.items() if name != "step"}
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
@@ -216,14 +220,11 @@ class _WholeSteps:
             outcome = Outcome(donated, now, metrics, out.step_flag)
             return outcome, Static(traced.proof)
 
-        out, proof = _of_members(train, self.together)(donated, kept["rng"])
-        return out, proof.value
-
-
-def _next_of_members(_: PyTree, kept: PyTree, trained: Outcome, __: PyTree) -> Outcome:
-    """Join the members' outcomes, with a single step number and step flag."""
-    now = {**trained.now, "step": kept["step"] + 1}
-    return trained._replace(now=now, step_flag=trained.step_flag.max())
+        run = _of_members(train, self.together)
+        out, proof = run(donated, kept["rng"])
+        now = {**out.now, "step": kept["step"] + 1}
+        out = out._replace(now=now, step_flag=out.step_flag.max())
+        return WholeSteps(out, proof.value)
 
 
 @dataclasses.dataclass(frozen=True)

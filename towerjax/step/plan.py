@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 
 import jax
 
@@ -64,21 +64,29 @@ RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
 Next: TypeAlias = Callable[..., Sequence[PyTree]]
 """``(donated, kept, what passes merged, what they looked at) -> results``, traced.
 
-Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
+Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`. That of
+a sweep runs whole steps, and returns `WholeSteps`.
 """
 
 
+class WholeSteps(NamedTuple):
+    """The results of whole steps, which a plan's ``next`` has run, and their proof."""
+
+    results: Sequence[PyTree]
+    proof: Any
+
+
 class Passes(Protocol):
-    """What the towers of a step compute: passes, or whole steps.
+    """What the towers of a step compute.
 
     `PassesInOrder` are known before they are traced. The passes of a model function are
-    found while it is traced (`tf1/estimator/model_passes.py`). A sweep runs whole steps
+    found while it is traced (`tf1/estimator/model_passes.py`). A sweep has none
     (`make/members.py`).
     """
 
     @property
     def each(self) -> tuple[Pass, ...]:
-        """The passes that are known before tracing; empty if towers run whole steps."""
+        """The passes that are known before tracing."""
         ...
 
     @property
@@ -130,16 +138,6 @@ class Passes(Protocol):
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """Choose the part of ``merged`` that an audit compares."""
-        ...
-
-    def run_whole_steps(
-        self, donated: PyTree, kept: PyTree, merged: PyTree
-    ) -> tuple[PyTree, Any]:
-        """Run whole steps, and return their results in place of ``merged``.
-
-        The second result is the proof of these steps. A plan of passes has no whole
-        steps: it returns ``merged`` and None.
-        """
         ...
 
 
@@ -196,12 +194,6 @@ class PassesInOrder:
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """Give all merged results: an audit compares each of them."""
         return merged
-
-    def run_whole_steps(
-        self, donated: PyTree, kept: PyTree, merged: PyTree
-    ) -> tuple[PyTree, None]:
-        """Leave ``merged`` unchanged, because there are no whole steps to run."""
-        return merged, None
 
 
 class TowersTrain(enum.Enum):

@@ -16,7 +16,7 @@ from towerjax.lowering.shards import on_shards
 from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.step.passes.on_device import on_device
 from towerjax.step.passes.one_pass import Pass, TracedPass
-from towerjax.step.plan import Plan
+from towerjax.step.plan import Plan, WholeSteps
 from towerjax.step.run.prove import Proof, join_proofs, prove
 from towerjax.step.state.next_state import Outcome, accept
 from towerjax.step.state.train_state import split_state, state_layout
@@ -34,7 +34,7 @@ class Traced:
     plan: Plan
     args: tuple[PyTree, ...]  # the shapes of the arguments, ``(donated, kept, *batch)``
     passes: tuple[TracedPass, ...]
-    finish: ClosedJaxpr  # the plan's ``next``, after its whole steps if it has any
+    finish: ClosedJaxpr  # the plan's ``next``
     shapes: PyTree  # the shapes of the results
     of_whole_steps: Proof | None = None  # the proof of whole steps
 
@@ -172,8 +172,10 @@ def trace(plan: Plan, args: Sequence[PyTree]) -> Traced:
 
     def finish(*results: PyTree) -> tuple[PyTree, Static]:
         donated, kept, merged, looked_at = unmark_per_tower(results)
-        merged, proof = plan.passes.run_whole_steps(donated, kept, merged)
-        return plan.next(donated, kept, merged, looked_at), Static(proof)
+        out = plan.next(donated, kept, merged, looked_at)
+        if isinstance(out, WholeSteps):
+            return out.results, Static(out.proof)
+        return out, Static(None)
 
     results = plan.passes.run(call, shapes_of_args)
     closed, out = jax.make_jaxpr(finish, return_shape=True)(*results)

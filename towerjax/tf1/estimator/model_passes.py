@@ -91,12 +91,6 @@ class PassesOfModel:
         """Give the reduced loss and the divided gradients of each pass."""
         return [_reduced(of_pass, self.loss_reduction) for of_pass in merged[1:]]
 
-    def run_whole_steps(
-        self, donated: PyTree, kept: PyTree, merged: PyTree
-    ) -> tuple[PyTree, None]:
-        """Leave ``merged`` unchanged, because there are no whole steps to run."""
-        return merged, None
-
 
 def model_passes(
     tower_fn: TowerFn,
