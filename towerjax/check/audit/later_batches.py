@@ -76,7 +76,7 @@ class Splits:
 def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
     """Add up, for each row, all its numbers.
 
-    The rows are sorted by this sum, so that one tower gets the rows with smaller numbers.
+    The rows are sorted by this sum, so that one tower gets those with smaller numbers.
     """
     rows, _ = without_replicated(split.rows)
     total = np.zeros(count)
