@@ -1268,8 +1268,8 @@ OUTSIDE = (
        "entry_points::anything_is_refused_by_name[below: threshold]"),
     _m("Q05", "a killed process says: start me again, though no restart was asked for",
        "mesh.cluster.launcher:RestartPlan.code",
-       "AGAIN if end.lost and self.restarts is not None else end.code",
-       "AGAIN if end.lost else end.code", "launch::a_killed_process_is_named"),
+       "is_unfinished = end.code and end.lost and self.restarts is not None",
+       "is_unfinished = end.code and end.lost", "launch::a_killed_process_is_named"),
 )
 
 _WIDE = "within::"
@@ -2043,8 +2043,42 @@ REPLAYED = (
        "replay::an_update_that_exchanges_names_a_device_if_it_is_the_only_one"),
 )
 
+LOST = (
+    _m("R01", "a strategy takes the devices of processes that are left out",
+       "mesh.live:numbers_left", "if i not in _job.left_out", "if i >= 0",
+       "mesh_units::processes_that_are_left_out_stay_so"),
+    _m("R02", "values are added as numbers when they are sent",
+       "mesh.processes:_words_of",
+       "return flat.view(np.uint8 if flat.nbytes % 4 else np.uint32)", "return flat",
+       "mesh_units::a_value_is_sent_bit_by_bit"),
+    _m("R03", "evaluations that are done again stand twice in a history",
+       "loop.history:HistoryLog.cut", "del self.evaluations[mark.evaluations :]",
+       "pass", "loop_units::a_history_that_is_cut_has_each_step_once"),
+    _m("R04", "what a run has counted counts twice after a loss",
+       "loop.history:HistoryLog.cut", "self.throughput.go_back(mark.done)", "pass",
+       "loop_units::a_history_that_is_cut_has_each_step_once"),
+    _m("R05", "a process has no towers from the start",
+       "towers.pick:pick_devices", "least = 1 if spares else len(of_each)",
+       "least = 1", "towers_units::at_the_start_each_process_has_towers"),
+    _m("R06", "the state is copied at each meeting", "loop.meetings:Pace.next_meeting",
+       "return at, self.copy_s <= _SHARE * since_s", "return at, True",
+       "loop_units::meetings_are_a_second_apart_and_copies_take_a_hundredth"),
+    _m("R07", "the launcher ends a recoverable job when a process is lost",
+       "mesh.cluster.group:_Job._handle_end",
+       "goes_on = self.recoverable and worker.index > 0 and not self.end.ended_by",
+       "goes_on = False", "launch::the_others_of_a_recoverable_job_go_on"),
+    _m("R08", "the user's own bound of collectives is replaced",
+       "mesh.cluster.start:_make_recoverable",
+       "if collective_timeout_s is not None or flags_kept == flags:", "if True:",
+       "mesh_units::a_recoverable_job_bounds_its_collectives[--xla_cpu_collective_timeout"
+       "_seconds=5-None---xla_cpu_collective_timeout_seconds=5]"),
+    _m("R09", "a SIGTERM ends a run that would save by itself",
+       "mesh.interrupt:InterruptGuard.hold_sigterm", "self._holding += 1", "pass",
+       "loop_units::a_sigterm_is_held_for_a_run_that_asks_for_it"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
 MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM
-MUTANTS += TRAINERS + ACCUMULATED + REPLAYED
+MUTANTS += TRAINERS + ACCUMULATED + REPLAYED + LOST

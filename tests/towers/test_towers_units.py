@@ -89,6 +89,12 @@ def test_the_most_devices_that_are_left_share_the_towers(counts, towers, size, n
     assert len({owners.count(process) for process in owners}) == 1
 
 
+def test_at_the_start_each_process_has_towers():
+    of_each = {process: [f"cpu:{process}"] for process in range(3)}
+    with pytest.raises(ValueError, match=r"towers=4 is not a .* 3 processes.*towers=6"):
+        pick_devices(of_each, 4, 1)
+
+
 def test_a_tower_is_of_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
