@@ -20,9 +20,6 @@ def pytest_configure(config):
         config.pluginmanager.import_plugin("in_process")
 
 
-ALL_SLOW = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
-
-
 def is_fast_part(config):
     """Whether no slow test is asked for, so that none is made."""
     return config.option.markexpr == "not slow"
@@ -30,8 +27,8 @@ def is_fast_part(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Import no file for the fast part of which all tests are slow."""
-    if is_fast_part(config) and collection_path.suffix == ".py":
-        return ALL_SLOW.search(collection_path.read_text()) is not None or None
+    if is_fast_part(config) and collection_path.match("test_*.py"):
+        return not durations.fast_tests(collection_path.read_text()) or None
     return None
 
 

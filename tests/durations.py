@@ -14,6 +14,7 @@ import collections
 import json
 import os
 import pathlib
+import re
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,6 +26,19 @@ MOST_S = 0.1
 """Of a core, for a case of a fast test that no mutant names."""
 FAR = 10
 """How much longer is told at once: other tests ran before, on another machine."""
+
+
+ALL_SLOW = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def fast_tests(text: str) -> list[str]:
+    """Return the tests of a file that are not marked slow, by its text alone."""
+    found = []
+    for block in () if ALL_SLOW.search(text) else text.split("\n\n\n"):
+        decorators, _, rest = f"\n{block}".partition("\ndef test_")
+        if rest and "\n@pytest.mark.slow\n" not in f"{decorators}\n":
+            found.append(f"test_{rest.partition('(')[0]}")
+    return found
 
 
 class Took(NamedTuple):

@@ -210,3 +210,9 @@ def test_a_long_test_is_told_unless_a_mutant_names_it():
     assert durations.too_long(seconds, 0.1) == {"test_green::test_x": 0.2}
     known = next(iter(durations.named()))
     assert durations.too_long({known: 9.0}, 0.1) == {}
+
+
+def test_fast_tests_are_known_by_the_text_of_a_file():
+    text = CHECKOUT["tests/room/test_a.py"]
+    assert durations.fast_tests(text) == ["test_one"]
+    assert durations.fast_tests(f"pytestmark = pytest.mark.slow\n\n\n{text}") == []

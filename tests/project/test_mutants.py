@@ -303,22 +303,13 @@ def test_what_is_called_equivalent_is_generated_once():
     assert {same: found.count(same) for same in SAME} == dict.fromkeys(SAME, 1)
 
 
-ALL_SLOW = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
-
-
 def rooms_of_fast_tests():
     """``{stem::function: room}`` of the tests that are not marked slow."""
-    rooms = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        text = path.read_text()
-        blocks = [] if ALL_SLOW.search(text) else text.split("\n\n\n")
-        room = path.parent.relative_to(ROOT / "tests").as_posix()
-        for block in blocks:
-            decorators, _, rest = f"\n{block}".partition("\ndef test_")
-            if rest and "\n@pytest.mark.slow\n" not in f"{decorators}\n":
-                name = rest.partition("(")[0]
-                rooms[f"{path.stem}::test_{name}"] = room
-    return rooms
+    return {
+        f"{path.stem}::{name}": path.parent.relative_to(ROOT / "tests").as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in durations.fast_tests(path.read_text())
+    }
 
 
 def test_a_fast_test_is_named_by_a_mutant_or_takes_a_tenth_of_a_second():
