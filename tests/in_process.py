@@ -83,6 +83,6 @@ def shell(request, tmp_path, monkeypatch, capsys):
 
 def pytest_collection_finish():
     """What is imported stays: looking through it again and again takes a twentieth."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 100)
