@@ -159,7 +159,11 @@ class Loop:
         )
 
     def leave(self) -> None:
-        """Drop calls in flight, and close writers: the run goes on in another loop."""
+        """Drop the state and calls in flight, and close writers.
+
+        The run goes on in another loop, whose state needs the memory.
+        """
+        self.point.state = None  # type: ignore[assignment]
         self._in_flight.clear()
         self._writers.close()
         if self._has_begun:

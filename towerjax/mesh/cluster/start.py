@@ -60,7 +60,11 @@ def initialize(
     Note: a process whose program ends waits for the others, in ``atexit``. It says so
     after 5 s. If another process waits for it in a later step, the job ends after 10 s.
 
-    Note: from then on JAX holds SIGTERM back, so that a job can save before it is
+    Note: if the job is ``recoverable``, a process whose program ends is lost to the
+    others, which go on; process 0 waits for them. SIGTERM ends a process as usual,
+    except in `run` with a `Checkpointer`.
+
+    Note: otherwise JAX holds SIGTERM back, so that a job can save before it is
     preempted. `run` with a `Checkpointer` saves; other programs go on until SIGKILL.
 
     Args:
