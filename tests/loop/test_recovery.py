@@ -28,14 +28,14 @@ def alone(as_users):
     return survivors.undisturbed(STEPS)
 
 
-def told_by(folder, case):
+def told_by(folder, case, code=0):
     """What process 0 of three writes, in a recoverable job."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     worker = str(TESTS / "workers" / "recoverable.py")
     command = [sys.executable, worker, str(folder), case]
     options = {"processes": 3, "devices_per_process": 1, "recoverable": True}
-    assert tj.cluster.launch(command, **options) == 0
-    return json.loads((folder / "told").read_text())
+    assert tj.cluster.launch(command, **options) == code
+    return None if code else json.loads((folder / "told").read_text())
 
 
 @pytest.mark.slow
@@ -76,6 +76,15 @@ def test_a_function_of_the_context_is_called_again(as_users, tmp_path):
     for name in ("loss", "params"):
         # Sums of 3,072 numbers in float32.
         np.testing.assert_allclose(told[name], undisturbed[name], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_all_save_if_one_is_told_to_end(as_users, tmp_path):
+    told_by(tmp_path, "told_to_end", code=75)
+    [saved] = tj.Checkpointer(tmp_path / "saved").steps
+    assert 5 <= saved < 2000
+    steps = told_by(tmp_path, "told_to_end")
+    assert steps == [*range(saved + 1, 2001)]
 
 
 @pytest.mark.slow

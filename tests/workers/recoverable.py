@@ -3,12 +3,15 @@
 python tests/workers/recoverable.py FOLDER CASE
 
 ``refused`` writes the errors of process 0. In ``elastic`` process 1 of three kills
-itself after step 7; process 0 writes its losses, and the contexts of its function.
+itself after step 7; process 0 writes its losses, and the contexts of its function. In
+``told_to_end`` process 2 gets SIGTERM after step 5, and process 0 writes which steps a
+run does that ends.
 """
 
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import grain.python as grain
@@ -89,7 +92,21 @@ def elastic(folder, me):
         (folder / "told").write_text(json.dumps(told | {"contexts": contexts}))
 
 
+def told_to_end(folder, me):
+    def note(number, metrics):
+        if me == 2 and number == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    step, state = started()
+    batches = tj.batches(np.ones((96, 256), np.float32), 2 * TOWERS, epochs=None)
+    saving = tj.Checkpointer(folder / "saved")
+    options = {"checkpointer": saving, "hooks": [note], "progress": False}
+    _, history = tj.run(step, state, batches, steps=2000, **options)
+    if me == 0:
+        (folder / "told").write_text(json.dumps(history.steps.tolist()))
+
+
 if __name__ == "__main__":
     me = tj.cluster.initialize().process_id
-    case = {"refused": refused, "elastic": elastic}[sys.argv[2]]
+    case = globals()[sys.argv[2]]
     case(pathlib.Path(sys.argv[1]), me)
