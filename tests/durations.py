@@ -94,7 +94,8 @@ def keep(rows: list[Took]) -> None:
     again = {file for file, part in files if part == "fast"}
     fast = {x: s for x, s in kept["fast"].items() if x.split("::")[0] not in again}
     for name, seconds in means(rows).items():
-        fast[name] = min(round(seconds, 3), kept["fast"].get(name, seconds))
+        rounded = round(seconds, 3)
+        fast[name] = min(rounded, kept["fast"].get(name, rounded))
     there = {path.stem for path in TABLE.parent.rglob("test_*.py")}
     new = {
         "fast": {x: s for x, s in sorted(fast.items()) if x.split("::")[0] in there},

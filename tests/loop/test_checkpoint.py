@@ -212,6 +212,7 @@ def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
     assert three.placer.batch_rows == {16}  # and not 18
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_forward_ends_no_save(light, tmp_path):
     """Nor does a save that takes longer than 20 minutes."""
     real = time.time

@@ -270,6 +270,7 @@ def test_a_list_does_not_go_on_for_batches_with_a_position(tmp_path):
     assert int(state.step) == len(listed)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path):
     saving = tj.Checkpointer(tmp_path)
     step = build(donate=False)
@@ -318,6 +319,7 @@ def test_a_loop_is_told_once_that_its_step_is_proved(capsys):
     assert lines[0].startswith(start)
 
 
+@pytest.mark.slow
 def test_a_step_of_one_tower_has_nothing_unproved_after_a_call():
     step = tj.build_train_step(loss_fn, optax.sgd(0.05), tj.OneDevice())
     assert step.unproved is None

@@ -179,6 +179,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     assert int(state.step) == 0
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("metric, text", [
     ("loss", r"is not a metric .* has \['column', 'complex', 'told', 'tree'\]."),
     ("column", r"one real number, but its value is an ndarray\(1,\)"),

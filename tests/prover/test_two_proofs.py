@@ -144,6 +144,7 @@ def test_an_error_of_the_second_proof_leaves_the_step_unknown(monkeypatch, where
     assert why == "the proof failed with KeyError: 'planted'; please report this"
 
 
+@pytest.mark.slow
 def test_an_error_of_the_first_proof_leaves_the_step_unknown(monkeypatch):
     assert unproved() == {}
     monkeypatch.setitem(analysis._RULES, "scan", broken)

@@ -308,6 +308,7 @@ FORGED = {
 }
 
 
+@pytest.mark.slow
 def test_forged_results_are_refused_in_words(tmp_path):
     path = tmp_path / "found.jsonl"
     quiet(small, {"rate": [0.1]}, results=path)

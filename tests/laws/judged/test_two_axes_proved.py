@@ -36,6 +36,7 @@ def unproved(make):
         return {"result": str(error)}
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("growing", GROWING)
 @pytest.mark.parametrize("name", named(Right))
 def test_what_is_right_is_proved(name, growing):

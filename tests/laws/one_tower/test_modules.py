@@ -88,6 +88,7 @@ class WithDropout(nnx.Module):
         return self.norm(x) if hasattr(self, "norm") else x
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
