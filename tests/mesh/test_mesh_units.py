@@ -392,10 +392,16 @@ def test_the_others_are_waited_for_up_to_the_timeout(two_processes, capsys):
 
 
 def test_a_lost_process_is_left_out_of_an_answer(monkeypatch):
-    """The first one collects: it waits for all that may still answer."""
+    """The first one collects: it waits for all that may still answer.
+
+    Process 3 has answered while it waited for process 1.
+    """
 
     class Client:
         told = {}
+
+        def key_value_dir_get(self, folder):
+            return [(f"{folder}/3", json.dumps("three"))]
 
         def key_value_set(self, key, value):
             self.told[key.rpartition("/")[2]] = value
@@ -407,9 +413,10 @@ def test_a_lost_process_is_left_out_of_an_answer(monkeypatch):
 
     monkeypatch.setattr(processes, "coordinator_client", Client)
     monkeypatch.setattr(live._job, "silent", frozenset([1]))
-    exchange = processes.Exchange("data", "process {}", [0, 1, 2])
-    assert exchange.gather_from_left("zero") == {0: "zero", 2: "two"}
-    assert json.loads(Client.told["all"]) == {"0": "zero", "2": "two"}
+    exchange = processes.Exchange("data", "process {}", [0, 1, 2, 3])
+    told = {0: "zero", 2: "two", 3: "three"}
+    assert exchange.gather_from_left("zero") == told
+    assert json.loads(Client.told["all"]) == {str(k): x for k, x in told.items()}
     with pytest.raises(live.LostError, match="process 1 was lost"):
         exchange.all_gather("zero")
 

@@ -92,7 +92,8 @@ def _watch(numbers: tuple[int, ...]) -> None:
 
     JAX answers when all live processes have asked, so each has such a thread.
     """
-    while not _job.is_over.wait(_POLL_S):
+    # The answer names all processes, so that many of them ask less often.
+    while not _job.is_over.wait(max(_POLL_S, len(numbers) / 200)):
         try:
             now = live_processes(numbers)
         except jax.errors.JaxRuntimeError as error:

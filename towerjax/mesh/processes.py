@@ -88,12 +88,7 @@ class Exchange:
         prefix = f"towerjax/{self._name}"
         here = f"{prefix}/{self._round}"
         if me == first:
-            values = {me: value}
-            for peer in self._processes[1:]:
-                with contextlib.suppress(live.LostError):
-                    text = self._wait_for(f"{here}/{peer}", peer)
-                    values[peer] = json.loads(text)
-            answer = json.dumps(values)
+            answer = json.dumps({me: value} | self._collected(here))
             self._client.key_value_set(f"{here}/all", answer)
         else:
             self._client.key_value_set(f"{here}/{me}", json.dumps(value))
@@ -105,6 +100,24 @@ class Exchange:
             self._client.key_value_delete(f"{prefix}/{self._round - 2}/{own}")
         self._round += 1
         return {int(number): x for number, x in json.loads(answer).items()}
+
+    def _collected(self, here: str) -> dict[int, Any]:
+        """Return the values of the others, for the first process.
+
+        After each wait it takes all that have come, by one question.
+        """
+        values = dict[int, Any]()
+        waiting = list(self._processes[1:])
+        while waiting:
+            peer = waiting.pop(0)
+            with contextlib.suppress(live.LostError):
+                values[peer] = json.loads(self._wait_for(f"{here}/{peer}", peer))
+            if waiting:
+                there = dict(self._client.key_value_dir_get(here))
+                come = {p: f"{here}/{p}" for p in waiting if f"{here}/{p}" in there}
+                values |= {p: json.loads(there[key]) for p, key in come.items()}
+                waiting = [p for p in waiting if p not in come]
+        return values
 
     def _wait_for(self, key: str, peer: int) -> str:
         """Wait for the value of another process, and return it.
