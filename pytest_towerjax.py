@@ -111,7 +111,7 @@ class _Same:
 
 
 def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
-    """Return the name of the number, its values, and the tolerance."""
+    """Read in a mark the name of the number, its values, and the tolerance."""
     options = dict(mark.kwargs)
     rtol = options.pop("rtol", None)
     if mark.args or len(options) != 1:
@@ -124,7 +124,7 @@ def _read(mark: pytest.Mark) -> tuple[str, Any, float | None]:
 
 
 def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None) -> Any:
-    """Return the report of `towerjax.testing` on a test's program."""
+    """Compare a test's program by `towerjax.testing`, and return the report."""
     from towerjax.testing import same_for, same_on_devices
 
     arguments = item._fixtureinfo.argnames
@@ -150,7 +150,7 @@ def _compared(item: pytest.Function, name: str, values: Any, rtol: float | None)
 
 
 def _checked(make: Any, form: str, words: Any, values: Any, rtol: float | None) -> str:
-    """Return the report of a check that proves first, and runs what is not proved."""
+    """Prove what can be proved, run the rest, and report on both."""
     from towerjax.tools.checked import check_program
     from towerjax.tools.faults import told_of_faults
 
