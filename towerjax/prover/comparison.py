@@ -138,7 +138,7 @@ class AuditReport:
 
 
 def _where(of: str, numbers: str) -> str:
-    """Return the words for what a program was run on or with, such as "on 4 towers"."""
+    """Word what a program was run on or with, such as "on 4 towers"."""
     return f"on {numbers} {of}" if of in _PLACES else f"with {of}={numbers}"
 
 
@@ -203,7 +203,7 @@ def judge(
     rtol: float,
     leaves: Callable[[str], bool] | None = None,
 ) -> AuditReport:
-    """Return the report of runs that agree with one tower; raise if one does not.
+    """Report on runs that agree with one tower; raise if one does not.
 
     Only leaves for whose names ``leaves`` is true are compared; with None all are.
     """
@@ -257,7 +257,7 @@ def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
 
 
 def compared_of(leaves: Leaves) -> tuple[str, ...]:
-    """Return the names of the leaves that have a finite value.
+    """Name the leaves that have a finite value.
 
     A value that is not finite, such as a gradient whose scale is still too large,
     cannot be compared.
@@ -334,7 +334,7 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def nonfinite_loss(leaves: Leaves) -> str | None:
-    """Return the text of an error if the loss of one tower is not finite; else None."""
+    """Write an error if the loss of one tower is not finite; else None."""
     for name, x in leaves.items():
         is_loss = part_of(name) is LeafPart.LOSS
         if is_loss and x is not None and not np.isfinite(x).all():
@@ -346,7 +346,7 @@ def nonfinite_loss(leaves: Leaves) -> str | None:
 
 
 def _sizes(want: Leaves) -> dict[str, float]:
-    """Return, for each leaf's name, the size by which its differences are divided.
+    """Choose, for each leaf's name, the size by which its differences are divided.
 
     It is at least a share of the size of the loss or of all gradients, because a leaf
     may be nothing but their rounding errors.
@@ -363,7 +363,7 @@ def _sizes(want: Leaves) -> dict[str, float]:
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the absolute differences of two arrays, element by element.
+    """Subtract two arrays, and take the absolute differences.
 
     A difference is infinite if only one of the two values is finite.
     """
@@ -377,7 +377,7 @@ def _largest(x: np.ndarray) -> float:
 
 
 def rounding_of(jaxprs: Iterable[Any]) -> float:
-    """Return the tolerance for the rounding in programs, by their narrowest dtype.
+    """Choose the tolerance for rounding in programs, by their narrowest dtype.
 
     For bfloat16 and float16 it is eight epsilons, otherwise a constant.
     """
@@ -387,7 +387,7 @@ def rounding_of(jaxprs: Iterable[Any]) -> float:
 
 
 def rounding_of_dtypes(dtypes: Collection[str]) -> float:
-    """Return the tolerance for the rounding in the narrowest of these dtypes."""
+    """Choose the tolerance for the rounding in the narrowest of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)
 
@@ -395,7 +395,7 @@ def rounding_of_dtypes(dtypes: Collection[str]) -> float:
 def rounded(
     tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
 ) -> PyTree:
-    """Return the tree with its floats changed as if they were rounded once more.
+    """Change the floats of a tree as if they were rounded once more.
 
     Each is multiplied by ``1 + by`` or ``1 - by``, in turn. With ``only_broken`` floats
     that are whole numbers stay, because functions compare with them. Floats of fewer
@@ -417,7 +417,7 @@ def rounded(
 
 
 def as_reals(x: Any) -> np.ndarray | None:
-    """Return an array as float32 or float64; real and imaginary parts are stacked.
+    """Cast an array to float32 or float64; stack real and imaginary parts.
 
     The result is None for a random key and for None.
     """

@@ -95,12 +95,12 @@ WHOLE_STEP = LeafName("step")
 
 
 def whole_pass(number: int) -> LeafName:
-    """Return a name that stands for all leaves of a pass."""
+    """Make a name that stands for all leaves of a pass."""
     return LeafName(f"pass {number}", number=number)
 
 
 def leaf_of(name: str) -> LeafName:
-    """Return a text as a leaf's name, if it is not one already.
+    """Turn a text into a leaf's name, if it is not one already.
 
     A text comes from a program that is not a step.
     """
@@ -108,7 +108,7 @@ def leaf_of(name: str) -> LeafName:
 
 
 def part_of(name: str) -> LeafPart:
-    """Return the part of a step's results to which a leaf belongs.
+    """Tell to which part of a step's results a leaf belongs.
 
     It is OTHER for a leaf of a program that is not a step.
     """

@@ -183,7 +183,7 @@ def equal_to_one_tower(
 
 
 def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
-    """Return the worst answer for each leaf, in the order in which leaves appear."""
+    """Keep the worst answer for each leaf, in the order in which leaves appear."""
     worst_by_leaf: dict[str, Equality] = {}
     for equality in equalities:
         known = worst_by_leaf.get(equality.leaf)
@@ -200,7 +200,7 @@ def _results_of_pairs(
     axes: Sequence[str],
     padded: bool,
 ) -> list[list[ProvedResult]]:
-    """Return what is known of the results for each pair of programs, in any step.
+    """Find what holds of the results of each pair of programs, in any step.
 
     A tower-local variable that all towers start with the same value stays replicated if
     a step keeps it so. To find out, all such variables are first taken as replicated
@@ -227,7 +227,7 @@ def _results_of_pair(
     axes: Sequence[str],
     padded: bool,
 ) -> list[ProvedResult]:
-    """Return what is known of the results for two numbers of towers."""
+    """Find what holds of the results for two numbers of towers."""
     first, second = pair
     numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*numbers, strict=True)
@@ -242,7 +242,7 @@ def _results_of_pair(
 
 
 def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Kind]:
-    """Return the kinds of a tower's inputs, from how towers get them."""
+    """Choose the kinds of a tower's inputs, by how towers get them."""
     numbers = Valid() if padded else copy(-1, ROWS_OF_TOWER)
     return [_INPUTS.get(x, numbers) for x in inputs]
 
@@ -253,7 +253,7 @@ def _answers(
     outputs: Sequence[MergedLeaf],
     padded: bool,
 ) -> list[Equality]:
-    """Return the proof's answers for two numbers of towers.
+    """Answer for each merged leaf, for two numbers of towers.
 
     ``program`` is the one whose lines the answers name.
     """
@@ -282,14 +282,14 @@ def _answers(
 
 
 def _line_of_result(program: ClosedJaxpr, number: int) -> str:
-    """Return the user's line that makes the result with this index; "" if none does."""
+    """Find the user's line that makes the result with this index; "" if none does."""
     jaxpr = open_jaxpr(program)
     makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
     return user_line((makers[0], None)) if makers else ""
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:
-    """Return m if dim 0 of a result has m times a tower's rows; otherwise None."""
+    """Find m if dim 0 of a result has m times a tower's rows; otherwise None."""
     if not first.shape or not second.shape:
         return None
     return sizes.times(first.shape[0], second.shape[0])

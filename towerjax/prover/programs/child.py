@@ -103,7 +103,7 @@ def prove_program(
 
 
 def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
-    """Return the program that ``make`` returns, and True.
+    """Take the program that ``make`` returns, with True.
 
     If ``make`` returns anything else, return a function that returns that as the
     program, and False.
@@ -133,7 +133,7 @@ def _made(make: Callable[[], Any], devices: int) -> tuple[UserProgram, bool]:
 
 
 def _devices_in_use() -> frozenset[Device]:
-    """Return the devices that hold arrays, or for which programs are compiled."""
+    """Find the devices that hold arrays, or for which programs are compiled."""
     devices = {x for array in jax.live_arrays() for x in array.sharding.device_set}
     for program in jax.devices()[0].client.live_executables():
         devices.update(program.local_devices())

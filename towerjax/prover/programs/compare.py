@@ -74,7 +74,7 @@ def compare_runs(
     rtol: float | None,
     of: str = DEVICES,
 ) -> AuditReport:
-    """Return the report of runs that agree with the first run; raise if one does not.
+    """Report on runs that agree with the first run; raise if one does not.
 
     Args:
       runs: The program's results, by the number that the runs differ in, such as the
@@ -178,7 +178,7 @@ def refuse_other_run(again: Seen, first: Seen) -> None:
 
 
 def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
-    """Return the results of one call of a run, for the names that the first run has."""
+    """Pick the results of one call of a run, for the names that the first run has."""
     gave = run.calls[min(call, len(run.calls) - 1)]
     none = Value(None, is_state=False, is_key=False, is_returned=False)
     return {name: gave.get(name, none).numbers for name in first.calls[call]}
@@ -191,7 +191,7 @@ def _pairs(
     rtol: float,
     differing: dict[str, dict[str, None]],
 ) -> dict[str, tuple[Any, Any]]:
-    """Return, by name, the results of a run and of the first run, in equal shapes.
+    """Pair, by name, the results of a run and of the first run, in equal shapes.
 
     The names of results that differ from device to device are added to ``differing``.
     """
@@ -212,7 +212,7 @@ def _pairs(
 
 
 def _as_compared(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
-    """Return both values in one shape, and how the devices' values were reduced.
+    """Bring two values into one shape; tell how devices' values were reduced.
 
     The last is "" if they were not. Rows that `jax.pmap` has split are joined. A state
     is compared as copies. For other values that each device returns, the host may take

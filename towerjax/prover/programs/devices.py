@@ -27,7 +27,7 @@ _USED_AS_A_NUMBER = (
 
 
 def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[int]:
-    """Return the numbers of devices without repetition; raise if the first is not 1.
+    """Drop repeated numbers of devices; raise if the first is not 1.
 
     ``at_most`` is the largest number that is allowed.
     """
@@ -50,7 +50,7 @@ def check_numbers(numbers: Sequence[int], at_most: int | None = None) -> list[in
 
 
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
-    """Return the list of devices to give to ``make``, for each number of devices."""
+    """List the devices to give to ``make``, for each number of devices."""
     counts = check_numbers(numbers, len(jax.devices()))
     return {number: jax.devices()[:number] for number in counts}
 

@@ -63,7 +63,7 @@ class _Draw:
         return jax.enable_x64(self.is_wide or jax.config.read("jax_enable_x64"))
 
     def changed(self, place: int, x: Any) -> Any:
-        """Return the array with this place among all arguments, as the draw has it."""
+        """Change the array with this place among all arguments, as the draw has it."""
         if is_key(x):
             return x
         new = np.asarray(x)
@@ -204,7 +204,7 @@ def _compare(
 
 
 def _with_leaves(seen: Seen, leaves: Collection[str]) -> Seen:
-    """Return the results of a run without those that have other names."""
+    """Drop the results of a run that have other names."""
     calls = [{n: x for n, x in call.items() if n in leaves} for call in seen.calls]
     return seen._replace(calls=tuple(calls))
 

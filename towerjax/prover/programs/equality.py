@@ -79,7 +79,7 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
 
 
 def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality]:
-    """Return the proof's answers for a pair of numbers."""
+    """Prove the results for a pair of numbers."""
     first, second = programs.values()
     leaves = _named_results(first)
     try:
@@ -127,13 +127,13 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
 
 
 def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
-    """Return the values that a program returns or changes in place, by name."""
+    """Name the values that a program returns or changes in place."""
     returned = named_leaves("result", program.traced.out, is_iterator)
     return [*returned, *program.traced.changed.items()]
 
 
 def _of_states(program: MadeProgram) -> list[tuple[str, Any]]:
-    """Return the leaves of arguments that come back as results, with their names."""
+    """List the leaves of arguments that come back as results, with their names."""
     places = state_places(program.args, program.traced.out)
     trees = [(f"args[{i}]", program.args[i]) for i in places]
     return [x for name, tree in trees for x in named_leaves(name, tree, is_iterator)]
@@ -146,7 +146,7 @@ def _is_python_number(x: Any) -> bool:
 def _said_of_results(
     programs: Mapping[int, MadeProgram], words: Words
 ) -> list[tuple[Says, str]]:
-    """Return, for each value that the program returns, the proof's answer and why."""
+    """Answer for each value that the program returns, and say why."""
     towers: Any = tuple(programs)
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), (), has_keys=False)
@@ -169,7 +169,7 @@ def _said_of_results(
 
 
 def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
-    """Return the kind of an argument: replicated, or an array of all devices' values.
+    """Compare an argument of both programs: replicated, or all devices' values.
 
     ``first`` and ``second`` are the argument in the two programs.
     """
@@ -207,14 +207,14 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
 
 
 def _any_value(value: Kind) -> Kind:
-    """Return the kind without its number, because another call may have another one."""
+    """Drop a value's number, because another call may have another one."""
     return copy() if isinstance(value, Zero) else copy(value.power)
 
 
 def _said_of_result(
     sizes: Sizes, value: Kind, first: Any, second: Any
 ) -> tuple[Says, str]:
-    """Return the proof's answer for a value that the program returns, and why.
+    """Answer for a value that the program returns, and say why.
 
     ``first`` and ``second`` are the value's types in the two programs.
     """

@@ -41,13 +41,13 @@ class Held:
                 yield name, x
 
     def changed(self) -> dict[str, Any]:
-        """Return the values that are different from before, by name."""
+        """Find the values that are different from before, by name."""
         now = dict(self._held())
         unread = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in unread}
 
     def gone(self) -> list[str]:
-        """Return the names of values that the program can no longer reach."""
+        """Name the values that the program can no longer reach."""
         now = dict(self._held())
         return [name for name in self._before if name not in now]
 
@@ -92,7 +92,7 @@ class Watched:
 
 
 def _content(x: Any) -> Any:
-    """Return a fingerprint of a value, by which a change in place is noticed.
+    """Make a fingerprint of a value, by which a change in place is noticed.
 
     It is None for a JAX array, which cannot be changed in place.
     """
@@ -129,7 +129,7 @@ def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
-    """Return the values that an object holds, each with what it adds to the name.
+    """List the values that an object holds, each with what it adds to the name.
 
     An attribute adds its name, an item its key.
     """
@@ -158,7 +158,7 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
 
 
 def _content_of(cell: types.CellType) -> Any:
-    """Return the value in a cell of a closure; None if the cell is still empty."""
+    """Read the value in a cell of a closure; None if the cell is still empty."""
     try:
         return cell.cell_contents
     except ValueError:

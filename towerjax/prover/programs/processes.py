@@ -74,7 +74,7 @@ class ToldError(Exception):
 def name_function(
     form: str, fn: Callable[..., Any], *, or_devices: bool = True
 ) -> NamedFunction:
-    """Return where another process finds a function; raise if it cannot find it.
+    """Tell where another process finds a function; raise if it cannot find it.
 
     ``form`` is how the caller writes such a function. ``or_devices`` says whether the
     caller also takes a function of a list of devices.
@@ -124,7 +124,7 @@ def forgets_modules() -> Iterator[None]:
 
 
 def _place_of(module: types.ModuleType) -> str:
-    """Return a module's file; for a package without one, its folder; otherwise ""."""
+    """Find a module's file; for a package without one, its folder; otherwise ""."""
     folders = [*getattr(module, "__path__", ())]
     return getattr(module, "__file__", None) or [*folders, ""][0]
 
@@ -197,7 +197,7 @@ def call_in_process(
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """Return the environment of a process whose JAX has this number of devices.
+    """Set the environment of a process whose JAX has this number of devices.
 
     With it, sets have one order in all processes, so that a program has the same text
     in each.

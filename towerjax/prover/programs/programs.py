@@ -197,7 +197,7 @@ def prove(
 def made_for_parts(
     make: Callable[..., Any], numbers: Sequence[int], form: str = FORM_OF_PARTS
 ) -> dict[int, UserProgram]:
-    """Return the program that ``make`` gives for each number of micro-batches."""
+    """Make the program by ``make`` for each number of micro-batches."""
     check_function("make", make, form)
     counts = check_different("micro_batches", numbers)
     check_takes(form, make, counts[0])
@@ -276,7 +276,7 @@ def run_the_rest(
 
 
 def refuted_in(report: ProgramReport) -> str:
-    """Return the text of an error that lists refuted results; "" if there are none."""
+    """Write an error that lists refuted results; "" if there are none."""
     lines = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says is Says.REFUTED]
     return "\n".join([report.words.depends, *lines]) if lines else ""
 
@@ -284,7 +284,7 @@ def refuted_in(report: ProgramReport) -> str:
 def proved(
     traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
 ) -> ProgramReport:
-    """Return the report of `prove` on a traced program.
+    """Prove a traced program, and report as `prove` does.
 
     ``args`` are the arguments that it was traced with. If ``equal`` has an answer for
     each result, a sum of equal values is not noted.
@@ -400,7 +400,7 @@ def _at(x: OwnMesh) -> str:
 
 
 def _what_copies_become(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
-    """Return what a program makes of a state of which each device has a copy.
+    """Find what a program makes of a state of which each device has a copy.
 
     The result is by the names of leaves; see `becomes_of`. A leaf that differs from
     device to device, such as keys, is not a copy. A setting, such as a learning rate,
@@ -436,7 +436,7 @@ class _GivenArray(NamedTuple):
 
 
 def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
-    """Return the arrays among the arguments, in order."""
+    """List the arrays among the arguments, in order."""
     return [
         _GivenArray(number, leaf, x)
         for number, argument in enumerate(args)
@@ -446,7 +446,7 @@ def _arrays_in(args: Sequence[Any]) -> list[_GivenArray]:
 
 
 def _first_leaves(out: Any) -> list[int]:
-    """Return, for each result, the index of its first leaf among all leaves."""
+    """Find, for each result, the index of its first leaf among all leaves."""
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     return [*itertools.accumulate(sizes, initial=0)]
 

@@ -72,13 +72,13 @@ def _factors(jaxpr: ClosedJaxpr) -> tuple[tuple[str, str, complex], ...]:
 
 
 def _factor(eqn: JaxprEqn) -> complex | None:
-    """Return the constant by which an equation multiplies or divides, or None."""
+    """Find the constant by which an equation multiplies or divides, or None."""
     values: list[Any] = [x.val for x in eqn.invars if isinstance(x, Literal)]
     return next((complex(x) for x in values), None)
 
 
 def digest_of(program: UserProgram) -> str:
-    """Return a hash of a traced program's text and arrays; "" if it is not traced.
+    """Hash a traced program's text and arrays; "" if it is not traced.
 
     Equal programs have equal hashes.
     """

@@ -83,7 +83,7 @@ class UserProgram:
         self.unseen: tuple[str, ...] = ()  # values whose changes no trace follows
 
     def with_arrays(self, change: Callable[[int, Any], Any]) -> "UserProgram":
-        """Return the program with ``change(place, array)`` for each array it takes.
+        """Replace each array that the program takes by ``change(place, array)``.
 
         An array that is several arguments is changed once, and stays one array.
         """
@@ -154,7 +154,7 @@ class UserProgram:
         self._given = self._treedef.unflatten(self._leaves)
 
     def trace(self) -> tuple[TracedProgram | None, str]:
-        """Return the traced program; or None, and why it cannot be traced."""
+        """Trace the program; or give None, and why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
         if self._trace is None:
@@ -188,7 +188,7 @@ class UserProgram:
     def _with_numbers_as_arrays(
         self, traced: TracedProgram | None, kinds: Any
     ) -> tuple[Any, ...] | None:
-        """Return the arguments with Python numbers as arrays; None if there are none.
+        """Turn Python numbers in the arguments into arrays; None if there are none.
 
         Numbers in a state always become arrays, because they change in the next call.
         Of other arguments, only numbers of the types ``kinds`` do.
@@ -207,12 +207,12 @@ class UserProgram:
         return None if is_same else tuple(args)
 
     def devices_named(self) -> frozenset[Device]:
-        """Return the devices of its arguments, and those that its trace names."""
+        """List the devices of its arguments, and those that its trace names."""
         laid = [x for x in self._leaves if isinstance(x, jax.Array) and x.committed]
         return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
     def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
-        """Return copies of the arguments as they were before the first run.
+        """Copy the arguments as they were before the first run.
 
         Each float array is changed by the relative amount ``by``, as if it were
         rounded; 0 leaves it as it was.
@@ -225,7 +225,7 @@ class UserProgram:
     def _after(
         self, args: Sequence[Any], out: PyTree, places: dict[int, int | None]
     ) -> list[Any]:
-        """Return the arguments of the next call: the returned state, and the others.
+        """Make the arguments of the next call: the returned state, and the others.
 
         ``places`` are those of `state_places`. Other arguments that were donated are
         replaced by copies.
@@ -244,7 +244,7 @@ class UserProgram:
 
 
 def _as_array(x: Any, kinds: Any) -> Any:
-    """Return a Python number of the types ``kinds`` as an array; others unchanged.
+    """Make an array of a Python number of the types ``kinds``; keep others.
 
     The array has the dtype that JAX gives to such a number.
     """
@@ -253,7 +253,7 @@ def _as_array(x: Any, kinds: Any) -> Any:
 
 
 def _let_go(x: Any) -> Any:
-    """Return an array's shape, which holds no memory; return other values unchanged."""
+    """Keep only an array's shape, which holds no memory; keep other values."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed
@@ -262,7 +262,7 @@ def _let_go(x: Any) -> Any:
 
 
 def _near(x: Any, by: float) -> Any:
-    """Return a copy of an array that lies on the same devices.
+    """Copy an array to the devices on which it lies.
 
     Its floats are changed by the relative amount ``by``, as if they were rounded; 0
     leaves them as they are.
@@ -273,7 +273,7 @@ def _near(x: Any, by: float) -> Any:
 
 
 def _given_as(old: Any, new: Any) -> Any:
-    """Return a leaf of a new state, with the type and devices of the old leaf."""
+    """Give a leaf of a new state the type and devices of the old leaf."""
     if not isinstance(old, NUMBER_TYPES):
         return old
     if isinstance(old, jax.Array) and old.committed:
@@ -290,7 +290,7 @@ def _given_as(old: Any, new: Any) -> Any:
 def _values(
     out: PyTree, places: dict[int, int | None], changed: dict[str, Any]
 ) -> dict[str, Value]:
-    """Return, by name, the leaves that a call returned or changed in place.
+    """Collect, by name, the leaves that a call returned or changed in place.
 
     ``places`` tell which results are new states; see `state_places`.
     """
@@ -308,7 +308,7 @@ def _values(
 
 
 def _value(x: Any, *, is_state: bool, is_returned: bool) -> Value:
-    """Return a leaf as `Value`, without elements if these are not numbers."""
+    """Wrap a leaf in a `Value`, without elements if these are not numbers."""
     none = Value(None, is_state=is_state, is_key=False, is_returned=is_returned)
     if not isinstance(x, NUMBER_TYPES):
         return none
@@ -328,5 +328,5 @@ def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:
 
 
 def meshes_of_trace(traced: TracedProgram | None) -> frozenset[Device]:
-    """Return the devices of a program's meshes; none if it cannot be traced."""
+    """List the devices of a program's meshes; none if it cannot be traced."""
     return frozenset(devices_in(traced.jaxpr)) if traced else frozenset()

@@ -234,7 +234,7 @@ def run_in_processes(
 def prove_in_process(
     named: NamedFunction, ran: Mapping[int, Ran], timeout_s: float | None = None
 ) -> tuple[ProgramReport | None, str]:
-    """Return the report of `prove` for a program that ran; or None, and why not.
+    """Prove a program that ran; or give None, and why not.
 
     The proof is made in a new process, as the program ran in one for each number.
 

@@ -42,12 +42,12 @@ def is_iterator(x: Any) -> bool:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure of any tree; an iterator is a leaf."""
+    """Flatten any tree to its leaves and structure; an iterator is a leaf."""
     return jax.tree.flatten(tree, is_leaf=is_iterator)
 
 
 def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
-    """Return the leaves of the arguments that a trace replaces by tracers, by name.
+    """Name the leaves of the arguments that a trace replaces by tracers.
 
     These are arrays and shapes. All other leaves are constants in the trace.
     """
@@ -58,7 +58,7 @@ def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
 def trace_program(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
 ) -> TracedProgram:
-    """Return the trace of a program with these arguments.
+    """Trace a program with these arguments.
 
     Leaves of arguments that are not arrays are constants, as static arguments are. A
     result that is not a number is returned unchanged, and is 0 in the jaxpr.
@@ -87,7 +87,7 @@ def trace_program(
 def trace_or_say_why(
     fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[TracedProgram | None, str]:
-    """Return the trace of a program that has run; or None, and why there is none."""
+    """Trace a program that has run; or give None, and why there is no trace."""
     try:
         return trace_program(fn, args, {}), ""
     except Exception as error:
@@ -107,7 +107,7 @@ def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
 
 
 def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
-    """Return the arguments that a program returns as new state, and their results.
+    """Find the arguments that a program returns as new state, and their results.
 
     The keys are indices of arguments. A value is the index of the result, or None if
     the state is the only result. An argument is a state if a result has its tree,

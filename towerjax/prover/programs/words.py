@@ -46,7 +46,7 @@ class Words:
         return f"Results of the program depend on the number of {self.nouns.many}:"
 
     def of_power(self, power: int, cause: Cause | None) -> str:
-        """Return the text for a result that is off by a power of the number.
+        """Word a result that is off by a power of the number.
 
         It has the factor and, if the cause is known, its line and a remedy.
         """
@@ -68,7 +68,7 @@ class Words:
         return f"{text}: {why}{_BY_JAX * is_typed}."
 
     def of_unknown(self, why: str, cause: Cause | None) -> str:
-        """Return why a result is unknown, with the wrong number that causes it.
+        """Tell why a result is unknown, with the wrong number that causes it.
 
         Without a ``cause`` it is the reason ``why``, unchanged.
         """
@@ -81,7 +81,7 @@ class Words:
 
 
 def line_of(cause: Cause) -> str:
-    """Return the line of the user's code at which a cause is."""
+    """Find the line of the user's code at which a cause is."""
     return user_line(cause.site) or "a line of a library"
 
 

@@ -106,7 +106,7 @@ def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
 
 
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
-    """Return the marks of a jaxpr's outputs, and a dict of all variables' marks."""
+    """Propagate marks through a jaxpr, to its outputs and all variables."""
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
@@ -149,7 +149,7 @@ _RULES: dict[str, _Rule] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: i
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
-    """Return a decorator that registers a rule for primitives of these names."""
+    """Register a rule for primitives of these names."""
 
     def register(rule: _Rule) -> _Rule:
         _RULES.update(dict.fromkeys(names, rule))
@@ -159,7 +159,7 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of an equation without a rule.
+    """Mark the results of an equation without a rule.
 
     Its inner jaxprs are looked into if they are called with the equation's operands.
     Otherwise each result may depend on each operand.
@@ -181,7 +181,7 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a collective's results, and record the collective."""
+    """Mark a collective's results, and record the collective."""
     name = eqn.primitive.name
     scopes = scopes_of((eqn, None))
     is_sum = name in SUMS or name == "reduce_scatter"
@@ -199,13 +199,13 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """Return ``mark`` once for each result and for each Ref that ``eqn`` may write."""
+    """Repeat ``mark`` for each result and for each Ref that ``eqn`` may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
 @_rule("axis_index")
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return marks of results that may differ although all operands are equal.
+    """Mark results that may differ although all operands are equal.
 
     Such a result comes from `axis_index`, or from code that no jaxpr shows, such as a
     callback.
@@ -226,7 +226,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     "random_bits", "random_fold_in", "random_gamma", "random_split", "rng_bit_generator"
 )
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of random numbers, and record draws that depend on ``vmap``.
+    """Mark random numbers, and record draws that depend on ``vmap``.
 
     Under ``vmap``, an rbg generator draws for all keys at once, so its numbers depend
     on how many towers share a device.
@@ -244,7 +244,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("name")
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the mark of a value that towerjax named; see `towerjax.jaxprs.tags`."""
+    """Judge a value that towerjax named; see `towerjax.jaxprs.tags`."""
     name = given_name(eqn)
     [mark] = ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
@@ -255,7 +255,7 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of results of code that a primitive hides in its params.
+    """Mark the results of code that a primitive hides in its params.
 
     The code is traced if that is possible. Otherwise the results may differ between
     towers.
@@ -272,13 +272,13 @@ def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a call's results, from the inner jaxpr that it runs."""
+    """Mark a call's results by the inner jaxpr that it runs."""
     return _propagate(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
 @_rule("shard_map", "sharding_constraint")
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of a user's `shard_map`, or of a sharding."""
+    """Mark the results of a user's `shard_map`, or of a sharding."""
     name = eqn.primitive.name
     line = user_line((eqn, context.outer))
     is_map = name == "shard_map"
@@ -325,7 +325,7 @@ def along_each_axis(
 
 
 def _map_copies(site: Site, ins: _Marks) -> _Marks:
-    """Return the marks of a `shard_map` whose operands have a copy for each device."""
+    """Mark the results of a `shard_map` whose operands have a copy per device."""
     params = site[0].params
     body = params["jaxpr"]
     outs = [PartitionSpec()] * len(params["out_specs"])
@@ -344,7 +344,7 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
 
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of the results of a `custom_linear_solve`: those of ``solve``.
+    """Mark the results of a `custom_linear_solve` by its jaxpr ``solve``.
 
     The equation has four jaxprs, of which only ``solve`` computes the results. The
     constants of all four are among the operands.
@@ -357,14 +357,14 @@ def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("cond")
 def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `cond`: of all its branches and of the predicate."""
+    """Join the marks of a `cond`'s branches with that of its predicate."""
     inner = context.enter(eqn, predicate=ins[0])
     outs = [_propagate(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
     return _pick(eqn, [join(m) for m in zip(*outs, strict=True)], ins[0], context)
 
 
 def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
-    """Return the marks of results, joined with the mark of what chose them.
+    """Join the marks of results with the mark of what chose them.
 
     ``predicate`` is that mark: of the predicate of a `cond` or a `while`.
     """
@@ -374,10 +374,7 @@ def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Ma
 
 @_rule("while")
 def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `while` loop's results.
-
-    The marks of its carry are propagated through trips until they stay the same.
-    """
+    """Propagate marks through the trips of a `while` until they stay the same."""
     tests = eqn.params["cond_nconsts"]
     bodies = eqn.params["body_nconsts"]
     test = open_jaxpr(eqn.params["cond_jaxpr"])
@@ -400,10 +397,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("scan")
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of a `scan`'s results.
-
-    The marks of its carry are propagated through trips until they stay the same.
-    """
+    """Propagate marks through the trips of a `scan` until they stay the same."""
     length = eqn.params["length"]
     body = open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
@@ -436,9 +430,9 @@ def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _M
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Return the marks of an equation whose results may each depend on each operand.
+    """Let each result depend on each operand, as in a kernel.
 
-    It is a kernel, or it writes Refs.
+    An equation that writes Refs is read so, too.
     """
 
     def trip(marks: _Marks) -> _Marks:

@@ -18,7 +18,7 @@ class Dependence(NamedTuple):
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
     def told(self) -> str:
-        """Return the dependence as a text, in the words of a `shard_map`."""
+        """Write the dependence as text, in the words of a `shard_map`."""
         return self.source.replace("tower.id", "axis_index") + (
             f" at {self.line}" if self.line else ""
         )
@@ -107,7 +107,7 @@ class Analysis:
 
     @classmethod
     def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
-        """Return an analysis of these outputs, with its findings sorted by type.
+        """Sort the findings by type, beside these outputs.
 
         ``noted`` are the findings, in the order of the program.
         """

@@ -52,7 +52,7 @@ def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | No
 
 
 def without_coordinate(along: Along, over: Coordinate | None) -> Along:
-    """Return the coordinates on which a value still depends after a reduction.
+    """Find the coordinates on which a value still depends after a reduction.
 
     ``along`` are those before it. The reduction is within groups of towers that differ
     by the coordinate ``over``. For None it is over all towers, so none is left.
@@ -89,12 +89,12 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def made_at(mark: Mark, site: Site) -> Mark:
-    """Return the mark of an equation's result, from the mark of its operand."""
+    """Mark an equation's result as its operand is marked, and note the site."""
     return mark._replace(site=site, before=mark) if mark.along else mark
 
 
 def origin_line(mark: Mark | None) -> str:
-    """Return the last line of user code that made a value; "" if none did.
+    """Find the last line of user code that made a value; "" if none did.
 
     Equations of library code may have changed the value after that line.
     """
@@ -135,7 +135,7 @@ class Context(NamedTuple):
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = REPLICATED
     ) -> "Context":
-        """Return the context of the jaxprs inside an equation.
+        """Enter the jaxprs inside an equation.
 
         ``trips`` is how often they run. ``predicate`` is the mark of what decides
         whether they run.
@@ -197,7 +197,7 @@ class Context(NamedTuple):
 
 
 def _use_of_sum(eqn: JaxprEqn, avals: Sequence[Any]) -> str:
-    """Return what a sum of equal values is for; see `Collective.of_equals`."""
+    """Tell what a sum of equal values is for; see `Collective.of_equals`."""
     if is_in_mean(eqn):
         return "averaged"
     is_count = all(x.dtype.kind in "iu" for x in avals)
@@ -230,7 +230,7 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
 
 
 def _keeps_equals(eqn: JaxprEqn, name: str, members: Any, num_towers: int) -> bool:
-    """Return whether a collective gives all towers equal results of equal operands.
+    """Decide whether a collective gives equal results of equal operands.
 
     ``all_to_all``, ``reduce_scatter`` and others do not, because each tower gets
     another piece. ``members`` are the groups of towers within which it communicates.

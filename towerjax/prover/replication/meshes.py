@@ -146,7 +146,7 @@ def _prove_mapped(site: Site, on: int) -> None:
 
 
 def of_equals(analysis: Analysis, *uses: str) -> str:
-    """Return the lines where a value that is equal on all devices is summed.
+    """List the lines where a value that is equal on all devices is summed.
 
     ``uses`` are the values of `Collective.of_equals` for which lines are returned.
     """
@@ -155,7 +155,7 @@ def of_equals(analysis: Analysis, *uses: str) -> str:
 
 
 def mistakes(analysis: Analysis, axis: str) -> list[str]:
-    """Return a text for each mistake along an axis, with what to write instead."""
+    """Describe each mistake along an axis, with what to write instead."""
     texts = []
     if any(analysis.outputs):
         outputs = enumerate(analysis.outputs)

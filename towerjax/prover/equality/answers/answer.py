@@ -81,7 +81,7 @@ _NO_COPY = (
 def answer_for(
     merge: Merge, value: Kind, weight: Kind | None, has_rows: bool
 ) -> Answer:
-    """Return the proof's answer for a leaf: proved if its merged value is one tower's.
+    """Answer for a leaf: proved if its merged value is one tower's.
 
     ``weight`` is the kind of the result that a mean is divided by. ``has_rows`` tells
     whether dim 0 of the leaf is that of the tower's rows.
@@ -111,7 +111,7 @@ def answer_for(
 
 
 def _of_rows(value: Kind, has_rows: bool) -> Answer:
-    """Return the answer for a leaf of rows, which are joined to the batch's rows."""
+    """Answer for a leaf of rows, which are joined to the batch's rows."""
     if isinstance(value, Zero) and has_rows:
         return _PROVED
     if not has_rows or blocks_of(value) > 1:
@@ -121,7 +121,7 @@ def _of_rows(value: Kind, has_rows: bool) -> Answer:
 
 
 def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer:
-    """Return the answer for rows of a table, which are added up by their indices.
+    """Answer for rows of a table, which are added up by their indices.
 
     If all towers have the same indices, the values are a sum like any other.
     """
@@ -147,9 +147,9 @@ def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer
 
 
 def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
-    """Return the answer for a value that must be of the kind ``wanted``, with power 0.
+    """Refute a value of the right kind whose power of T is not 0.
 
-    For another kind it is unknown. For the right kind with another power it is refuted.
+    A value of another kind than ``wanted`` is unknown. One with power 0 is proved.
     """
     if type(value) is not wanted:
         return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
@@ -159,7 +159,7 @@ def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
 
 
 def _of_mean(value: Kind, weight: Kind) -> Answer:
-    """Return the answer for a mean, whose sum and weight must have one power of T."""
+    """Answer for a mean, whose sum and weight must have one power of T."""
     if isinstance(value, Mean) and isinstance(weight, Copy):
         why = "it is an average of the towers' averages, each over its rows"
         return Answer(Says.REFUTED, why, _MEAN_OF_ROWS)
@@ -187,7 +187,7 @@ def _has_line(power: Any) -> bool:
 
 
 def _told(power: Any) -> str:
-    """Return the words for a power of T: the factor, and the line where it came in."""
+    """Word a power of T: the factor, and the line where it came in."""
     line = power.line if isinstance(power, Power) else ""
     size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
     factor = size if power > 0 else f"1/{size}"

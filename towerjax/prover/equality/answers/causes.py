@@ -42,7 +42,7 @@ class _Place(NamedTuple):
     around: Any = None
 
     def site(self, eqn: JaxprEqn) -> Site:
-        """Return the site of an equation of this program."""
+        """Make the site of an equation of this program."""
         outer = None if self.eqn is None else self.around.site(self.eqn)
         return eqn, outer
 
@@ -97,13 +97,13 @@ class Causes:
         return self._cause(self._first(place, has_power), value)
 
     def _known(self, place: _Place) -> Kind | None:
-        """Return the kind of a variable, or None if it was not found."""
+        """Look up the kind of a variable; None if it was not found."""
         if isinstance(place.var, Literal):
             return None
         return self._kinds.get(id(place.program), {}).get(place.var)
 
     def _maker(self, place: _Place) -> JaxprEqn | None:
-        """Return the equation that computes a variable; None for an argument."""
+        """Find the equation that computes a variable; None for an argument."""
         key = id(place.program)
         if key not in self._makers:
             makers = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]

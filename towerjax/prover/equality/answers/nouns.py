@@ -24,7 +24,7 @@ class Nouns(NamedTuple):
     number: str
 
     def told(self, reason: str) -> str:
-        """Return a reason with its fields filled in with these nouns."""
+        """Fill these nouns into the fields of a reason."""
         for field, noun in self._asdict().items():
             reason = reason.replace(f"{{{field}}}", noun)
         return reason

@@ -24,7 +24,9 @@ POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 
 
 def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
-    """Return the kind of a literal, or of an array that a program closes over.
+    """Compare a constant of two programs: replicated, or off by a power of T.
+
+    A constant is a literal, or an array that a program closes over.
 
     ``first`` and ``second`` are the constant in the two programs.
     """
@@ -67,14 +69,14 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
 
 
 def size_of_rows(sizes: Sizes) -> Kind:
-    """Return the kind of the number of a tower's rows."""
+    """The number of a tower's rows is B / T; with padding it is a `Size`."""
     if sizes.padded:
         return SIZE
     return copy(-1, ROWS_OF_TOWER)
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:
-    """Return p if two constants differ by the factor T^p; None if they do not."""
+    """Find p if two constants differ by the factor T^p; None if they do not."""
     ratio = sizes.towers[1] / sizes.towers[0]
     for power in POWERS:
         factor = ratio ** float(power)

@@ -21,7 +21,7 @@ class ProgramsDifferError(Exception):
 
 
 def failed(error: Exception) -> str:
-    """Return the reason for an unknown result if the proof's code raised an error."""
+    """Word the reason for an unknown result if the proof's code raised an error."""
     lines = str(error).splitlines() or [""]
     return (
         f"the proof failed with {type(error).__name__}: {lines[0]}; please report this"
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     parts: tuple[int, int] = (1, 1)
 
     def times(self, first: int, second: int) -> Fraction | None:
-        """Return m if both sizes are m times the rows of a tower; otherwise None.
+        """Find m if both sizes are m times the rows of a tower; otherwise None.
 
         ``first`` is the size in the first program, ``second`` that in the second.
         """
@@ -118,7 +118,7 @@ class EquationPair:
     def inside(
         self, programs: Sequence[Any], ins: Sequence[Kind], **scope: Any
     ) -> list[Kind]:
-        """Return the kinds of the results of inner programs that the equation runs.
+        """Walk inner programs that the equation runs, to the kinds of their results.
 
         ``programs`` are the inner program in the first and in the second program.
         ``scope`` has the fields of the equation's scope that are different inside.
@@ -127,11 +127,11 @@ class EquationPair:
         return self.walk.closed(*programs, ins, new)
 
     def _operand_of(self, eqn: JaxprEqn, operand: int) -> Any:
-        """Return the variable of an operand of one of the two equations."""
+        """Pick the variable of an operand of one of the two equations."""
         return eqn.invars[1 - operand if self.is_swapped else operand]
 
     def swapped(self) -> "EquationPair":
-        """Return the same equation with its two operands in the other order."""
+        """Swap the two operands of the equation."""
         return dataclasses.replace(
             self,
             ins=self.ins[::-1],
@@ -156,32 +156,32 @@ class EquationPair:
         return self.walk.sizes
 
     def shape(self, operand: int) -> tuple[Any, ...]:
-        """Return the shape of an operand in the first program."""
+        """Look up the shape of an operand in the first program."""
         aval: Any = self._operand_of(self.first, operand).aval
         return aval.shape
 
     def out_shape(self, result: int = 0) -> tuple[Any, ...]:
-        """Return the shape of a result in the first program."""
+        """Look up the shape of a result in the first program."""
         aval: Any = self.first.outvars[result].aval
         return aval.shape
 
     def dtype(self, operand: int) -> Any:
-        """Return the dtype of an operand."""
+        """Look up the dtype of an operand."""
         aval: Any = self._operand_of(self.first, operand).aval
         return aval.dtype
 
     def out_dtype(self, result: int) -> Any:
-        """Return the dtype of a result; None for a token."""
+        """Look up the dtype of a result; None for a token."""
         return getattr(self.first.outvars[result].aval, "dtype", None)
 
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
-        """Return the sizes of a dim of an operand, in both programs."""
+        """Look up the sizes of a dim of an operand, in both programs."""
         first: Any = self._operand_of(self.first, operand).aval
         second: Any = self._operand_of(self.second, operand).aval
         return first.shape[axis], second.shape[axis]
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
-        """Return m if a dim of an operand has m times a tower's rows; otherwise None.
+        """Find m if a dim of an operand has m times a tower's rows; otherwise None.
 
         The result is None for ``axis=None``, too.
         """
@@ -190,7 +190,7 @@ class EquationPair:
         return self.sizes.times(*self.sizes_along(operand, axis))
 
     def constant(self, operand: int) -> Any:
-        """Return the number that all elements of an operand are, if it is known.
+        """Find the number that all elements of an operand are, if it is known.
 
         The number must be the same in both programs. Otherwise the result is None.
         """
@@ -208,17 +208,17 @@ class EquationPair:
         return self.walk.has_padding(zeros)
 
     def with_kinds(self, ins: Sequence[Kind]) -> "EquationPair":
-        """Return the same equation with other kinds for its operands."""
+        """Give the operands of the equation other kinds."""
         return dataclasses.replace(self, ins=ins)
 
     def unknown(self, why: str) -> Kind:
-        """Return an unknown kind, with a reason and the line of this equation."""
+        """Make an unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
         return Unknown(why=f"{why}, at {line}" if line else why)
 
 
 def constant_of(x: Kind) -> Any:
-    """Return the number that all elements of a value are in both programs, or None."""
+    """Find the number that all elements of a value are in both programs, or None."""
     if isinstance(x, Zero):
         return 0
     if isinstance(x, Copy) and isinstance(x.number, bool | int | float):

@@ -126,19 +126,19 @@ class Kind:
     no_identity: ClassVar[dict[str, None]] = {"fact": None}
 
     def replace(self, **fields: Any) -> Any:
-        """Return a copy of this kind with other values in the named fields."""
+        """Change the named fields of a copy of this kind."""
         return dataclasses.replace(self, **fields)
 
     def bare(self) -> Any:
-        """Return the kind without what holds in one trip of a loop only."""
+        """Drop what holds in one trip of a loop only."""
         return self.replace(zeros=self.zeros & {PADDING}, **self.no_identity)
 
     def times_tower(self, power: Any) -> Any:
-        """Return this kind with the exponent ``power`` of T, for another value."""
+        """Set the exponent of T to ``power``, for another value of this kind."""
         return self.replace(power=power, **self.no_identity)
 
     def without_identity(self) -> Any:
-        """Return the kind without the identity of its value, and without its zeros."""
+        """Drop the identity of the value, and its zeros."""
         return self.replace(zeros=NO_ZEROS, **self.no_identity)
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class Kind:
 
 
 def _told_power(power: Any) -> str:
-    """Return the words that follow a kind's name and tell its factor, a power of T."""
+    """Word the factor that follows a kind's name, a power of T."""
     match power:
         case None | 0:
             return ""
@@ -160,7 +160,7 @@ def _told_power(power: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown(Kind):
-    """The kind of a value of which nothing is known.
+    """A value of which nothing is known.
 
     ``why`` is the reason, with a line of the program.
     """
@@ -171,7 +171,7 @@ class Unknown(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Zero(Kind):
-    """The kind of a value that is 0 in all elements on all towers."""
+    """A value that is 0 in all elements on all towers."""
 
     name = "zero"
 
@@ -187,7 +187,7 @@ ROWS_OF_TOWER = RowsOfTower.NUMBER
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Kind):
-    """The kind of a replicated value: all towers have the same.
+    """A replicated value: all towers have the same.
 
     A replicated value with a dim of rows is constant along that dim. If all its
     elements are one known number, ``number`` is that number.
@@ -200,7 +200,7 @@ class Copy(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class TowerRows(Kind):
-    """The kind of rows: the towers' rows, joined along a dim, are the batch's rows.
+    """Rows: the towers' rows, joined along a dim, are the batch's rows.
 
     ``blocks`` tells how often that dim repeats them: each of its blocks has all rows of
     the tower, in order.
@@ -212,7 +212,7 @@ class TowerRows(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Part(Kind):
-    """The kind of a tower's addend of a sum over towers; a `psum` gives that sum."""
+    """A tower's addend of a sum over towers; a `psum` gives that sum."""
 
     name = "a sum over {its} rows"
 
@@ -241,7 +241,7 @@ PERMUTED = "{its} rows in another order"
 
 @dataclasses.dataclass(frozen=True)
 class Groups(Kind):
-    """The kind of rows along several dims, or along one dim in another order."""
+    """Rows along several dims, or along one dim in another order."""
 
     layout: GroupDims = dataclasses.field(kw_only=True)
 
@@ -254,21 +254,21 @@ class Groups(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Maximum(Kind):
-    """The kind of a maximum over a tower's own rows; a `pmax` makes it replicated."""
+    """A maximum over a tower's own rows; a `pmax` makes it replicated."""
 
     name = "a maximum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Minimum(Kind):
-    """The kind of a minimum over a tower's own rows; a `pmin` makes it replicated."""
+    """A minimum over a tower's own rows; a `pmin` makes it replicated."""
 
     name = "a minimum over {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean(Kind):
-    """The kind of a part divided by another part of the same tower; see `guards`.
+    """A part divided by another part of the same tower; see `guards`.
 
     ``divisor`` is the exponent of T in the divisor. ``vanishes`` tells whether the
     dividend is 0 wherever the divisor is 0.
@@ -288,7 +288,7 @@ class RowsInTurn:
 
 @dataclasses.dataclass(frozen=True)
 class Stacked(Kind):
-    """The kind of an array that holds all towers' values, each of the kind ``of``."""
+    """An array that holds all towers' values, each of the kind ``of``."""
 
     name = "the values of all {many}"
     of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
@@ -304,28 +304,28 @@ class Stacked(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class TowerId(Kind):
-    """The kind of a tower's index, which counts from 0."""
+    """A tower's index, which counts from 0."""
 
     name = "{number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstRow(Kind):
-    """The kind of the index in the whole batch of a tower's first row."""
+    """The index in the whole batch of a tower's first row."""
 
     name = "the number of a {one}'s first row"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowNumbers(Kind):
-    """The kind of the indices 0, 1, 2, ... of a tower's rows, within the tower."""
+    """The indices 0, 1, 2, ... of a tower's rows, within the tower."""
 
     name = "the numbers of {its} rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder(Kind):
-    """The kind of a permutation of the indices 0, 1, 2, ... of a tower's rows."""
+    """A permutation of the indices 0, 1, 2, ... of a tower's rows."""
 
     name = "the numbers of {its} rows in another order"
     order: Any = dataclasses.field(kw_only=True)
@@ -333,7 +333,7 @@ class RowOrder(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Columns(Kind):
-    """The kind of an array of indices, whose columns have kinds of their own.
+    """An array of indices, whose columns have kinds of their own.
 
     ``columns`` has the type of each column's kind. For a column that is a permutation
     of the rows' indices, it has the `RowOrder` itself.
@@ -345,35 +345,35 @@ class Columns(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Key(Kind):
-    """The kind of a tower's own random key, from which each row draws for itself."""
+    """A tower's own random key, from which each row draws for itself."""
 
     name = "a {one}'s own key"
 
 
 @dataclasses.dataclass(frozen=True)
 class Valid(Kind):
-    """The kind of the number of a tower's rows without padding: of its examples."""
+    """The number of a tower's rows without padding: of its examples."""
 
     name = "the number of {its} rows without padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size(Kind):
-    """The kind of the number of a tower's rows, if some of them may be padding."""
+    """The number of a tower's rows, if some of them may be padding."""
 
     name = "the number of {its} rows, padding included"
 
 
 @dataclasses.dataclass(frozen=True)
 class IsFull(Kind):
-    """The kind of a bool that is True for a tower without padding."""
+    """A bool that is True for a tower without padding."""
 
     name = "whether none of {its} rows is padding"
 
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast(Kind):
-    """The kind of a guarded count of the rows with a flag, such as ``max(count, 1)``.
+    """A guarded count of the rows with a flag, such as ``max(count, 1)``.
 
     If a tower has no row with the flag, the value is some number above 0.
     """
@@ -387,14 +387,14 @@ class AtLeast(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Row(Kind):
-    """The kind of the value of the current row, inside a loop over rows."""
+    """The value of the current row, inside a loop over rows."""
 
     name = "a value of one row"
 
 
 @dataclasses.dataclass(frozen=True)
 class SoFar(Kind):
-    """The kind of a loop's carry that is a sum, or an extreme, of the trips so far.
+    """A loop's carry that is a sum, or an extreme, of the trips so far.
 
     ``carry`` is its index among the loop's carries. ``extreme`` is `Maximum` or
     `Minimum`. It is None for a sum, and for a carry that no trip has changed yet.
@@ -409,21 +409,21 @@ class SoFar(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Counter(Kind):
-    """The kind of the current row's index, inside a loop over rows."""
+    """The current row's index, inside a loop over rows."""
 
     name = "the number of the row in a loop"
 
 
 @dataclasses.dataclass(frozen=True)
 class NextRow(Kind):
-    """The kind of the current row's index plus 1, inside a loop over rows."""
+    """The current row's index plus 1, inside a loop over rows."""
 
     name = "the number of the next row in a loop"
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer(Kind):
-    """The kind of an array that a loop over rows fills row by row.
+    """An array that a loop over rows fills row by row.
 
     ``carry`` is its index among the loop's carries.
     """
@@ -449,32 +449,32 @@ SIZE = Size()
 
 
 def copy(power: Any = 0, number: Any = None) -> Copy:
-    """Return the kind of a replicated value, whose elements are ``number`` if known."""
+    """Describe a replicated value, whose elements are ``number`` if known."""
     return Copy(Fraction(power), number, in_padding=InPadding.AS_EXAMPLE)
 
 
 def rows(power: Any = 0, blocks: int = 1) -> TowerRows:
-    """Return the kind of rows: ``blocks`` times all rows of the tower along one dim."""
+    """Describe rows: ``blocks`` times all rows of the tower along one dim."""
     return TowerRows(Fraction(power), blocks)
 
 
 def rows_as(x: Kind) -> TowerRows:
-    """Return the kind of rows with the power, the zeros and the padding of ``x``."""
+    """Describe rows with the power, the zeros and the padding of ``x``."""
     return TowerRows(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
 def part(power: Any = 0) -> Part:
-    """Return the kind of a part: one tower's addend of a sum over towers."""
+    """Describe a part: one tower's addend of a sum over towers."""
     return Part(Fraction(power))
 
 
 def permuted(x: Kind, axis: int, order: Any) -> Groups:
-    """Return the kind of rows in another order along the dim ``axis``."""
+    """Describe rows in another order along the dim ``axis``."""
     return Groups(x.power, layout=GroupDims((axis,), True, order))
 
 
 def blocks_of(x: Kind) -> int:
-    """Return how often a dim of rows repeats all rows; 1 if there is no such dim."""
+    """Count how often a dim of rows repeats all rows; 1 if there is no such dim."""
     return x.blocks if isinstance(x, TowerRows) else 1
 
 
@@ -484,7 +484,7 @@ def is_rows_of_tower(x: Kind) -> bool:
 
 
 def of_one_tower(x: Stacked, axis: int | None) -> Kind:
-    """Return the kind of one tower's value, taken from an array of all towers' values.
+    """Take one tower's value out of an array of all towers' values.
 
     ``axis`` is the dim of rows of that value; None if it has none.
     """
@@ -499,16 +499,15 @@ def of_one_tower(x: Stacked, axis: int | None) -> Kind:
 
 
 def as_part(value: Kind) -> Kind:
-    """Return the kind of a replicated value as a part; return any other kind unchanged.
+    """``sum_t T^p c = T^(p+1) c``: take a replicated value as a part.
 
-    The sum over T towers of a replicated value is T times the value, so the exponent of
-    T grows by 1.
+    Any other kind is returned unchanged.
     """
     return part(value.power + 1) if isinstance(value, Copy) else value
 
 
 def added_over_towers(x: Copy | Part | Zero) -> Kind:
-    """Return the kind of the sum over all towers: a replicated value.
+    """``sum_t x_t = x`` and ``sum_t c = T c``: add over all towers.
 
     Parts add up to the one tower's value. A replicated value is added up to T times it.
     """
@@ -520,7 +519,7 @@ class NotOfOneKindError(Exception):
 
 
 def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
-    """Return the kind of an array of joined values, or of their sum, or of a choice.
+    """Join values of one power, add them, or choose between them.
 
     Raises:
       NotOfOneKindError: Their kinds, powers or orders do not fit.
@@ -550,7 +549,7 @@ def joined(values: Sequence[Kind], verb: str = "added to") -> Any:
 
 
 def added(values: Sequence[Kind]) -> Any:
-    """Return the kind of the sum of values of one shape.
+    """``T^p x + T^p y = T^p (x + y)``: add values of one shape.
 
     Raises:
       NotOfOneKindError: `joined` raises it, or one value is a maximum or minimum.
@@ -561,7 +560,7 @@ def added(values: Sequence[Kind]) -> Any:
 
 
 def function_of(values: Sequence[Kind], name: str) -> Any:
-    """Return the kind of an elementwise function ``name`` of operands.
+    """Apply an elementwise function ``name`` to rows and replicated values.
 
     Raises:
       NotOfOneKindError: An operand is neither replicated nor rows, or has a power.
@@ -573,12 +572,12 @@ def function_of(values: Sequence[Kind], name: str) -> Any:
 
 
 def as_copy(value: Kind) -> Kind:
-    """Return the kind of a replicated value for 0, and any other kind unchanged."""
+    """Take 0 as a replicated value; leave any other kind unchanged."""
     return copy() if isinstance(value, Zero) else value
 
 
 def product_of(x: Kind, y: Kind, verb: str = "times") -> Any:
-    """Return the kind of the elementwise product of two values.
+    """``T^p x * T^q y = T^(p+q) x y``, element by element.
 
     An operand 0 is treated as any replicated value: 0 times infinity is not 0.
 

@@ -35,7 +35,7 @@ _BY_SIZE = frozenset(
 
 
 def holds_sums(dtype: Any) -> bool:
-    """Return whether sums over rows are assumed to fit into a dtype.
+    """Assume that sums over rows fit into floats and wide signed integers.
 
     The result is False for bools, unsigned integers, and integers of less than 32 bits.
     """
@@ -45,7 +45,7 @@ def holds_sums(dtype: Any) -> bool:
 
 
 def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
-    """Return why a dtype may not hold the value that a rule found; "" if it does."""
+    """Tell why a dtype may not hold the value that a rule found; "" if it does."""
     dtype = pair.out_dtype(result)
     is_number = isinstance(value, _NUMBERS_OF_TOWER) or is_rows_of_tower(value)
     if is_number and dtype.itemsize < 4:

@@ -46,7 +46,7 @@ _Where: TypeAlias = frozenset[Any] | None
 
 
 def zeros_of(pair: EquationPair, result: int) -> frozenset[Any]:
-    """Return the places where a result is 0, from those where its operands are 0."""
+    """Find where a result is 0, by where its operands are 0."""
     return _where(pair, result) or NO_ZEROS
 
 
@@ -58,7 +58,7 @@ def is_zero(pair: EquationPair) -> bool:
 
 
 def _where(pair: EquationPair, result: int) -> "_Where":
-    """Return the places where a result is 0; None stands for all places."""
+    """Find where a result is 0; None stands for all places."""
     at = [None if isinstance(x, Zero) else x.zeros for x in pair.ins]
     return _TABLE.get(pair.name, _nowhere)(at, pair, result)
 
@@ -67,29 +67,29 @@ _ZeroRule: TypeAlias = Callable[[list[_Where], EquationPair, int], _Where]
 
 
 def _where_all(*at: _Where) -> _Where:
-    """Return the places where all of these values are 0: the places they share."""
+    """Intersect the places: where all of these values are 0."""
     known = [x for x in at if x is not None]
     return frozenset.intersection(*known) if known else None
 
 
 def _where_any(*at: _Where) -> _Where:
-    """Return the places where at least one of these values is 0."""
+    """Unite the places: where at least one of these values is 0."""
     known = [x for x in at if x is not None]
     return frozenset().union(*known) if len(known) == len(at) else None
 
 
 def _nowhere(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return no places, for a function that need not be 0 where its operands are 0."""
+    """``f(0)`` need not be 0, so the result is known to be 0 nowhere."""
     return NO_ZEROS
 
 
 def _where_all_operands(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where all operands are 0, because f(0, ..., 0) = 0."""
+    """``f(0, ..., 0) = 0``: the result is 0 where all operands are 0."""
     return _where_all(*at)
 
 
 def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a product is 0: where some factor is 0.
+    """``0 * y = 0``: a product is 0 where some factor is 0.
 
     The other factors must be finite there.
     """
@@ -99,7 +99,7 @@ def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the first operand is 0: the result is 0 there, too.
+    """``f(0) = 0``: the result is 0 where the first operand is 0.
 
     The result consists of that operand's elements, or of their sums, or is a function f
     of them with f(0) = 0.
@@ -108,10 +108,7 @@ def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _of_nonempty(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a reduced operand is 0; none if it has no elements.
-
-    An extreme or a product of no elements is not 0.
-    """
+    """An extreme or a product of zeros is 0, unless it is of no elements."""
     return NO_ZEROS if is_over_none(pair) else at[0]
 
 
@@ -121,9 +118,9 @@ def is_over_none(pair: EquationPair) -> bool:
 
 
 def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a quotient is 0: those of its dividend.
+    """``0 / y = 0``: a quotient is 0 where its dividend is 0.
 
-    If the divisor may be 0, there are none.
+    Nothing is known if the divisor may be 0.
     """
     return at[0] if _divides(pair.ins[1]) else NO_ZEROS
 
@@ -139,9 +136,9 @@ def _divides(x: Kind) -> bool:
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return where a gather is known to be 0: in the same places as its array.
+    """A gather is 0 where its array is 0.
 
-    It is known nowhere if indices may be out of bounds, and the fill value is not 0.
+    Nothing is known if indices may be out of bounds, and the fill value is not 0.
     """
     return at[0] if fills_with_zero(pair) else NO_ZEROS
 
@@ -160,17 +157,17 @@ def fills_with_number(pair: EquationPair) -> bool:
 
 
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where result i is 0: those of operand i."""
+    """Result i is 0 where operand i is 0."""
     return at[result]
 
 
 def _of_second(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the solution x of A x = b is 0: those of b."""
+    """``A x = 0`` gives ``x = 0``: the solution of A x = b is 0 where b is 0."""
     return at[1] if _divides(pair.ins[0]) else NO_ZEROS
 
 
 def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where both of the first two operands are 0.
+    """The result is 0 where both of the first two operands are 0.
 
     The result has elements of both: some of one replace some of the other.
     """
@@ -178,7 +175,7 @@ def _of_first_two(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _of_scatter(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where the array of a scatter and its updates are both 0.
+    """A scatter is 0 where its array and its updates are both 0.
 
     These are the first and the third operand.
     """
@@ -186,7 +183,7 @@ def _of_scatter(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _of_choice(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a `select_n` is 0, because the case it chooses is 0.
+    """A `select_n` is 0 where the case that it chooses is 0.
 
     Either all cases are 0 there, or the predicate and case 0 are.
     """
@@ -207,7 +204,7 @@ def _where_any_of(x: _Where, y: _Where) -> _Where:
 
 
 def _of_comparison(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where ``>``, ``!=`` or ``<`` compares 0 with 0, and is False.
+    """``0 > 0``, ``0 != 0`` and ``0 < 0`` are False, which is 0.
 
     One of the operands must be 0 everywhere, the other is 0 at these places.
     """
@@ -215,9 +212,9 @@ def _of_comparison(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 
 
 def _where_base(at: list[_Where], pair: EquationPair, result: int) -> _Where:
-    """Return the places where a power is 0: those of its base.
+    """``0^y = 0`` for y > 0: a power is 0 where its base is 0.
 
-    There are none unless the exponent is a positive number.
+    Nothing is known unless the exponent is a positive number.
     """
     return at[0] if pair.params["y"] > 0 else NO_ZEROS
 
@@ -286,7 +283,7 @@ def _is_finite(x: Kind) -> bool:
 
 
 def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
-    """Return whether a result is finite in padding rows, as far as that is known.
+    """Decide whether a result is finite in padding rows, as far as that is known.
 
     The result is finite if all operands are, unless the equation can give infinity for
     finite operands, as a division can.
@@ -319,7 +316,7 @@ def in_padding(pair: EquationPair, result: int, value: Kind) -> InPadding:
 
 
 def _level(x: Kind) -> InPadding:
-    """Return what is known of an operand in padding rows; `AS_EXAMPLE` for 0."""
+    """Look up what is known of an operand in padding rows; `AS_EXAMPLE` for 0."""
     if isinstance(x, Zero):
         return InPadding.AS_EXAMPLE
     if isinstance(x, Valid | IsFull | AtLeast):

@@ -33,7 +33,7 @@ from towerjax.prover.equality.rules.choices import extreme_of_trips, is_same_car
 
 
 def runs_over_chunks(pair: EquationPair) -> bool:
-    """Return whether a `scan` runs over chunks of the tower's rows.
+    """Decide whether a `scan` runs over chunks of the tower's rows.
 
     Raises:
       NotOfOneKindError: It runs over groups of rows that are not chunks in order.
@@ -48,7 +48,7 @@ def runs_over_chunks(pair: EquationPair) -> bool:
 
 
 def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
-    """Return the kinds of the results of a loop over chunks: sums, and rows."""
+    """Run a loop over chunks: it adds sums to a carry, and stacks rows."""
     if pair.scope.loop is not None or pair.scope.in_chunks:
         raise NotOfOneKindError(
             "a loop over chunks of rows is inside another loop over rows"
@@ -80,7 +80,7 @@ def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that each trip gets; it must be replicated."""
+    """Give a value to each trip; it must be replicated."""
     if isinstance(x, Copy | Zero | Unknown):
         return x
     return pair.unknown(f"each trip of a loop over chunks of rows uses {x}")
@@ -91,7 +91,7 @@ def _added_to(number: int, x: Kind) -> Kind:
 
 
 def _of_a_trip(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of one trip's slice of an array ``[k, ...]``."""
+    """Give one trip its slice of an array ``[k, ...]``."""
     if isinstance(x, Groups):
         return rows_as(x)
     if isinstance(x, Zero | Unknown):
@@ -100,7 +100,7 @@ def _of_a_trip(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> Kind:
-    """Return the kind of a carry after all trips, from its kinds around a trip.
+    """Add up a carry over all trips, by its kinds around a trip.
 
     ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
     it.
@@ -118,7 +118,7 @@ def _sum_of_trips(pair: EquationPair, before: Kind, start: Kind, end: Kind) -> K
 
 
 def _of_all_trips(pair: EquationPair, x: Kind, axis: int | None) -> Kind:
-    """Return the kind of what the trips stack: rows in chunks, or an array of sums.
+    """Stack what the trips return: rows in chunks, or an array of sums.
 
     ``axis`` is the dim of rows of the stacked array.
     """

@@ -65,7 +65,7 @@ _ROUNDS = 12  # the most walks of a loop's body; then its kinds count as unknown
     knows_identity=True,
 )
 def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a call's results: those of the program that it runs."""
+    """Run a call: its results are those of the program that it runs."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return pair.inside(programs, ins)
 
@@ -76,10 +76,10 @@ def _called(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a call of a `custom_jvp` or `custom_vjp` function.
+    """Run a call of a `custom_jvp` or `custom_vjp` function by its program.
 
-    They are those of the program that it runs. The results get no identity of another
-    value, because the user may have written another derivative for them.
+    The results get no identity of another value, because the user may have written
+    another derivative for them.
     """
     others = [_without_number(pair, x) for x in ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
@@ -92,7 +92,7 @@ def _called_with_rule(pair: EquationPair, *ins: Kind) -> list[Kind]:
     knows_identity=True,
 )
 def _called_by_class(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a call whose program is in an object, as with ``jax_remat3``.
+    """Run a call whose program is in an object, as with ``jax_remat3``.
 
     Such calls are `jax.checkpoint`, `jax.custom_jvp` and `jax.custom_vjp`.
     """
@@ -124,7 +124,7 @@ def _without_number(pair: EquationPair, value: Kind) -> Kind:
 
 
 def _program_of(eqn: Any) -> Any:
-    """Return the program that a call runs, with its constants."""
+    """Find the program that a call runs, with its constants."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
             return eqn.params[key]
@@ -140,7 +140,7 @@ def _program_of(eqn: Any) -> Any:
 
 @rule("cond", every=OF_ONE_TOWER | Unknown, knows_identity=True)
 def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a `cond`, whose branch all towers must take together.
+    """Run a `cond`, whose branch all towers must take together.
 
     So the predicate must be replicated. It may also tell whether a tower has a row with
     some flag, if a tower without such rows gets the same from both branches.
@@ -161,10 +161,7 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
 
 
 def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
-    """Return the kind of a `cond`'s result.
-
-    The predicate tells whether a tower has a row with some flag.
-    """
+    """Choose a branch by whether a tower has a row with some flag."""
     unknown = [x for x in cases if isinstance(x, Unknown)]
     if unknown or len(cases) != 2:
         return [*unknown, pair.unknown(f"no rule for a branch by {predicate}")][0]
@@ -178,7 +175,7 @@ def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
 def _either_of(
     pair: EquationPair, values: Sequence[Kind], verb: str = "as an alternative to"
 ) -> Kind:
-    """Return the kind of a value that has one of these kinds, whichever it is."""
+    """Find a kind that holds for a value of any of these kinds."""
     if all(x == values[0] for x in values):
         return values[0]
     unknown = [x for x in values if isinstance(x, Unknown)]
@@ -203,7 +200,7 @@ def _settled(
     trip: Callable[[list[Kind]], list[Kind]],
     carry: Sequence[Kind],
 ) -> list[Kind]:
-    """Return kinds of a loop's carry that a trip does not change.
+    """Find kinds of a loop's carry that a trip does not change.
 
     ``trip`` gives the kinds after a trip, from those before. It is called until they
     stay the same. If they do not after some rounds, all are unknown.
@@ -236,10 +233,9 @@ def _refuse_special(ins: Sequence[Kind]) -> None:
     knows_identity=True,
 )
 def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a `while` loop's carry.
+    """Run a `while` loop, in which all towers must make the same trips.
 
-    All towers must make the same trips. In a loop that ``vmap`` made, each row makes
-    its own trips.
+    In a loop that ``vmap`` made, each row makes its own trips.
     """
     first = pair.first.params
     second = pair.second.params
@@ -270,7 +266,7 @@ def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _each_for_itself(carry: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of carries of which each row makes trips of its own.
+    """Let each row make trips of its own.
 
     A replicated value then becomes rows, because it may differ from row to row.
     """
@@ -308,7 +304,7 @@ def _refuse_unless_by_row(
     knows_identity=True,
 )
 def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a `scan`'s results.
+    """Run a `scan`.
 
     Loops over rows, over chunks of rows and over micro-batches have functions of their
     own. In any other loop, a trip must not change the kinds of the carry.
@@ -350,7 +346,7 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Kind]:
-    """Return the kinds of the results of a loop over rows.
+    """Run a loop over rows.
 
     No row may depend on another, except by a sum or an extreme of all rows.
     """
@@ -391,7 +387,7 @@ def _over_own_rows(
 
 
 def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """Return the kind of one row of an array, in a loop over rows."""
+    """Give a trip one row of an array, in a loop over rows."""
     if pair.rows_in[operand] != 0:
         return pair.unknown("no rule for a loop over {its} rows and another dim")
     if isinstance(x, Zero | Unknown | Copy):
@@ -408,10 +404,10 @@ def _sum_of_carry(number: int) -> Kind:
 
 
 def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """Return the kind of a carry before any trip of a loop over rows.
+    """Take a carry as a buffer to fill, a counter of rows, or a sum so far.
 
-    It is a buffer to fill, a counter of rows, or a sum so far; this says what a trip
-    may do with it.
+    This is decided before any trip of a loop over rows. It says what a trip may do with
+    the carry.
     """
     number = operand - loop_sizes(pair.first)[0]
     if isinstance(x, Unknown):
@@ -429,7 +425,7 @@ def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
 
 
 def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
-    """Return the kind of a carry after all rows, from its kinds around a trip.
+    """Find what a carry is after all rows, by its kinds around a trip.
 
     ``first`` is its kind before the loop, ``start`` before a trip, and ``end`` after
     it.
@@ -452,7 +448,7 @@ def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
 
 
 def _count_of_trips(pair: EquationPair) -> Kind:
-    """Return the kind of a counter after a loop over rows: the number of rows.
+    """Count the trips of a loop over rows: the number of rows.
 
     It starts at 0, and grows by 1 in each trip.
     """
@@ -470,7 +466,7 @@ def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
 
 
 def _rows_of(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of what a loop over rows stacks: rows, with an entry per row."""
+    """Stack what a loop over rows returns: rows, with an entry per row."""
     if isinstance(x, Row):
         all_rows = rows(x.power).replace(zeros=x.bare().zeros)
         return all_rows.replace(in_padding=x.in_padding)
@@ -485,7 +481,7 @@ def _rows_of(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)
 def _solved(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a `custom_linear_solve`: those of its program ``solve``."""
+    """Solve a `custom_linear_solve` by its program ``solve``."""
     [first] = inner_programs(pair.first)
     [second] = inner_programs(pair.second)
     kinds = dict(zip(map(id, pair.first.invars), ins, strict=True))

@@ -43,7 +43,7 @@ class MeshAxes(NamedTuple):
         return self.counts == sizes.towers and not self.still
 
     def dim_split(self, spec: PartitionSpec) -> int | None:
-        """Return the dim that a spec splits over the towers; None if it splits none.
+        """Find the dim that a spec splits over the towers; None if it splits none.
 
         Raises:
           NotOfOneKindError: The spec does not fit this reading of the axes.

@@ -51,9 +51,9 @@ def runs_over_micro_batches(pair: EquationPair, lengths: tuple[Any, Any]) -> boo
 
 
 def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
-    """Return the kinds of the results of a loop that has a trip per micro-batch.
+    """Run a loop that has a trip per micro-batch.
 
-    They are sums over all trips, and arrays with an entry for each trip.
+    Its results are sums over all trips, and arrays with an entry for each trip.
     """
     if pair.scope.in_chunks or pair.scope.loop is not None:
         raise NotOfOneKindError("a loop over micro-batches is inside another loop")
@@ -84,7 +84,7 @@ def over_micro_batches(pair: EquationPair, programs: Sequence[Any]) -> list[Kind
 
 
 def _change_of(body: Any, operand: int, result: int) -> str:
-    """Return how a trip changes a carry: not ("kept"), by 1 ("counted"), or "other"."""
+    """Tell how a trip changes a carry: not ("kept"), by 1 ("counted"), or "other"."""
     before = body.invars[operand]
     after = body.outvars[result]
     if after is before:
@@ -99,12 +99,12 @@ def _change_of(body: Any, operand: int, result: int) -> str:
 
 
 def _shared(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that each trip gets entirely."""
+    """Give a value to each trip entirely."""
     return x if isinstance(x, _SHARED) else pair.unknown(f"each micro-batch uses {x}")
 
 
 def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
-    """Return the kind of a carry before any trip.
+    """Take a carry before a trip as an index, or as a sum or extreme so far.
 
     A carry that is counted up from 0 is the micro-batch's index. One that a trip
     changes in another way is a sum, or an extreme, of the trips so far.
@@ -117,7 +117,7 @@ def _in_a_trip(pair: EquationPair, number: int, x: Kind, change: str) -> Kind:
 
 
 def _slice_of(pair: EquationPair, operand: int) -> Kind:
-    """Return the kind of one trip's slice of an array ``[n, ...]``."""
+    """Give one trip its slice of an array ``[n, ...]``."""
     x = pair.ins[operand].bare()
     if isinstance(x, Stacked) and pair.towers_in[operand] == 0:
         return of_one_tower(x, None if pair.rows_in[operand] is None else 0)
@@ -127,7 +127,7 @@ def _slice_of(pair: EquationPair, operand: int) -> Kind:
 
 
 def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int, int]:
-    """Return the number of rows of a micro-batch, in both programs.
+    """Find the number of rows of a micro-batch, in both programs.
 
     It is not given. It is the least size in the loop that is smaller for more
     micro-batches.
@@ -154,7 +154,7 @@ def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
 def _after_all_trips(
     pair: EquationPair, before: Kind, change: str, start: Kind, end: Kind
 ) -> Kind:
-    """Return the kind of a carry after all trips, from its kinds around a trip.
+    """Find what a carry is after all trips, by its kinds around a trip.
 
     ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
     it.
@@ -179,7 +179,7 @@ def _after_all_trips(
 def _stacked(
     pair: EquationPair, walk: Walk, bodies: Sequence[Any], result: int, x: Kind
 ) -> Kind:
-    """Return the kind of an array that has the values which all trips return."""
+    """Stack the values that all trips return."""
     if isinstance(x, Zero | Unknown):
         return x
     avals = [body.outvars[result].aval for body in bodies]

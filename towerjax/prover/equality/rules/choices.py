@@ -46,10 +46,10 @@ _NOT_NEGATIVE: TypeAlias = RowNumbers | Counter | TowerId | FirstRow | RowOrder
 
 @rule("max min", ELEMENTS, ELEMENTS, knows_identity=True)
 def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of the larger or smaller of two values: the kind stays.
+    """``max(T^p x, T^p y) = T^p max(x, y)``; refuse other powers.
 
-    Both must have one power p. T^p is positive, so T^p x is larger than T^p y if x is
-    larger than y.
+    ``T^p`` is positive, so the larger value stays the larger one. It is the same for
+    ``min``.
     """
     return joined([x, y], "compared with")
 
@@ -59,10 +59,9 @@ def _larger(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 @rule("min", Minimum, Minimum, knows_identity=True)
 @rule("min", Minimum, Copy, knows_identity=True, commutes=True)
 def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Kind:
-    """Return the kind of the larger of two maxima: a maximum.
+    """``max(max_t x_t, max_t y_t) = max_t max(x_t, y_t)``, and so for minima.
 
-    One of them may be a replicated value. In the same way, the smaller of two minima is
-    a minimum.
+    One of the two may be replicated. Both must have one power.
     """
     if x.power != y.power:
         raise refused(pair)
@@ -73,7 +72,7 @@ def _larger_of_extremes(pair: EquationPair, x: Maximum | Minimum, y: Kind) -> Ki
     "max min", SoFar, ELEMENTS | Maximum | Minimum, knows_identity=True, commutes=True
 )
 def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """Return the kind of the larger of a loop's carry and a value: an extreme so far.
+    """Take a value into a loop's extreme so far: ``max(carry, y)``.
 
     In a loop over rows there must be no padding, because a padding row may hold a
     larger value.
@@ -91,7 +90,7 @@ def _largest_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
 
 
 def extreme_of_trips(before: Kind, start: Kind, end: Kind) -> Kind | None:
-    """Return the kind of a carry after a loop whose trips only raised, or lowered, it.
+    """Find the extreme that a loop leaves, if its trips only raised, or lowered, it.
 
     ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
     it. The result is None for a carry that is no extreme.
@@ -115,7 +114,7 @@ def is_same_carry(start: Kind, end: Kind) -> bool:
 
 @rule("eq ne lt le gt ge", ELEMENTS, ELEMENTS, knows_identity=True)
 def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a comparison of two values of one power p: a flag of each row.
+    """``T^p x < T^p y`` where ``x < y``: a comparison is a flag of each row.
 
     The factor T^p of both does not change the result.
     """
@@ -136,13 +135,13 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)
 def _is_negative(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """Return the kind of "a tower's or row's index is below 0": 0, as it never is."""
+    """A tower's or row's index is never below 0."""
     return copy(number=False)
 
 
 @rule("lt", RowNumbers, Valid, knows_identity=True)
 def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
-    """Return the kind of "a row's index is below the number of examples".
+    """A row whose index is below the number of examples is an example.
 
     It is the flag of `PADDING`, because a tower's examples come before its padding.
     """
@@ -155,7 +154,7 @@ def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
 
 @rule("lt", RowNumbers, Copy | Size, knows_identity=True)
 def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
-    """Return the kind of "a row's index is below the number of rows": always True."""
+    """The index of each row is below the number of rows."""
     is_each = pair.times_rows(0, pair.rows_in[0]) == 1
     if not (is_each and is_rows_of_tower(y)):
         raise refused(pair)
@@ -164,7 +163,7 @@ def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
 
 @rule("ge", Valid, Copy | Size, knows_identity=True)
 def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
-    """Return the kind of "a tower has as many examples as rows": it has no padding."""
+    """A tower with as many examples as rows has no padding."""
     if not _is_size_of_tower(pair, y):
         raise refused(pair)
     return IsFull()
@@ -173,7 +172,7 @@ def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
 @rule("ge", Size, Copy | Size, knows_identity=True)
 @rule("ge", Copy, Size, knows_identity=True)
 def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
-    """Return the kind of "a tower's number of rows is at least itself": always True."""
+    """A tower's number of rows is at least itself."""
     if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
         raise refused(pair)
     return copy(number=True)
@@ -190,10 +189,7 @@ def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
 
 @rule("or", ELEMENTS, ELEMENTS, knows_identity=True)
 def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of `or` of two values, a function of both.
-
-    If one of them is True on all towers, the result is, too.
-    """
+    """``x or y``, element by element; True if one of them is True on all towers."""
     is_true = constant_of(x) is True or constant_of(y) is True
     if is_true and pair.are(SAME_FOR_ALL):
         return copy(number=True)
@@ -202,10 +198,9 @@ def _either(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("or", TowerRows, IsFull, knows_identity=True, commutes=True)
 def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
-    """Return the kind of "a row is an example, or its tower is full".
+    """A row is an example, or its tower is full: the flag of `PADDING`.
 
-    It is the flag of `PADDING`: all rows of a full tower are examples, so the flag is 1
-    in each of them anyway.
+    All rows of a full tower are examples, so the flag is 1 in each of them anyway.
     """
     if x.fact != Flag(PADDING):
         raise refused(pair)
@@ -214,22 +209,19 @@ def _is_example_or_full(pair: EquationPair, x: TowerRows, y: IsFull) -> Kind:
 
 @rule("and", ELEMENTS, ELEMENTS, knows_identity=True)
 def _both(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of `and` of two values, a function of both.
-
-    The `and` of two flags is a flag.
-    """
+    """``x and y``, element by element; the ``and`` of two flags is a flag."""
     return guards.flag_of(pair, function_of([x, y], "and"))
 
 
 @rule("not", ELEMENTS, knows_identity=True)
 def _opposite(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of `not` of rows or of a replicated value, by element."""
+    """``not x``, element by element, for rows or a replicated value."""
     return function_of([x], "not")
 
 
 @rule("select_n", every=Kind, knows_identity=True)
 def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
-    """Return the kind of a `select_n`, which chooses between cases by a predicate.
+    """Choose between cases by a predicate, for all rows or row by row.
 
     If the predicate is replicated, the kind of the cases stays. If it is rows, each row
     chooses for itself, and the cases must be rows or replicated.
@@ -262,7 +254,7 @@ def _choice(pair: EquationPair, predicate: Kind, *cases: Kind) -> Kind:
 
 
 def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
-    """Return a fact: the infinity that a choice puts into padding rows; None if none.
+    """Find the infinity that a choice puts into padding rows; None if none.
 
     The predicate must be 0 in padding rows, so that they get case 0.
     """
@@ -273,7 +265,7 @@ def _of_padding(pair: EquationPair, chosen: Kind) -> Any:
 
 
 def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
-    """Return the kind of a choice, inside a loop, between an old and a new carry."""
+    """Choose, inside a loop, between an old and a new carry of one power."""
     known = [x for x in cases if x.power is not None] or cases
     of_carry = {_carry_of(x) for x in cases}
     is_of_row = isinstance(predicate, Row | SAME_FOR_ALL) and pair.rows_in[0] is None
@@ -287,7 +279,7 @@ def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
 
 
 def _carry_of(x: Kind) -> Any:
-    """Return a key that tells which carry a kind is of, and how a trip changed it.
+    """Make a key that tells which carry a kind is of, and how a trip changed it.
 
     The kind of a carry is `SoFar` or `Buffer`. For any other kind, the key is the kind.
     """
@@ -298,7 +290,7 @@ def _carry_of(x: Kind) -> Any:
 
 @rule("clamp", every=ELEMENTS)
 def _clamped(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of a `clamp` of values of one kind: the kind stays.
+    """``clamp(T^p a, T^p x, T^p b) = T^p clamp(a, x, b)``; refuse other powers.
 
     It is a maximum of a minimum.
     """

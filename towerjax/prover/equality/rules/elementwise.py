@@ -64,13 +64,13 @@ _NO_ELEMENTS: TypeAlias = Part | EXTREME | Mean | OF_TOWER
     knows_identity=True,
 )
 def _as_it_is(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of unchanged values: result i has the kind of operand i."""
+    """Pass values on unchanged: result i has the kind of operand i."""
     return [*ins]
 
 
 @rule("stop_gradient", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value whose derivative is stopped: the kind stays.
+    """Pass a value on, and stop its derivative; the kind stays.
 
     The result has an identity of its own, because its derivative is another.
     """
@@ -79,7 +79,7 @@ def _without_derivative(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_precision", OF_ONE_TOWER, knows_identity=True)
 def _rounded(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a rounded value: the kind stays.
+    """Round a value; the kind stays.
 
     The proof ignores rounding, which also keeps the order of values.
     """
@@ -88,13 +88,13 @@ def _rounded(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("neg", LINEAR | Groups, knows_identity=True)
 def _negative(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a negative: that of the value, because -x is linear."""
+    """``-(T^p x) = T^p (-x)``: the kind stays."""
     return x.times_tower(x.power)
 
 
 @rule("neg", Stacked, knows_identity=True)
 def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
-    """Return the kind of the negatives of all towers' values: the kind stays.
+    """``-(x_1, ..., x_T) = (-x_1, ..., -x_T)``: negate all towers' values.
 
     Others are refused: the negative of a maximum is a minimum, and that of an index is
     no index.
@@ -106,7 +106,7 @@ def _negative_of_all(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("real imag conj", LINEAR)
 def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a real part, imaginary part or conjugate: the kind stays.
+    """``re(T^p z) = T^p re(z)``, and so for ``imag`` and ``conj``.
 
     Each is a linear function over the real numbers.
     """
@@ -115,22 +115,22 @@ def _linear_of_complex(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("complex", LINEAR, LINEAR)
 def _of_two_parts(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a complex number: that of its real and imaginary parts.
+    """``T^p x + i T^p y = T^p (x + i y)``; refuse other powers.
 
-    It is linear in both, so they must fit like two addends.
+    A complex number is linear in both of its parts, so they must fit like two addends.
     """
     return joined([x, y], "together with")
 
 
 @rule("squeeze expand_dims", OF_ONE_TOWER, knows_identity=True)
 def _laid_otherwise(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that gets or loses dims of size 1: the kind stays."""
+    """Add or drop dims of size 1; the kind stays."""
     return x
 
 
 @rule("transpose", OF_ONE_TOWER | Stacked, knows_identity=True)
 def _transposed(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a transposed value: the kind stays.
+    """Transpose a value; the kind stays.
 
     Which dim has the rows is read from the shapes.
     """
@@ -139,7 +139,7 @@ def _transposed(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("transpose", Groups, knows_identity=True)
 def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Return the kind of transposed groups of rows: groups, along renumbered dims."""
+    """Transpose groups of rows, and renumber the dims of the rows."""
     new = pair.params["permutation"].index
     dims = tuple(new(i) for i in x.layout.dims)
     return x.replace(layout=x.layout._replace(dims=dims))
@@ -147,10 +147,9 @@ def _transposed_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("convert_element_type", OF_ONE_TOWER | SPECIAL, knows_identity=True)
 def _converted(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value in another dtype.
+    """Cast to another dtype; the kind stays if that holds the old numbers.
 
-    If that dtype holds all numbers of the old one, except for rounding, the kind stays.
-    Any other conversion is a function of each element.
+    Rounding is ignored. Any other conversion is a function of each element.
     """
     old = np.dtype(pair.dtype(0))
     new = np.dtype(pair.params["new_dtype"])
@@ -185,20 +184,17 @@ def _holds_numbers(old: Any, new: Any) -> bool:
 
 @rule("add sub add_any", LINEAR, LINEAR, knows_identity=True)
 def _sum_of_two(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a sum or difference of two values of one kind and power.
+    """``T^p x + T^p y = T^p (x + y)``; refuse other powers.
 
-    Kind and power stay. A part of power p + 1 may be added to a replicated value of
-    power p, because the sum over T towers of that value is T times the value.
+    A replicated ``T^p y`` may be added to a part ``T^(p+1) x``, because it adds up to
+    ``T^(p+1) y`` over T towers.
     """
     return joined([x, y])
 
 
 @rule("add sub add_any", Groups, Groups, knows_identity=True)
 def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
-    """Return the kind of a sum or difference of rows along the same several dims.
-
-    The result has rows along these dims, too.
-    """
+    """``T^p x + T^p y = T^p (x + y)``, for rows along the same several dims."""
     if (x.power, x.layout) != (y.power, y.layout):
         raise refused(pair)
     return x.times_tower(x.power)
@@ -206,10 +202,10 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 
 @rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
-    """Return the kind of a row's index in its tower plus the tower's first row's index.
+    """A row's index in its tower + the tower's first row = its index in the batch.
 
-    The sum is the row's index in the batch. This holds only if all towers have equally
-    many rows, and none is padding, and if each tower has all its rows at once.
+    This holds only if all towers have equally many rows, and none is padding, and if
+    each tower has all its rows at once.
     """
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
@@ -221,7 +217,7 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
 @rule("sub", NUMBER, Zero, knows_identity=True)
 @rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
 def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """Return the kind of a tower's or row's index plus 0: the kind of that index."""
+    """``i + 0 = i``, for the index i of a tower or row."""
     if isinstance(x, NextRow):
         raise refused(pair)
     return x
@@ -229,7 +225,7 @@ def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
 
 @rule("add add_any", Counter, Copy, commutes=True)
 def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
-    """Return the kind of a row's index plus 1, in a loop over rows: the next index."""
+    """``i + 1`` is the next row's index, in a loop over rows."""
     if y.number != 1:
         raise refused(pair)
     return NextRow()
@@ -238,7 +234,7 @@ def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
 @rule("sub", SoFar, LINEAR, knows_identity=True)
 @rule("add add_any", SoFar, LINEAR, knows_identity=True, commutes=True)
 def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
-    """Return the kind of a loop's carry plus a value: the carry stays a sum over rows.
+    """Add a value to a loop's carry, which stays a sum over rows.
 
     In a loop over rows the value must be one row's, in a loop over chunks a part.
     """
@@ -256,10 +252,9 @@ def _sum_so_far(pair: EquationPair, x: SoFar, y: Kind) -> Kind:
 
 @rule("mul", ELEMENTS, ELEMENTS, knows_identity=True)
 def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a product of rows or replicated values.
+    """``T^p x * T^q y = T^(p+q) x y``, for rows and replicated values.
 
-    It is rows if one of them is, and the exponents of T add up. The product of two
-    flags is a flag.
+    The product is rows if one factor is. The product of two flags is a flag.
     """
     if constant_of(x) == 1:
         return y
@@ -270,7 +265,7 @@ def _product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("mul", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Return the kind of a part times a replicated value: a part.
+    """``sum_t (T^p x_t * T^q c) = T^(p+q) c sum_t x_t``: a part stays a part.
 
     The product is linear in the part.
     """
@@ -279,9 +274,9 @@ def _multiple_of_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("mul", RowNumbers | TowerId, Copy, knows_identity=True, commutes=True)
 def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
-    """Return the kind of a tower's index times its number of rows.
+    """A tower's index * its number of rows = its first row's index in the batch.
 
-    The product is the index in the batch of the tower's first row.
+    An index times 1 is the index itself.
     """
     if y.number == 1:
         return x
@@ -292,7 +287,7 @@ def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
 
 @rule("mul", Groups | Stacked, Copy, knows_identity=True, commutes=True)
 def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """Return the kind of groups of rows, or all towers' values, times one number.
+    """``T^q c (T^p x_1, ..., T^p x_T)``: scale groups, or all towers' values.
 
     The kind stays. All other values are refused: a negative number would exchange
     maxima and minima, and a multiple of an index is another number.
@@ -304,10 +299,10 @@ def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
 
 @rule("div", ELEMENTS, ELEMENTS, knows_identity=True)
 def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a quotient of rows or replicated values.
+    """``T^p x / (T^q y) = T^(p-q) x / y``, for rows and replicated values.
 
-    The exponents of T are subtracted. A division of integers is not linear, so it is
-    treated as any function of each element.
+    A division of integers is not linear, so it is treated as any function of each
+    element.
     """
     if _is_whole(pair):
         return function_of([x, y], "an integer division")
@@ -318,7 +313,7 @@ def _quotient(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("div", Part, Copy, knows_identity=True)
 def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """Return the kind of a part divided by a replicated value: a part.
+    """``sum_t (T^p x_t / (T^q c)) = T^(p-q) (sum_t x_t) / c``: a part.
 
     The quotient is linear in the part.
     """
@@ -329,7 +324,7 @@ def _part_of_part(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 @rule("div", Groups | Stacked, Copy, knows_identity=True)
 def _part_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
-    """Return the kind of groups of rows, or all towers' values, divided by one number.
+    """``(T^p x_1, ..., T^p x_T) / (T^q c)``: divide groups, or all towers' values.
 
     The kind stays.
     """
@@ -359,7 +354,7 @@ _EXPONENTS = {
 
 @rule("integer_pow square sqrt rsqrt cbrt abs", ELEMENTS)
 def _power(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a power or root of a value: (T^p x)^y is T^(p y) x^y.
+    """``(T^p x)^y = T^(p y) x^y``, for powers and roots.
 
     This holds for roots and `abs`, too, because powers of T are positive.
     """
@@ -374,7 +369,7 @@ def _power(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("integer_pow", _NO_ELEMENTS)
 def _first_power(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of the first power of a value, which is that value."""
+    """``x^1 = x``; refuse other exponents."""
     if pair.params["y"] != 1:
         raise refused(pair)
     return x
@@ -390,7 +385,7 @@ def _first_power(pair: EquationPair, x: Kind) -> Kind:
     every=ELEMENTS,
 )
 def _function(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of any function of the elements: rows or a replicated value.
+    """``f(x, y, ...)``, element by element: rows, or a replicated value.
 
     The operands must be rows or replicated, with power 0 of T.
     """
@@ -399,7 +394,7 @@ def _function(pair: EquationPair, *ins: Kind) -> Kind:
 
 @rule("bitcast_convert_type", ELEMENTS)
 def _bits_of(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of the bits of each element, a function of that element."""
+    """Read the bits of each element, a function of that element."""
     sizes = {np.dtype(pair.dtype(0)).itemsize}
     sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
     if len(sizes) > 1 and pair.rows_in[0] is not None:

@@ -37,7 +37,7 @@ _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
 def as_flag(pair: EquationPair, value: Kind) -> Kind:
-    """Return the kind of rows that hold 0 or 1, with a new flag as its fact.
+    """Give rows that hold 0 or 1 a new flag as their fact.
 
     Any other kind is returned unchanged.
     """
@@ -48,7 +48,7 @@ def as_flag(pair: EquationPair, value: Kind) -> Kind:
 
 
 def flag_of(pair: EquationPair, value: Kind) -> Kind:
-    """Return `as_flag` of the kind if all operands of the equation are flags.
+    """Make a flag of the kind if all operands of the equation are flags.
 
     If they are not, return the kind unchanged.
     """
@@ -57,13 +57,13 @@ def flag_of(pair: EquationPair, value: Kind) -> Kind:
 
 
 def counted_flag(value: Kind) -> Any:
-    """Return the flag whose rows a value counts; None if the value is no such count."""
+    """Find the flag whose rows a value counts; None if the value is no such count."""
     is_count = isinstance(value, Part) and isinstance(value.fact, Count)
     return value.fact.flag if is_count else None  # type: ignore
 
 
 def has_any(flag: Any, is_any: bool) -> Kind:
-    """Return the kind of a bool that tells whether a tower has a row with a flag.
+    """Describe a bool that tells whether a tower has a row with a flag.
 
     If ``is_any`` is true, the bool is True for a tower that has one: a maximum over
     towers. Otherwise it is True for a tower that has none: a minimum.
@@ -74,9 +74,10 @@ def has_any(flag: Any, is_any: bool) -> Kind:
 
 @rule("eq ne lt le gt ge", Part, SAME_FOR_ALL, knows_identity=True, commutes=True)
 def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Return the kind of a comparison of a count of rows with 0 or 1.
+    """``count > 0``: does a tower have a row with the flag that is counted?
 
-    The result tells whether a tower has a row with the flag that is counted.
+    ``count >= 1`` asks the same, ``count == 0`` and ``count < 1`` the opposite. Any
+    other comparison is refused.
     """
     flag = counted_flag(x)
     name = _SWAPPED.get(pair.name, pair.name) if pair.is_swapped else pair.name
@@ -89,10 +90,7 @@ def _count_compared(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("not", Maximum | Minimum, knows_identity=True)
 def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """Return the kind of `not` of an extreme of bools: the opposite extreme.
-
-    The `not` of a maximum of bools is a minimum, and the reverse.
-    """
+    """``not max_t b_t = min_t (not b_t)``, for bools, and the reverse."""
     if pair.dtype(0).kind != "b":
         raise refused(pair)
     if isinstance(x.fact, HasRow):
@@ -102,7 +100,7 @@ def _opposite(pair: EquationPair, x: Maximum | Minimum) -> Kind:
 
 @rule("max", Part, Copy, knows_identity=True, commutes=True)
 def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
-    """Return the kind of ``max(count, c)`` with a number c above 0 and at most 1.
+    """``max(count, c)`` with ``0 < c <= 1`` is a count that is never 0.
 
     The number c replaces the count on a tower that counts no row, and nowhere else.
     """
@@ -114,7 +112,7 @@ def _at_least_one(pair: EquationPair, x: Part, y: Copy) -> Kind:
 
 
 def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
-    """Return the kind of a choice by whether a tower has a row with some flag.
+    """Choose by whether a tower has a row with some flag.
 
     The result is None if ``predicate`` does not tell whether there is such a row.
 
@@ -139,9 +137,9 @@ def chosen_by_any(predicate: Kind, cases: Sequence[Kind]) -> Kind | None:
 
 @rule("div", Part, AtLeast, knows_identity=True)
 def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
-    """Return the kind of a sum over rows with a flag, divided by their guarded count.
+    """``sum / max(count, 1)`` is a mean over the rows with a flag.
 
-    It is a mean, whose dividend is 0 if the count is.
+    Its dividend is 0 if the count is.
     """
     is_whole = pair.dtype(0).kind in "iu"
     if pair.shape(1) != () or y.flag not in x.zeros or is_whole:
@@ -151,7 +149,7 @@ def _mean_of_flagged(pair: EquationPair, x: Part, y: AtLeast) -> Kind:
 
 @rule("div", Part, Part, knows_identity=True)
 def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
-    """Return the kind of a part divided by any part of the same tower: a mean.
+    """``x_t / y_t``: a part divided by any part of the same tower is a mean.
 
     A tower where the divisor is 0 gets NaN. So `_part_again` does not accept this mean.
     """
@@ -162,22 +160,19 @@ def _mean_by_part(pair: EquationPair, x: Part, y: Part) -> Kind:
 
 @rule("neg", Mean, knows_identity=True)
 def _negative_mean(pair: EquationPair, x: Mean) -> Kind:
-    """Return the kind of the negative of a mean: a mean, of the negatives."""
+    """``-(x / n) = (-x) / n``."""
     return x
 
 
 @rule("mul", Mean, Copy, knows_identity=True, commutes=True)
 def _multiple_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Return the kind of a mean times a replicated value: a mean.
-
-    The exponents of T add up.
-    """
+    """``(T^p x / n) * T^q c = T^(p+q) (c x / n)``."""
     return x.replace(power=x.power + y.power)
 
 
 @rule("div", Mean, Copy, knows_identity=True)
 def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Return the kind of a mean divided by a replicated value: a mean."""
+    """``(T^p x / n) / (T^q c) = T^(p-q) (x / c) / n``."""
     if pair.dtype(0).kind in "iu":
         raise refused(pair)
     return x.replace(power=x.power - y.power)
@@ -185,7 +180,7 @@ def _part_of_mean(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("mul", Mean, Part, knows_identity=True, commutes=True)
 def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
-    """Return the kind of a mean times its divisor: the part that was divided."""
+    """``(x / n) * n = x``: a mean times its own divisor is a part."""
     if x.fact is None or y.fact != x.fact:
         raise refused(pair)
     return part(x.power)
@@ -193,16 +188,13 @@ def _part_again(pair: EquationPair, x: Mean, y: Part) -> Kind:
 
 @rule("add sub add_any", Mean, Zero, knows_identity=True, commutes=True)
 def _mean_and_zero(pair: EquationPair, x: Mean, y: Zero) -> Kind:
-    """Return the kind of a mean plus or minus 0: that mean."""
+    """``x / n + 0 = x / n``."""
     return x
 
 
 @rule("add sub add_any", Mean, Copy, knows_identity=True, commutes=True)
 def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
-    """Return the kind of a mean x / n plus a replicated value c.
-
-    It is a mean, (x + c n) / n.
-    """
+    """``x / n + c = (x + c n) / n``; refuse another power of ``c n`` than of ``x``."""
     if y.power + x.divisor != x.power:
         raise refused(pair)
     return x
@@ -210,10 +202,7 @@ def _mean_and_copy(pair: EquationPair, x: Mean, y: Copy) -> Kind:
 
 @rule("add sub add_any", Mean, Mean, knows_identity=True)
 def _sum_of_means(pair: EquationPair, x: Mean, y: Mean) -> Kind:
-    """Return the kind of a sum of two means by one divisor n: a mean.
-
-    It is x / n + y / n = (x + y) / n.
-    """
+    """``x / n + y / n = (x + y) / n``; refuse other powers and divisors."""
     if (x.power, x.fact) != (y.power, y.fact):
         raise refused(pair)
     return x.replace(vanishes=x.vanishes and y.vanishes)

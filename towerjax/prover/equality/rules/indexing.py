@@ -57,14 +57,14 @@ def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
 
 
 def _of_this_row(x: Kind) -> Kind:
-    """Return the kind of the current row of an array, in a loop over rows."""
+    """Take the current row of an array, in a loop over rows."""
     if isinstance(x, Zero) or x.power is None:
         return ZERO
     return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
 
 
 def _with_this_row(x: Buffer, new: Kind) -> Kind:
-    """Return the kind of a loop's buffer after its current row is written."""
+    """Write the current row of a loop's buffer; refuse another power of T."""
     if not isinstance(new, Row | Copy | Zero):
         raise NotOfOneKindError(f"no rule for a write of {new} to a row")
     if isinstance(new, Zero):
@@ -81,9 +81,9 @@ def _are_same(indices: Any) -> bool:
 
 @rule("dynamic_slice", Stacked, every=OF_ONE_TOWER)
 def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
-    """Return the kind of a slice of all towers' values at the tower's index.
+    """``(x_1, ..., x_T)[t] = x_t``: slice out the tower's own value.
 
-    It is that of the tower's own value.
+    A slice of another tower's value is refused.
     """
     axis = pair.towers_in[0]
     assert axis is not None
@@ -99,7 +99,7 @@ def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", Buffer, every=OF_ONE_TOWER)
 def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
-    """Return the kind of the current row of the array that a loop over rows fills."""
+    """Read the current row of the array that a loop over rows fills."""
     if not _takes_this_row(pair, at):
         raise NotOfOneKindError(_AMONG_ROWS)
     return _of_this_row(x)
@@ -107,7 +107,7 @@ def _slice_of_buffer(pair: EquationPair, x: Buffer, *at: Kind) -> Kind:
 
 @rule("dynamic_slice", LINEAR | Key, every=OF_ONE_TOWER, copies_as_rows=True)
 def _slice_at(pair: EquationPair, x: Kind, *at: Kind) -> Kind:
-    """Return the kind of a slice at a start that a program computes.
+    """Slice an array at a start that a program computes.
 
     If the start is the same on all towers, the kind stays. In a loop over rows, the
     slice may be the current row, or start where the current row says. It may also be
@@ -176,7 +176,7 @@ def _is_flag(pair: EquationPair) -> bool:
 
 @rule("dynamic_update_slice", Buffer, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Kind:
-    """Return the kind of a loop's buffer after the current row is written to it."""
+    """Write the current row to the buffer of a loop over rows."""
     axis = pair.rows_in[0]
     others = [v for i, v in enumerate(at) if i != axis]
     is_here = axis is not None and isinstance(at[axis], Counter)
@@ -188,7 +188,7 @@ def _update_of_buffer(pair: EquationPair, x: Buffer, new: Kind, *at: Kind) -> Ki
 
 @rule("dynamic_update_slice", LINEAR, LINEAR, every=OF_ONE_TOWER, copies_as_rows=True)
 def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
-    """Return the kind of an array after a slice is written to it.
+    """Write a slice to an array.
 
     If all towers write at the same place, the kind stays. If each tower writes its rows
     into zeros of the batch's size, at the place of these rows, the result is a part.
@@ -209,7 +209,7 @@ def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
 
 
 def _columns_of(pair: EquationPair) -> list[Any]:
-    """Return the type of each column's kind in an array of indices.
+    """List the type of each column's kind in an array of indices.
 
     For a column that is a permutation of the rows' indices it is the `RowOrder` itself.
     """
@@ -220,7 +220,7 @@ def _columns_of(pair: EquationPair) -> list[Any]:
 
 
 def _as_array(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a gather's array; for 0, rows or a replicated value."""
+    """Read a gather's array; 0 becomes rows or a replicated value."""
     if not isinstance(x, Zero):
         return x
     return copy() if pair.rows_in[0] is None else rows()
@@ -245,9 +245,9 @@ def _refuse_fill(pair: EquationPair, x: Kind) -> None:
 
 @rule("gather", Stacked, every=OF_ONE_TOWER | SPECIAL)
 def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
-    """Return the kind of a gather from all towers' values by the tower's index.
+    """``(x_1, ..., x_T)[t] = x_t``: gather the tower's own value.
 
-    It is that of the tower's own value.
+    A gather of another tower's value is refused.
     """
     dims = pair.params["dimension_numbers"]
     axis = pair.towers_in[0]
@@ -262,7 +262,7 @@ def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
 
 @rule("gather", ELEMENTS | Buffer, Counter, copies_as_rows=True)
 def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
-    """Return the kind of a gather by the current row's index, in a loop: that row."""
+    """Gather at the current row's index, in a loop: that row."""
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
     x = _as_array(pair, x)
@@ -275,7 +275,7 @@ def _gathered_row(pair: EquationPair, x: Kind, at: Counter) -> Kind:
 
 @rule("gather", LINEAR, ELEMENTS, copies_as_rows=True)
 def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Return the kind of elements that a gather takes at computed indices.
+    """Gather elements at computed indices.
 
     The array may be a replicated table, in which each row looks up its own elements. It
     may also be rows, if a row's elements are taken from that row.
@@ -295,7 +295,7 @@ def _gathered(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowNumbers | Columns, copies_as_rows=True)
 def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Return the kind of a gather in which row i reads elements of row i.
+    """Gather so that row i reads elements of row i.
 
     One column of the indices is the rows' indices.
     """
@@ -315,12 +315,12 @@ def _gathered_by_number(pair: EquationPair, x: Kind, at: Kind) -> Kind:
 
 @rule("gather", LINEAR, RowOrder, copies_as_rows=True)
 def _gathered_by_order(pair: EquationPair, x: Kind, at: RowOrder) -> Kind:
-    """Return the kind of all rows gathered by a permutation: rows in another order."""
+    """Gather all rows by a permutation: rows in another order."""
     return _by_order(pair, x, at)
 
 
 def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
-    """Return the kind of all rows in another order, each exactly once."""
+    """Put all rows in another order, each exactly once."""
     x = _as_array(pair, x)
     dims = pair.params["dimension_numbers"]
     axis, at_axis = pair.rows_in
@@ -344,7 +344,7 @@ def _by_order(pair: EquationPair, x: Kind, order: RowOrder) -> Kind:
 
 @rule("towerjax_take", Copy, ELEMENTS)
 def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
-    """Return the kind of rows of a table that `tj.sparse.take` looks up: rows.
+    """Look up rows of a table, as `tj.sparse.take` does: rows.
 
     The table is replicated, and each row of the batch has its own indices.
     """
@@ -357,7 +357,7 @@ def _rows_of_table(pair: EquationPair, x: Copy, at: Kind) -> Kind:
 
 
 def _from_table(pair: EquationPair, x: Kind, at: Kind) -> Kind:
-    """Return the kind of elements at the indices ``at`` of an array without rows."""
+    """Take elements at the indices ``at`` of an array without rows."""
     if pair.params["slice_sizes"] != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError(_OTHER_ELEMENTS)
     if isinstance(at, Zero):
@@ -413,7 +413,7 @@ _ADDS = ("scatter-add", "scatter-sub")
 
 @rule(_SCATTERS, Buffer, OF_ONE_TOWER | Columns, OF_ONE_TOWER, copies_as_rows=True)
 def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
-    """Return the kind of a loop's buffer after a scatter to its current row."""
+    """Scatter to the current row of a loop's buffer."""
     _refuse_function(pair)
     dims = pair.params["dimension_numbers"]
     axis = pair.rows_in[0]
@@ -433,7 +433,7 @@ def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _scattered(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """Return the kind of a scatter: rows, or a table to which rows are added.
+    """Scatter to rows, each by itself, or add rows to a table.
 
     A row may be written to by itself: rows stay rows. If each tower adds its rows to a
     table that starts at 0, the table is a part.
@@ -474,9 +474,9 @@ def _refuse_function(pair: EquationPair) -> None:
 
 
 def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
-    """Return the kind of an array after all towers write at the same places.
+    """Write at the same places on all towers.
 
-    It is the common kind of the array and of what is written.
+    The array and what is written must be of kinds that fit, and of one power.
     """
     if pair.name in _ADDS:
         return added([x, new])
@@ -487,7 +487,7 @@ def _written_at_same(pair: EquationPair, x: Kind, new: Kind) -> Kind:
 
 
 def _into_table(pair: EquationPair, x: Kind, at: Kind, new: Kind) -> Kind:
-    """Return the kind of a table to which each tower adds its rows.
+    """``sum_t sum_i x_ti``: each tower adds its rows to a table, which is a part.
 
     Instead of a sum, the table may also get the largest or smallest of the rows.
     """

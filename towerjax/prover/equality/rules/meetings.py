@@ -72,7 +72,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
 
 @rule("axis_index", every=Kind)
 def _tower_id(pair: EquationPair) -> Kind:
-    """Return the kind of an `axis_index` of the towers' axis: a tower's index.
+    """Number the towers: an `axis_index` of their axis is a tower's index.
 
     It is refused in a loop over chunks of rows, where towers must not communicate.
     """
@@ -82,10 +82,9 @@ def _tower_id(pair: EquationPair) -> Kind:
 
 @rule("psum psum_invariant", every=Copy | Part | Zero)
 def _added_over_towers(pair: EquationPair, *ins: Copy | Part | Zero) -> list[Kind]:
-    """Return the kinds of a `psum`: replicated values.
+    """``sum_t T^p x_t = T^p x`` for parts, and ``sum_t T^p c = T^(p+1) c``.
 
-    Parts add up to the value in the program for one tower. A replicated value is added
-    up to T times that value.
+    Both sums are replicated.
     """
     _refuse_other_axes(pair)
     return [added_over_towers(x) for x in ins]
@@ -94,7 +93,7 @@ def _added_over_towers(pair: EquationPair, *ins: Copy | Part | Zero) -> list[Kin
 @rule("pmax", every=Maximum | Copy | Zero)
 @rule("pmin", every=Minimum | Copy | Zero)
 def _extreme_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kind of a `pmax` or `pmin`: replicated, from each tower's extreme."""
+    """``max_t`` of each tower's maximum is replicated, and so for minima."""
     _refuse_other_axes(pair)
     return [x if isinstance(x, Zero) else copy(x.power) for x in ins]
 
@@ -103,7 +102,7 @@ def _extreme_over_towers(pair: EquationPair, *ins: Kind) -> list[Kind]:
     "all_gather all_gather_invariant", _MERGED | TowerRows | Zero, copies_as_rows=True
 )
 def _gathered_over_towers(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of an `all_gather` over towers.
+    """Gather the towers' rows to the batch, or stack the towers' values.
 
     Rows that are joined along their dim (``tiled``) are the rows of the batch, which
     all towers get: a replicated value. Without ``tiled`` the result is a `Stacked`
@@ -129,10 +128,7 @@ def _gathered_over_towers(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_scatter psum_scatter", Part)
 def _scattered_over_towers(pair: EquationPair, x: Part) -> Kind:
-    """Return the kind of a `psum_scatter` of a part: rows.
-
-    Each tower gets its rows of the sum over towers.
-    """
+    """Add a part over towers, and give each tower its rows of the sum."""
     _refuse_other_axes(pair)
     along = pair.params["scatter_dimension"]
     is_split = pair.params["tiled"] and pair.rows_out[0] == along
@@ -142,7 +138,7 @@ def _scattered_over_towers(pair: EquationPair, x: Part) -> Kind:
 
 
 def _of_other_towers(x: TowerRows, axis: int | None, order: Any) -> Kind:
-    """Return the kind of rows that come from other towers: rows in another order.
+    """Take rows that come from other towers: rows in another order.
 
     The order depends on the number of towers. What is known of the flags of the tower's
     own rows does not hold for these rows.
@@ -153,7 +149,7 @@ def _of_other_towers(x: TowerRows, axis: int | None, order: Any) -> Kind:
 
 @rule("ppermute", every=_MERGED | TowerRows | Zero, knows_identity=True)
 def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of a `ppermute`, by which each tower gets another tower's value.
+    """Give each tower another tower's value; refuse to leave a tower out.
 
     Rows get another order. Other kinds stay, because they do not say which tower has
     which value.
@@ -177,7 +173,7 @@ def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("all_to_all", TowerRows, knows_identity=True, copies_as_rows=True)
 def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
-    """Return the kind of an `all_to_all` of rows: rows in another order.
+    """Exchange rows among all towers: rows in another order.
 
     Each tower must get as many rows from each tower.
     """
@@ -192,13 +188,13 @@ def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("random_seed", SAME_FOR_ALL)
 def _key_of_seed(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a key that is made of a seed, a function of that seed."""
+    """Make a key of a seed, a function of that seed."""
     return function_of([x], "a key")
 
 
 @rule("random_fold_in", Key, ELEMENTS | RowNumbers)
 def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
-    """Return the kind of a tower's own key with a number folded in: its own key.
+    """Fold a number into a tower's own key: again its own key.
 
     A key that does not stand for one key per row becomes one if the rows' indices are
     folded in. No other numbers of rows may be: rows with equal numbers would share a
@@ -212,10 +208,7 @@ def _own_key_of_number(pair: EquationPair, x: Key, y: Kind) -> Kind:
 
 @rule("random_fold_in", SAME_FOR_ALL, TowerId)
 def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
-    """Return the kind of a replicated key with a tower's index folded in.
-
-    It is the tower's own key.
-    """
+    """Fold a tower's index into a replicated key: the tower's own key."""
     if pair.rows_out[0] is not None or not pair.walk.has_keys:
         raise refused(pair)
     return Key()
@@ -223,19 +216,19 @@ def _own_key(pair: EquationPair, x: Kind, y: TowerId) -> Kind:
 
 @rule("random_fold_in", ELEMENTS, ELEMENTS)
 def _key_of_number(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a key with a number folded in, a function of both."""
+    """Fold a number into a key, a function of both."""
     return function_of([x, y], "a key")
 
 
 @rule("random_split", Key)
 def _keys_of_own_key(pair: EquationPair, x: Key) -> Kind:
-    """Return the kind of keys that are split from a tower's own key: its own keys."""
+    """Split a tower's own key: its own keys."""
     return x
 
 
 @rule("random_split", ELEMENTS)
 def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of keys that are split from a key, a function of that key.
+    """Split a key, a function of that key.
 
     Keys for rows must be split from a key per row. Otherwise all towers would use the
     same keys for their rows.
@@ -247,7 +240,7 @@ def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("random_bits random_gamma", every=ELEMENTS | Key, copies_as_rows=True)
 def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
-    """Return the kind of a random draw: rows if the key is a tower's own.
+    """Draw random numbers: rows if the key is a tower's own.
 
     A replicated key draws the same numbers on all towers. Such a draw is replicated,
     and must not have a dim of rows.

@@ -32,7 +32,7 @@ _WITHIN_ROWS = frozenset(
 
 
 def order_of(pair: EquationPair) -> GroupDims | None:
-    """Return the one order that the rows of all operands are in.
+    """Find the one order that the rows of all operands are in.
 
     A replicated operand fits any order, because it is constant along rows. The result
     is None if there is no such order, or if the equation compares rows.
@@ -51,19 +51,19 @@ def order_of(pair: EquationPair) -> GroupDims | None:
 
 
 def as_in_order(pair: EquationPair) -> EquationPair:
-    """Return the equation as if the rows of its operands were in their own order."""
+    """Take the rows of the operands as if they were in their own order."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     return pair.with_kinds(ins)
 
 
 def in_order(pair: EquationPair, kinds: list[Kind], order: GroupDims) -> list[Kind]:
-    """Return the kinds of the results, whose rows get the order of the operands."""
+    """Give the rows of the results the order of the operands."""
     pairs = zip(kinds, pair.rows_out, strict=True)
     return [_in_order(*x, order) for x in pairs]
 
 
 def _in_order(x: Kind, axis: int | None, order: GroupDims) -> Kind:
-    """Return a result's kind in ``order`` if it is rows; any other kind unchanged."""
+    """Put a result in ``order`` if it is rows; refuse rows that are in none."""
     if isinstance(x, TowerRows) and x.blocks == 1 and axis is not None:
         return permuted(x, axis, order.order).replace(zeros=x.zeros)
     if isinstance(x, Copy | Zero | Part | Maximum | Minimum):

@@ -9,6 +9,11 @@ values of which each belongs to one example of the tower's. A *part* is a tower'
 of a sum over towers. A value has the *power* p of T if on T towers it is T^p times as
 large as on one. An *extreme* is a maximum or minimum over towers.
 
+A rule has its law as a formula: ``T^p x + T^p y = T^p (x + y)`` says that two values of
+one power p have a sum of that power. In it ``x`` and ``y`` are values on one tower, and
+``T^p x`` and ``T^q y`` the same on T towers. ``c`` is a replicated value, ``x_t`` the
+value of tower t, ``sum_t x_t`` a part, and ``x / n`` a mean.
+
 Rules ignore the widths of integers, and where a value is 0: `widths` and `zeros` treat
 both, for all rules. What one tower computes of its inputs is assumed to be finite.
 """
@@ -97,7 +102,7 @@ class Registered(NamedTuple):
         return fits and all(isinstance(x, self.every) for x in more)
 
     def ask(self, pair: EquationPair) -> list[Kind]:
-        """Return the kinds of an equation's results that the rule gives."""
+        """Apply the rule to an equation: find the kinds of its results."""
         if self.is_swapped:
             pair = pair.swapped()
         said = self.rule(pair, *pair.ins)
@@ -119,7 +124,7 @@ def rule(
     knows_identity: bool = False,
     commutes: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a function as a rule.
+    """Register a function as a rule.
 
     Args:
       names: The names of its primitives.
@@ -147,7 +152,7 @@ def rule(
 
 
 def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
-    """Return the rule that accepts an equation, and the equation as the rule gets it.
+    """Find the rule that accepts an equation, and the equation as the rule gets it.
 
     The rule may get it with its operands swapped, or with rows for replicated operands.
     The result is None if no rule accepts the equation.
@@ -160,10 +165,7 @@ def rule_for(pair: EquationPair) -> tuple[Registered, EquationPair] | None:
 
 
 def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
-    """Return the equation with rows in place of replicated operands.
-
-    Only replicated operands that have a dim of rows are replaced.
-    """
+    """Take those replicated operands that have a dim of rows as rows."""
     ins = [
         rows(x.power) if isinstance(x, Copy) and axis is not None else x
         for x, axis in zip(pair.ins, pair.rows_in, strict=True)
@@ -199,7 +201,7 @@ _OF_ONE = {
 
 
 def refused(pair: EquationPair) -> NotOfOneKindError:
-    """Return the error for an equation that no rule accepts; it names the operands."""
+    """Make the error for an equation that no rule accepts; it names the operands."""
     ins = pair.ins[::-1] if pair.is_swapped else pair.ins
     forms = {1: _OF_ONE, 2: _OF_TWO}.get(len(ins), {})
     if pair.name in forms:

@@ -49,7 +49,7 @@ _OF_EACH_ROW: TypeAlias = Valid | IsFull | Size
 
 @rule("iota", every=Kind)
 def _counted_up(pair: EquationPair) -> Kind:
-    """Return the kind of an `iota`: along a dim of rows, the rows' indices.
+    """Count ``0, 1, 2, ...``: along a dim of rows, the rows' indices.
 
     Along a dim of towers it is an array of all towers' indices. Otherwise it is
     replicated.
@@ -62,7 +62,7 @@ def _counted_up(pair: EquationPair) -> Kind:
 
 @rule("empty empty2", every=Kind)
 def _not_written(pair: EquationPair) -> Kind:
-    """Return the kind of an array that is not yet written: a replicated value.
+    """Take an array that is not yet written as replicated.
 
     No program reads elements that it has not written.
     """
@@ -71,24 +71,24 @@ def _not_written(pair: EquationPair) -> Kind:
 
 @rule("platform_index", every=Kind)
 def _platform_of_all(pair: EquationPair) -> Kind:
-    """Return the kind of the index of the platform: all towers have the same."""
+    """All towers have one platform, whose index is replicated."""
     return copy()
 
 
 @rule("random_wrap random_unwrap", OF_ONE_TOWER)
 def _key_as_bits(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a random key as bits, or of bits as a key: the kind stays."""
+    """Read a random key as bits, or bits as a key; the kind stays."""
     return x
 
 
 def _axis_after(pair: EquationPair) -> int | None:
-    """Return the dim along which a broadcast puts the rows of its operand."""
+    """Find the dim along which a broadcast puts the rows of its operand."""
     [axis] = pair.rows_in
     return None if axis is None else pair.params["broadcast_dimensions"][axis]
 
 
 def _size(shape: tuple[Any, ...]) -> Any:
-    """Return a key for the number of elements of a shape: its sizes other than 1."""
+    """List the sizes of a shape other than 1, a key for its number of elements."""
     return sorted(n for n in shape if n != 1)
 
 
@@ -98,16 +98,16 @@ def _is_of_one_size(pair: EquationPair) -> bool:
 
 
 def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a repeated value: another value if it has more elements."""
+    """Repeat a value: it is another value if it has more elements."""
     return x if _is_of_one_size(pair) else x.replace(fact=None)
 
 
 @rule("broadcast_in_dim", Copy | Zero | _OF_EACH_ROW, knows_identity=True)
 def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a broadcast of a value that is constant along rows.
+    """Broadcast a value that is constant along rows; the kind stays.
 
-    The kind stays. A replicated value may also be repeated for each tower, which makes
-    an array of all towers' values.
+    A replicated value may also be repeated for each tower, which makes an array of all
+    towers' values.
     """
     [r_out] = pair.rows_out
     dims = pair.params["broadcast_dimensions"]
@@ -135,7 +135,7 @@ def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _broadcast(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a value that is repeated along new dims: the kind stays."""
+    """Repeat a value along new dims; the kind stays."""
     if _axis_after(pair) != pair.rows_out[0]:
         raise refused(pair)
     return _as_repeated(pair, x)
@@ -143,7 +143,7 @@ def _broadcast(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("broadcast_in_dim", Mean, knows_identity=True)
 def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
-    """Return the kind of a mean that gets new dims of size 1 only: a mean."""
+    """Give a mean new dims of size 1; refuse to repeat it."""
     if not _is_of_one_size(pair):
         raise refused(pair)
     return x
@@ -151,7 +151,7 @@ def _broadcast_mean(pair: EquationPair, x: Mean) -> Kind:
 
 @rule("tile", LINEAR, knows_identity=True)
 def _repeated(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a tiled value; along the dim of rows, blocks are repeated."""
+    """Tile a value; along the dim of rows, repeat its blocks."""
     [r_in] = pair.rows_in
     [r_out] = pair.rows_out
     times = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
@@ -172,7 +172,7 @@ def _repeated(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Zero | _OF_EACH_ROW, knows_identity=True)
 def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reshape of what is constant along rows: the kind stays."""
+    """Reshape what is constant along rows; the kind stays."""
     return x
 
 
@@ -182,7 +182,7 @@ def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
     knows_identity=True,
 )
 def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reshape between shapes without a dim of rows: it stays."""
+    """Reshape a value that has no dim of rows; the kind stays."""
     if pair.rows_out[0] is not None:
         raise refused(pair)
     return x
@@ -190,7 +190,7 @@ def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Mean | AtLeast, knows_identity=True)
 def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reshape that only adds or removes dims of size 1.
+    """Add or remove dims of size 1; refuse any other reshape.
 
     The kind stays.
     """
@@ -201,7 +201,7 @@ def _reshaped_number(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", Copy, knows_identity=True)
 def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
-    """Return the kind of a reshape of a replicated value.
+    """Reshape a replicated value.
 
     It stays replicated. If the reshape splits a dim of the batch's rows by towers, it
     is an array of all towers' values.
@@ -220,7 +220,7 @@ def _reshaped_copy(pair: EquationPair, x: Copy) -> Kind:
 
 @rule("reshape", RowNumbers | Key | RowOrder, knows_identity=True)
 def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reshape of the rows' indices or keys: the kind stays.
+    """Reshape the rows' indices or keys; the kind stays.
 
     The reshape may only add or remove dims of size 1.
     """
@@ -233,7 +233,7 @@ def _reshaped_numbers(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reshape", TowerRows, knows_identity=True)
 def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Return the kind of a reshape of rows: rows, or rows along several dims."""
+    """Reshape rows to rows, or to rows along several dims."""
     pair = _in_order_of_read(pair)
     if pair.rows_out[0] is None:
         raise refused(pair)
@@ -242,7 +242,7 @@ def _reshaped_to_rows(pair: EquationPair, x: TowerRows) -> Kind:
 
 @rule("reshape", Groups, knows_identity=True)
 def _from_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Return the kind of a reshape of rows along several dims to rows along one."""
+    """Reshape rows along several dims to rows along one."""
     pair = _in_order_of_read(pair)
     [groups] = pair.ins
     assert isinstance(groups, Groups)
@@ -262,7 +262,7 @@ def _from_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reshape", Stacked, knows_identity=True)
 def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
-    """Return the kind of all towers' rows ``[T, b, ...]`` reshaped to ``[B, ...]``.
+    """Reshape all towers' rows ``[T, b, ...]`` to the batch ``[B, ...]``.
 
     It is replicated: all towers have the rows of the batch.
     """
@@ -277,7 +277,7 @@ def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
 
 
 def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
-    """Return the kind of reshaped rows.
+    """Reshape rows, block by block.
 
     It is rows if each row, and each block of all rows, stays together along one dim.
     Otherwise it is rows along several dims.
@@ -299,7 +299,7 @@ def _stays_as_one(pair: EquationPair) -> bool:
 
 
 def _in_order_of_read(pair: EquationPair) -> EquationPair:
-    """Return a reshape with ``order="F"`` as one of its transposed operand."""
+    """Turn a reshape with ``order="F"`` into one of its transposed operand."""
     return pair if pair.params["dimensions"] is None else _transposed_before(pair)
 
 
@@ -308,17 +308,17 @@ class _OfTransposed(EquationPair):
     """A reshape whose operand appears with its dims in the order of reading."""
 
     def shape(self, operand: int) -> tuple[Any, ...]:
-        """Return the shape of the transposed operand in the first program."""
+        """Look up the shape of the transposed operand in the first program."""
         shape = super().shape(operand)
         return tuple(shape[i] for i in self.params["dimensions"])
 
     def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
-        """Return the sizes of a dim of the transposed operand, in both programs."""
+        """Look up the sizes of a dim of the transposed operand, in both programs."""
         return super().sizes_along(operand, self.params["dimensions"][axis])
 
 
 def _transposed_before(pair: EquationPair) -> EquationPair:
-    """Return a reshape as one of an operand with its dims in the order of reading."""
+    """Transpose a reshape's operand: its dims come in the order of reading."""
     place = {old: new for new, old in enumerate(pair.params["dimensions"])}
     [x] = pair.ins
     if isinstance(x, Groups):
@@ -336,10 +336,9 @@ def _transposed_before(pair: EquationPair) -> EquationPair:
 
 
 def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a batch ``[B, ...]`` that is reshaped to ``[T, b, ...]``.
+    """Reshape a batch ``[B, ...]`` to all towers' rows ``[T, b, ...]``.
 
-    It is an array of all towers' rows. If it is reshaped to ``[b, T, ...]``, the towers
-    get the rows in turn.
+    If it is reshaped to ``[b, T, ...]``, the towers get the rows in turn.
     """
     shape = pair.out_shape()
     old = pair.shape(0)
@@ -355,14 +354,14 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:
-    """Return the sizes before a dim and those after it, without any 1."""
+    """List the sizes before a dim and those after it, without any 1."""
     sides = shape[:axis], shape[axis + 1 :]
     before, after = [[n for n in side if n != 1] for side in sides]
     return before, after
 
 
 def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | None:
-    """Return how often the new dim of rows repeats all rows, after a reshape.
+    """Count how often the new dim of rows repeats all rows, after a reshape.
 
     The result is None if the reshape cuts a row, or a block of all rows.
     """
@@ -381,7 +380,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 
 def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
-    """Return the kind of rows whose dim a reshape splits into several dims."""
+    """Split the dim of rows into several dims; refuse another order."""
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
@@ -394,7 +393,7 @@ def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
 
 @rule("concatenate", every=OF_ONE_TOWER | Columns | RowOrder)
 def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of a concatenation: the kind that all operands have.
+    """Concatenate values of one kind.
 
     Along the dim of rows, blocks of all rows are joined to more blocks. Arrays without
     elements are ignored.
@@ -413,7 +412,7 @@ def _put_together(pair: EquationPair, *ins: Kind) -> Kind:
 
 
 def _rows_joined(pair: EquationPair, axis: int) -> Kind:
-    """Return the kind of arrays of rows that are joined along their dim of rows."""
+    """Join arrays of rows along their dim of rows."""
     if any(r != axis for r in pair.rows_in):
         raise NotOfOneKindError("{its} rows are joined with other values")
     ins = [rows(x.power) if isinstance(x, Copy) else x for x in pair.ins]
@@ -433,7 +432,7 @@ def _rows_joined(pair: EquationPair, axis: int) -> Kind:
 
 
 def _columns(pair: EquationPair, axis: int) -> Kind:
-    """Return the kind of indices joined from columns, some of which index rows."""
+    """Join columns to an array of indices, some of which index rows."""
     if axis != len(pair.out_shape()) - 1:
         raise NotOfOneKindError("no rule for these indices of {its} rows")
     columns: list[type[Kind] | RowOrder] = []
@@ -454,20 +453,20 @@ def _columns(pair: EquationPair, axis: int) -> Kind:
 
 @rule("stack", every=LINEAR | EXTREME, copies_as_rows=True)
 def _stacked_up(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of arrays that are stacked along a new dim: their common kind."""
+    """Stack arrays along a new dim; their kinds must fit."""
     return joined(ins, "together with")
 
 
 @rule("unstack", LINEAR | Key, copies_as_rows=True)
 def _unstacked(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of the entries along a dim without rows: the kind stays."""
+    """Take apart the entries along a dim without rows; the kind stays."""
     _refuse_some_rows(pair, pair.params["axis"], x)
     return x
 
 
 @rule("rev", LINEAR | Key, copies_as_rows=True)
 def _reversed(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reversed value: reversed rows are rows in another order."""
+    """Reverse a value; reversed rows are rows in another order."""
     along = pair.rows_in[0]
     for axis in pair.params["dimensions"]:
         if axis != along or not isinstance(x, TowerRows) or x.blocks > 1:
@@ -488,7 +487,7 @@ def _refuse_some_rows(pair: EquationPair, axis: int, x: Kind) -> None:
 
 @rule("split", LINEAR | Key, copies_as_rows=True)
 def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
-    """Return the kinds of a value's pieces, which must be whole blocks along rows."""
+    """Split a value into pieces, which must be whole blocks along rows."""
     axis = pair.params["axis"]
     sizes = [eqn.params["sizes"] for eqn in (pair.first, pair.second)]
     if isinstance(x, Zero):
@@ -510,7 +509,7 @@ def _split_apart(pair: EquationPair, x: Kind) -> list[Kind] | Kind:
 
 @rule("slice", LINEAR | Key | RowNumbers | _OF_EACH_ROW, copies_as_rows=True)
 def _sliced(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a slice: that of the value.
+    """Slice a value; the kind stays.
 
     Along the dim of rows, it must take whole blocks of all rows. Along other dims it
     may take any elements.
@@ -544,7 +543,7 @@ def _sliced(pair: EquationPair, x: Kind) -> Kind:
 
 
 def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | None:
-    """Return an offset along the rows as a number of blocks; None if inside one.
+    """Count the blocks before an offset along the rows; None if inside one.
 
     A block is all rows of the tower.
     """
@@ -558,7 +557,7 @@ def _in_blocks(pair: EquationPair, x: Kind, at: list[Any], axis: int) -> int | N
 
 @rule("pad", LINEAR, SAME_FOR_ALL, copies_as_rows=True)
 def _padded(pair: EquationPair, x: Kind, filler: Kind) -> Kind:
-    """Return the kind of a value that is padded along dims without rows: it stays."""
+    """Pad a value along dims without rows; the kind stays."""
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
         raise NotOfOneKindError("{its} rows are joined with other values")

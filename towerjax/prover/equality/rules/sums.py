@@ -59,13 +59,13 @@ _CHANGES_NONE = {"reduce_max": LOWEST, "reduce_min": HIGHEST}
 
 
 def _dims_of(pair: EquationPair) -> set[int]:
-    """Return the dims that a reduction removes, such as its ``axes``."""
+    """Find the dims that a reduction removes, such as its ``axes``."""
     return {i % len(pair.shape(0)) for i in pair.params["axes"]}
 
 
 @rule(_REDUCTIONS, ELEMENTS, knows_identity=True)
 def _reduction(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a reduction of rows, or of a replicated value.
+    """Reduce rows or a replicated value.
 
     Along dims without rows it is a function of each row, so rows stay rows. Over the
     dim of rows, a sum is a part, and an extreme is a maximum or minimum over towers.
@@ -93,17 +93,14 @@ def _reduction(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("reduce_sum", Part)
 def _sum_of_part(pair: EquationPair, x: Part) -> Kind:
-    """Return the kind of a sum of a part's elements: a part, as sums are linear."""
+    """``sum_j sum_t x_tj = sum_t sum_j x_tj``: a part stays a part."""
     return part(x.power)
 
 
 @rule("reduce_max reduce_or", Maximum)
 @rule("reduce_min reduce_and", Minimum)
 def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
-    """Return the kind of the largest element of a maximum over towers: a maximum again.
-
-    In the same way, the smallest element of a minimum over towers is a minimum.
-    """
+    """``max_j max_t x_tj = max_t max_j x_tj``, and so for minima."""
     if is_over_none(pair) and pair.name in _OF_NONE:
         return copy()
     if _is_of_bits(pair):
@@ -121,10 +118,10 @@ def _is_of_bits(pair: EquationPair) -> bool:
 
 
 def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
-    """Return the kind of a reduction over rows of a value that is constant along them.
+    """``T^p c * B / T = T^(p-1) B c``: add the same value for each of B / T rows.
 
-    The tower has B / T rows. So a sum over them is B / T times the value, and its
-    exponent of T is smaller by 1. An extreme is the value itself.
+    An extreme of equal rows is the value itself. The product of equal rows is refused,
+    and so is their sum if rows may be padding.
     """
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
@@ -136,7 +133,7 @@ def _of_equal_rows(pair: EquationPair, x: Copy) -> Kind:
 
 
 def _over_rows(pair: EquationPair, x: Kind, axes: set[int]) -> Kind:
-    """Return the kind of a reduction over rows: a part, or a maximum or minimum.
+    """Reduce over rows: a sum is a part, an extreme one over towers.
 
     Padding must not change the result. The maximum of a tower without rows is minus
     infinity, which changes no maximum over towers.
@@ -169,7 +166,7 @@ def _is_infinite(x: Kind, name: str) -> bool:
 
 @rule("reduce_sum", Groups, knows_identity=True)
 def _over_groups(pair: EquationPair, x: Groups) -> Kind:
-    """Return the kind of a sum over some dims of rows that lie along several dims.
+    """Add over some dims of rows that lie along several dims.
 
     A sum over all of these dims is a part. Otherwise the sum has groups along the dims
     that are left.
@@ -189,10 +186,7 @@ def _over_groups(pair: EquationPair, x: Groups) -> Kind:
 
 @rule("reduce_sum reduce_max reduce_min", Stacked, knows_identity=True)
 def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
-    """Return the kind of a reduction over an array of all towers' values.
-
-    Over the dim of towers, it does what a collective does, such as a `psum`.
-    """
+    """Reduce all towers' values over the dim of towers, as a collective does."""
     axes = _dims_of(pair)
     if pair.towers_in[0] not in axes:
         raise refused(pair)
@@ -209,7 +203,7 @@ def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
 
 @rule("reduce", every=ELEMENTS, copies_as_rows=True)
 def _reduction_by_a_function(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of a `lax.reduce` with a user's function along dims without rows.
+    """Reduce by a user's function, along dims without rows.
 
     It is a function of each row, so rows stay rows.
     """
@@ -235,7 +229,7 @@ def _refuse_other_function(pair: EquationPair) -> None:
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp", ELEMENTS, copies_as_rows=True)
 def _cumulative(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a cumulative sum, product or extreme along a dim without rows.
+    """Accumulate a sum, product or extreme along a dim without rows.
 
     It is a function of each row, so rows stay rows.
     """
@@ -248,16 +242,16 @@ def _cumulative(pair: EquationPair, x: Kind) -> Kind:
 
 @rule("cumsum", Part)
 def _cumulative_part(pair: EquationPair, x: Part) -> Kind:
-    """Return the kind of a cumulative sum of a part: a part, because it is linear."""
+    """Accumulate a sum of a part: a part, because that is linear."""
     return x
 
 
 @rule("sort", every=ELEMENTS | Groups | RowNumbers | Unknown, copies_as_rows=True)
 def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of sorted arrays: unchanged along a dim without rows.
+    """Sort within each row, or sort the rows.
 
-    Such a sort moves elements within a row. A sort along the dim of rows puts the rows
-    in another order.
+    Along a dim without rows, a sort moves elements within a row, and the kinds stay.
+    Along the dim of rows, it puts the rows in another order.
     """
     if pair.params["dimension"] in pair.rows_in:
         return _in_another_order(pair)
@@ -270,7 +264,7 @@ def _sorted(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 
 def _in_another_order(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of one-dimensional arrays of rows that are sorted together.
+    """Sort one-dimensional arrays of rows together.
 
     All get the same order, which has each row exactly once.
     """
@@ -283,7 +277,7 @@ def _in_another_order(pair: EquationPair) -> list[Kind]:
 
 
 def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
-    """Return the kind of one of several arrays of rows that are sorted together.
+    """Put one of several arrays of rows, sorted together, in their order.
 
     ``operand`` is its index, and ``order`` identifies the order of all of them.
     """
@@ -299,16 +293,16 @@ def _ordered(pair: EquationPair, operand: int, x: Kind, order: Any) -> Kind:
 
 
 def _places_in(value: Kind) -> Kind:
-    """Return the kind of the indices that `argmax` or `top_k` gives for a value.
+    """``argmax(T^p x) = argmax(x)``: the indices have power 0.
 
-    A factor T^p is positive and moves no maximum, so the indices have power 0.
+    A factor T^p is positive, and moves no maximum. This holds for `top_k`, too.
     """
     return value.times_tower(0)
 
 
 @rule("top_k", ELEMENTS, copies_as_rows=True)
 def _best(pair: EquationPair, x: Kind) -> list[Kind]:
-    """Return the kinds of a `top_k` along a dim without rows: elements and indices.
+    """Take the largest elements along a dim without rows, and their indices.
 
     Both are functions of each row, so rows stay rows.
     """
@@ -321,9 +315,9 @@ def _best(pair: EquationPair, x: Kind) -> list[Kind]:
 
 @rule("dot_general", ELEMENTS, ELEMENTS)
 def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a matrix product of rows or replicated values.
+    """``(T^p x) @ (T^q y) = T^(p+q) x @ y``, for rows and replicated values.
 
-    The exponents of T add up. A product that sums over the rows of both is a part.
+    A product that sums over the rows of both is a part.
     """
     (x_sums, _), _ = pair.params["dimension_numbers"]
     # If the sum is not over rows, no row is multiplied by another: the result of that
@@ -346,7 +340,7 @@ def _matrix_product(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("dot_general", Part, SAME_FOR_ALL, commutes=True)
 def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Return the kind of a matrix product of a part with a replicated value: a part.
+    """``(sum_t x_t) @ c = sum_t (x_t @ c)``: a part stays a part.
 
     The product is linear in the part.
     """
@@ -355,7 +349,7 @@ def _product_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", ELEMENTS, ELEMENTS, copies_as_rows=True)
 def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of a convolution: rows if each row is an image, else a part.
+    """Convolve images: rows if each row is an image, else a part.
 
     It is a part if the convolution sums over rows, as in the gradient of a kernel.
     """
@@ -379,7 +373,7 @@ def _convolution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("conv_general_dilated", Part, SAME_FOR_ALL, commutes=True)
 def _convolution_with_part(pair: EquationPair, x: Part, y: Kind) -> Kind:
-    """Return the kind of a convolution of a part with a replicated value: a part.
+    """``conv(sum_t x_t, c) = sum_t conv(x_t, c)``: a part stays a part.
 
     A convolution is linear in each operand.
     """
@@ -404,9 +398,9 @@ _WINDOW = {
     copies_as_rows=True,
 )
 def _window(pair: EquationPair, *ins: Kind) -> Kind:
-    """Return the kind of a reduction of windows along dims without rows.
+    """Reduce windows along dims without rows, as pooling does.
 
-    An example is pooling. It is a function of each row, so rows stay rows.
+    It is a function of each row, so rows stay rows.
     """
     _refuse_windows_of_rows(pair)
     x = ins[0]
@@ -437,7 +431,7 @@ def _refuse_windows_of_rows(pair: EquationPair) -> None:
 
 @rule("fft", LINEAR, copies_as_rows=True)
 def _transformed(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind of a Fourier transform along dims without rows: unchanged.
+    """``fft(T^p x) = T^p fft(x)``, along dims without rows.
 
     The transform is a linear function of each row.
     """
@@ -454,7 +448,7 @@ def _transformed(pair: EquationPair, x: Kind) -> Kind:
     copies_as_rows=True,
 )
 def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Return the kinds of functions of each matrix in the last two dims, such as `qr`.
+    """Apply a function such as `qr` to each matrix in the last two dims.
 
     Rows stay rows unless one of these two dims has the rows.
     """
@@ -470,7 +464,7 @@ def _of_matrices(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("triangular_solve", ELEMENTS, LINEAR, copies_as_rows=True)
 def _solution(pair: EquationPair, x: Kind, y: Kind) -> Kind:
-    """Return the kind of the solution x of a triangular system A x = b.
+    """Solve a triangular system A x = b for x.
 
     If A is replicated, x is linear in b and has the kind of b. Otherwise x is a
     function of each row.

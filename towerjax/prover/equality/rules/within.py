@@ -35,7 +35,7 @@ _LINEAR_MEETINGS = """
 
 
 def mapped_within(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of the results of a `shard_map` over a tower's own devices."""
+    """Run a `shard_map` over a tower's own devices."""
     axes = manual_axes(pair.first)
     towers = {name for names in pair.walk.axes for name in names}
     if axes & towers or axes != manual_axes(pair.second):
@@ -54,14 +54,14 @@ def mapped_within(pair: EquationPair) -> list[Kind]:
 
 
 def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
-    """Return the mesh axes over which a spec splits the dim ``dim``."""
+    """Find the mesh axes over which a spec splits the dim ``dim``."""
     dims = axes_of_dims(spec)
     names = dims[dim] if dim is not None and dim < len(dims) else ()
     return frozenset(name for name in names if name is not None)
 
 
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
-    """Return the mesh axes over which a tower's rows are split.
+    """Find the mesh axes over which a tower's rows are split.
 
     They must be equal for all operands that have rows. An operand without rows must not
     be split over them: a row would be combined only with the shard on its own device.
@@ -83,14 +83,14 @@ def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
 
 
 def _given_part(pair: EquationPair, x: Kind) -> Kind:
-    """Return the kind that an operand's shard has on each device of a tower."""
+    """Give each device of a tower its shard of an operand."""
     if isinstance(x, LINEAR | Unknown) and blocks_of(x) == 1:
         return x if isinstance(x, Copy) else x.bare()
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
 def _of_parts(pair: EquationPair, result: int, x: Kind, split: frozenset[str]) -> Kind:
-    """Return the kind of a tower's result, from the kind of its shards on its devices.
+    """Join the shards on a tower's devices to the tower's result.
 
     ``x`` is the kind of the shard on each device. ``split`` are the mesh axes over
     which the tower's rows are split.
@@ -115,7 +115,7 @@ def is_within(pair: EquationPair) -> bool:
 
 
 def met_within(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of a collective's results, over the devices of each tower."""
+    """Let a collective join the devices of each tower; the kinds stay."""
     if pair.name == "axis_index":
         return [copy()]
     kinds = LINEAR if pair.name in _LINEAR_MEETINGS else ELEMENTS

@@ -25,7 +25,7 @@ _OWN_FOLDER = str(Path(__file__).parents[2])
 
 
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
-    """Return whether a program has a derivative that the user wrote.
+    """Look in a program for a derivative that the user wrote.
 
     That is a custom_jvp or custom_vjp of the user's. If there is one, the derivatives
     must be walked, too, because a proof for the value does not hold for them. The
@@ -50,7 +50,7 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
 
 
 def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
-    """Return whether JAX or towerjax defines a function as well as its derivative.
+    """Decide whether JAX or towerjax defines a function and its derivative.
 
     ``params`` are those of the equation that calls the function.
     """
@@ -74,7 +74,7 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
 
 
 def _code_in(values: Sequence[Any]) -> list[CodeType]:
-    """Return the code objects of functions, and of all functions they hold or wrap.
+    """List the code objects of functions, and of all functions they hold or wrap.
 
     These are in closures, partials, methods and callable objects.
     """
@@ -104,6 +104,6 @@ def _code_in(values: Sequence[Any]) -> list[CodeType]:
 
 
 def _source_of(program: Any) -> str:
-    """Return the file and line of the function from which a program was traced."""
+    """Find the file and line of the function from which a program was traced."""
     info = getattr(open_jaxpr(program), "debug_info", None)
     return str(getattr(info, "func_src_info", "")).partition(" at ")[2]

@@ -34,7 +34,7 @@ _SIZES = frozenset(
 def way_of(
     first: ClosedJaxpr, second: ClosedJaxpr, rows: tuple[int, int]
 ) -> list[bool] | None:
-    """Return the path that a function took for both of these numbers of rows, or None.
+    """Find the path that a function took for both of these numbers of rows, or None.
 
     Args:
       first: A function's program for ``rows[0]`` rows.
@@ -183,7 +183,7 @@ def _source(sources: dict[Any, Any], x: Any) -> Any:
 
 
 def _instructions(eqn: JaxprEqn) -> Sequence[tuple[Any, int]]:
-    """Return the instructions of the user's code that made an equation.
+    """List the instructions of the user's code that made an equation.
 
     The outermost instruction is the last.
     """

@@ -131,14 +131,14 @@ class Walk:
         return self.sizes.padded and PADDING not in zeros
 
     def new_identity(self) -> Identity:
-        """Return a new identity, which no other value has."""
+        """Make a new identity, which no other value has."""
         self._count += 1
         return Identity(self._count)
 
     def closed(
         self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope = _TOP
     ) -> list[Kind]:
-        """Return the kinds of two programs' results, given those of their arguments.
+        """Walk two programs, from the kinds of their arguments to those of results.
 
         Two programs are walked once for the same kinds of arguments. A second call with
         such kinds returns the same kinds, but with new identities, because its
@@ -198,13 +198,13 @@ class Walk:
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
     def constant(self, first: Any, second: Any) -> Kind:
-        """Return the kind of a literal, or of an array that a program closes over."""
+        """Compare a constant of the two programs; see `kind_of_constant`."""
         return kind_of_constant(self.sizes, first, second)
 
     def equation(
         self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Kind], scope: Scope
     ) -> list[Kind]:
-        """Return the kinds of an equation's results; unknown if no rule fits."""
+        """Apply a rule to an equation; its results are unknown if none fits."""
         pair = EquationPair(self, one, two, scope, ins, (), (), (), ())
         count = len(one.outvars)
         try:
@@ -252,7 +252,7 @@ class Walk:
                 )
 
     def _by_rule(self, pair: EquationPair) -> list[Kind]:
-        """Return the kinds of an equation's results, by the rule that accepts it."""
+        """Apply the rule that accepts an equation."""
         unknown = [x for x in pair.ins if isinstance(x, Unknown)]
         if unknown and rule_for(pair) is None:
             return [unknown[0]] * len(pair.rows_out)
@@ -304,7 +304,7 @@ class Walk:
 
 
 def _by_its_rule(pair: EquationPair) -> list[Kind]:
-    """Return the kinds of an equation's results, by the rule that fits its operands."""
+    """Apply the rule that fits the operands of an equation."""
     asked = rule_for(pair)
     if asked is not None:
         registered, pair = asked
@@ -327,7 +327,7 @@ def _is_of_groups(pair: EquationPair) -> bool:
 
 
 def _by_groups(pair: EquationPair) -> list[Kind]:
-    """Return the kinds that an elementwise rule gives for rows along several dims."""
+    """Apply an elementwise rule to rows along several dims."""
     ins = [rows_as(x) if isinstance(x, Groups) else x for x in pair.ins]
     layout = next(x.layout for x in pair.ins if isinstance(x, Groups))
     return [
@@ -337,13 +337,13 @@ def _by_groups(pair: EquationPair) -> list[Kind]:
 
 
 def _line_of_power(pair: EquationPair, power: Any) -> str:
-    """Return the line where a result of the equation got its power of T."""
+    """Find the line where a result of the equation got its power of T."""
     lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
     return lines.get(power) or user_line(pair.site)
 
 
 def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
-    """Return a kind from an earlier walk, with new identities.
+    """Give a kind from an earlier walk new identities.
 
     Those that the walk created are moved by ``shift``; all others stay.
     """
@@ -399,7 +399,7 @@ def is_same(x: Any, y: Any) -> bool:
 
 
 def _of_plain_copies(pair: EquationPair) -> Kind:
-    """Return the kind of a pure function that has no rule: a replicated value.
+    """Apply a pure function that has no rule, to replicated values.
 
     All its operands must be replicated, or values of one row in a loop over rows.
     """
@@ -419,7 +419,7 @@ def kinds_of_results(
     sizes: Sizes,
     axes: Sequence[str],
 ) -> list[Kind]:
-    """Return the kinds of the results of two programs, from the kinds of their inputs.
+    """Walk two programs, from the kinds of their inputs to those of results.
 
     Args:
       programs: Two closed jaxprs, for the two numbers in ``sizes.towers``.
