@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import operator
 import threading
 import time
 import traceback
@@ -394,3 +395,19 @@ def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkey
     assert float(metrics["loss"]) == pytest.approx(np.mean((w - batch["x"]) ** 2))
     with pytest.raises(TypeError, match="NoneType"):
         step.place_batch(batch)
+
+
+def test_batches_that_go_back_to_their_start_have_their_length_again():
+    """Another attempt of a run counts them anew, and skips those that were used."""
+    batches = tj.batches(np.arange(8), 2, epochs=2).at(1)
+    source = Source(batches)
+    with contextlib.closing(source.stream(lambda x: x, 0)) as stream:
+        used = [next(stream) for _ in range(3)]
+        source.use(stream.get_state())
+    source.restart()
+    again = Source(batches)
+    assert operator.length_hint(again) == 7
+    again.go_to(source.last)
+    assert operator.length_hint(again) == 4
+    assert [x.tolist() for x in used] == [[2, 3], [4, 5], [6, 7]]
+    assert next(again).tolist() == [0, 1]

@@ -79,6 +79,18 @@ def test_a_function_of_the_context_is_called_again(as_users, tmp_path):
 
 
 @pytest.mark.slow
+def test_shards_of_a_lost_process_come_from_the_newest_checkpoint(
+    as_users, tmp_path, capfd
+):
+    """The step after step 8 is done again, on other shards, and has the same bits."""
+    told = told_by(tmp_path / "killed", "sharded")
+    assert "process 2 was lost; goes on from the newest ch" in capfd.readouterr().err
+    assert told == told_by(tmp_path / "undisturbed", "sharded")
+    lines = (tmp_path / "killed" / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 17)]
+
+
+@pytest.mark.slow
 def test_all_save_if_one_is_told_to_end(as_users, tmp_path):
     told_by(tmp_path, "told_to_end", code=75)
     [saved] = tj.Checkpointer(tmp_path / "saved").steps

@@ -2075,6 +2075,9 @@ LOST = (
     _m("R09", "a SIGTERM ends a run that would save by itself",
        "mesh.interrupt:InterruptGuard.hold_sigterm", "self._holding += 1", "pass",
        "loop_units::a_sigterm_is_held_for_a_run_that_asks_for_it"),
+    _m("R10", "batches of another attempt are counted from where the last one was",
+       "data.stream:Source.restart", "self._cursor.go_back(self._first)", "pass",
+       "data_units::batches_that_go_back_to_their_start_have_their_length_again"),
 )
 
 # fmt: on

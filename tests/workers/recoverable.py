@@ -4,8 +4,8 @@ python tests/workers/recoverable.py FOLDER CASE
 
 ``refused`` writes the errors of process 0. In ``elastic`` process 1 of three kills
 itself after step 7; process 0 writes its losses, and the contexts of its function. In
-``told_to_end`` process 2 gets SIGTERM after step 5, and process 0 writes which steps a
-run does that ends.
+``sharded`` process 2 kills itself after step 10. In ``told_to_end`` it gets SIGTERM
+after step 5, and process 0 writes which steps a run does that ends.
 """
 
 import json
@@ -90,6 +90,24 @@ def elastic(folder, me):
         loss = history.metrics["loss"].tolist()
         told = {"loss": loss, "params": np.asarray(state.params).tolist()}
         (folder / "told").write_text(json.dumps(told | {"contexts": contexts}))
+
+
+def sharded(folder, me):
+    def note(number, metrics):
+        if (number, me) == (10, 2) and folder.name == "killed":
+            os.kill(os.getpid(), 9)
+
+    step, state = started(state="sharded")
+    rows = np.random.default_rng(0).normal(size=(96, 256)).astype(np.float32)
+    batches = tj.batches(rows, 2 * TOWERS, epochs=2, seed=0)
+    saving = tj.Checkpointer(folder / "saved", every=4)
+    log = tj.JsonLines(folder / "run.jsonl")
+    options = {"checkpointer": saving, "writers": [log], "hooks": [note]}
+    state, history = tj.run(step, state, batches, **options, progress=False)
+    params = np.asarray(tj.towers.saved_values(state.params)).tolist()
+    if me == 0:
+        told = {"loss": history.metrics["loss"].tolist(), "params": params}
+        (folder / "told").write_text(json.dumps(told))
 
 
 def told_to_end(folder, me):

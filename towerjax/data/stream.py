@@ -241,6 +241,7 @@ class Source(Iterator[PyTree]):
         length = operator.length_hint(self._elements, operator.length_hint(batches, -1))
         self._all = None if length < 0 else self.used_before + length
         self.last = self._cursor.position(self.used_before)
+        self._first = self.last
 
     def __next__(self) -> PyTree:
         """Take the next batch; an interrupted run may have placed it already."""
@@ -306,6 +307,15 @@ class Source(Iterator[PyTree]):
         """Go back to the first unused batch, and close what `Source` opened itself."""
         if self._taken > self.last.used:
             self._cursor.go_back(self.last)
+        if self._opened:
+            close(self._elements)
+
+    def restart(self) -> None:
+        """Go back to where this began, and close what `Source` opened itself.
+
+        The thread of a stream must have ended before.
+        """
+        self._cursor.go_back(self._first)
         if self._opened:
             close(self._elements)
 

@@ -85,6 +85,7 @@ class Loop:
         self._replays = None if every is None else Replays(step, every)
         self._writers = Writers()
         self._has_begun = False
+        self._source: Any = None  # a `Source`, once the loop has begun
         self._log = HistoryLog()
         if after is not None:
             self._end = after._end
@@ -166,8 +167,8 @@ class Loop:
         self.point.state = None  # type: ignore[assignment]
         self._in_flight.clear()
         self._writers.close()
-        if self._has_begun:
-            self._source.settle()
+        if self._source is not None:
+            self._source.restart()
 
     def record(self) -> CheckpointRecord:
         """Wait for the steps so far, and return the record of the run after them."""
