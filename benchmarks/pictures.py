@@ -174,7 +174,8 @@ def seen(program: str) -> Figure:
         *rows[-3:],
     ]
     figure = Figure((9.0, 5.4), layout="constrained")
-    terminal, below = figure.subfigures(2, 1, height_ratios=(len(shown), 11))
+    halves: Any = figure.subfigures(2, 1, height_ratios=(len(shown), 11))
+    terminal, below = halves
     panel = terminal.subplots()
     panel.set_axis_off()
     for place, line in enumerate(shown):

@@ -127,7 +127,8 @@ class Batches(Iterator[PyTree]):
                 f" {', '.join(others)}. Cut the"
                 " data as before, or say tj.Checkpointer(batches='anew')."
             )
-        self.position = self.at(state.get("position")).position
+        position: Any = state.get("position")
+        self.position = self.at(position).position
 
 
 @api_boundary

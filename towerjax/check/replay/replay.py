@@ -174,7 +174,7 @@ class _Rotation:
         plan = self.traced.plan
         strategy = plan.strategy
         assert isinstance(strategy, Mirrored)
-        devices = {"num_gpus": None, "num_gpus_per_worker": None}
+        devices: dict[str, Any] = {"num_gpus": None, "num_gpus_per_worker": None}
         devices["devices"] = strategy.placement.rotated(by)
         strategy = dataclasses.replace(strategy, **devices)
 
@@ -287,7 +287,8 @@ class _Rotation:
             for name, x in layouts.items()
         }
         places = jnp.arange(placement.num_devices)  # pmap needs something split
-        shape = jax.ShapeDtypeStruct((placement.num_devices, len(names)), jnp.uint32)
+        size = placement.num_devices, len(names)
+        shape: Any = jax.ShapeDtypeStruct(size, jnp.uint32)
         shards = None
         if strategy.state != "mirrored":
             shards = shards_of(
