@@ -1329,6 +1329,8 @@ _TOTAL = f"{_RULE}sums:"
 _INDEX = f"{_RULE}indexing:"
 _MEETING = f"{_RULE}meetings:"
 _LOOPS = f"{_LOOP}loops:"
+_TRIPS = f"{_LOOP}trips:"
+_NONE_WRONG = "micro_batches_proved::no_wrong_accumulation_passes"
 EQUAL = (
     _m("E01", "a sum over towers counts a copy once",
        f"{_KIND}kinds:added_over_towers", "copy(as_part(x).power)", "copy(x.power)",
@@ -1450,10 +1452,11 @@ EQUAL = (
        f"{_RULE}rules:Registered.fits",
        "fits = all(isinstance(x, kinds) for x, kinds in pairs)", "fits = True",
        _split("sum_that_is_turned")),
-    _m("E41", "a loop over rows may start from a number", f"{_LOOPS}_end_of",
-       "_sum_with(pair, first, end.power)", "part(end.power)",
+    _m("E41", "a loop over rows may start from a number", f"{_TRIPS}_after_all_trips",
+       "added([before, trips.over_all(part(end.power))])",
+       "trips.over_all(part(end.power))",
        _split("sum_from_a_number")),
-    _m("E42", "the sums so far are rows", f"{_LOOPS}_rows_of",
+    _m("E42", "the sums so far are rows", f"{_LOOP}row_loops:RowTrips.stacked",
        "if isinstance(x, Row):",
        "if isinstance(x, Row) or (isinstance(x, SoFar) and x.power is not None):",
        _split("sums_so_far")),
@@ -1593,8 +1596,8 @@ EQUAL = (
        "if len({x.order for x in layouts}) != 1:", "if not layouts:",
        _split("rows_in_two_orders")),
     _m("E215", "a loop over rows has equally many trips on all towers",
-       f"{_LOOPS}_count_of_trips", "return size_of_rows(pair.sizes)",
-       "return copy()", _split("number_of_trips")),
+       f"{_LOOP}row_loops:RowTrips.__init__", "size_of_rows(pair.sizes)",
+       "copy()", _split("number_of_trips")),
     _m("E210", "an update may read what each tower has",
        "check.equality.read_by_update:per_tower_values_read",
        "if not isinstance(v, Literal) and v in per_tower:", "if False:",
@@ -1604,7 +1607,6 @@ EQUAL = (
 )
 
 _STEP = "step_equality::"
-_CHUNKS = f"{_LOOP}chunk_loops:"
 _WITHIN = f"{_RULE}within:"
 _OF_DEVICES = f"{_STEP}what_a_towers_devices_make_of_its_rows_is_not_proved"
 LAID = (
@@ -1650,25 +1652,27 @@ LAID = (
     _m("E172", "the first row's number is below 0", f"{_RULE}choices:_is_negative",
        '"lt", _NOT_NEGATIVE,', '"lt le", _NOT_NEGATIVE,',
        _split("first_row_by_number")),
-    _m("E173", "chunks may be weighed by their number", f"{_CHUNKS}_of_a_trip",
-       "if isinstance(x, Zero | Unknown):", "if True:",
+    _m("E173", "chunks may be weighed by their number", f"{_TRIPS}_slice_of",
+       "own or trips.pair.unknown", "own or x or trips.pair.unknown",
        _split("chunks_by_their_number")),
-    _m("E174", "what a chunk leaves for the next is a sum", f"{_CHUNKS}_sum_of_trips",
-       "if not is_same_carry(start, end):", "if False:",
-       _split("last_chunk")),
+    _m("E174", "what a chunk leaves for the next is a sum", f"{_TRIPS}_after_all_trips",
+       "if is_same_carry(start, end):", "if True:", _split("last_chunk"),
+       f"{_NONE_WRONG}[updated_each]", f"{_NONE_WRONG}[the_last_one]",
+       f"{_NONE_WRONG}[the_last_chunk_of_each]"),
     _m("E175", "a carry of a loop over chunks is the same in all trips",
-       f"{_CHUNKS}_added_to", "if isinstance(x, Unknown)",
-       "if isinstance(x, Unknown | Copy | Zero)",
+       f"{_TRIPS}_before_a_trip", "if isinstance(x, Unknown):",
+       "if isinstance(x, trips.shared):",
        _split("chunks_by_a_counter")),
     _m("E176", "towers meet in a chunk", f"{_MEETING}_refuse_other_axes",
        "if pair.scope.in_chunks:", "if False:", _split("chunks_of_all_towers")),
-    _m("E177", "sums of chunks are one of each row", f"{_CHUNKS}_of_all_trips",
+    _m("E177", "sums of chunks are one of each row", f"{_LOOP}chunks:Chunks.stacked",
        "groups = GroupDims((0,), False)", "return x", _split("sums_of_chunks")),
     _m("E178", "groups of rows meet others as rows do", f"{_WALK}walk:_is_of_groups",
        "len(layouts) == 1 and", "layouts and", _split("padding_beside_other_groups")),
-    _m("E179", "a key may be one of each chunk", f"{_CHUNKS}_shared",
-       "if isinstance(x, Copy | Zero | Unknown):", "if True:",
-       _split("chunks_of_one_key")),
+    _m("E179", "a key may be one of each chunk", f"{_TRIPS}_shared",
+       "if isinstance(x, trips.shared):", "if True:", _split("chunks_of_one_key"),
+       f"{_NONE_WRONG}[a_key_of_each_row_of_a_chunk]",
+       f"{_NONE_WRONG}[other_rows_beside_a_chunk]"),
     _m("E180", "groups that are turned round are as they were",
        f"{_SIDE}_transposed_groups",
        "_replace(dims=dims)", "_replace(dims=x.layout.dims)",
@@ -1943,14 +1947,11 @@ TRAINERS = (
        "writers::a_function_gets_the_numbers_of_steps_and_evaluations"),
 )
 
-_MICRO = f"{_LOOP}micro_batches:"
 _HIDDEN = "accumulation_over_calls::no_fault_is_hidden_by_the_rows_that_are_given"
-_NONE_WRONG = "micro_batches_proved::no_wrong_accumulation_passes"
 ACCUMULATED = (
-    _m("A51", "a carry may be anything", f"{_MICRO}_after_all_trips",
-       "if not is_same_carry(start, end):",
-       "if isinstance(end, Unknown):",
-       f"{_NONE_WRONG}[updated_each]", f"{_NONE_WRONG}[the_last_one]"),
+    _m("A51", "a trip counts by another step with more trips",
+       f"{_TRIPS}_change_in_both", "if len(changes) == 1", "if True",
+       f"{_NONE_WRONG}[counted_by_other_steps]"),
     _m("A53", "weights of 1 stay 1", "prover.programs.drawn:_drawn",
        "factors = generator.uniform(0.5, 1.5, x.shape)", "factors = 1.0",
        f"{_HIDDEN}[weights of 1]"),

@@ -830,6 +830,25 @@ def _in_chunks(side, x):
     return jax.tree.leaves(lax.scan(body, jnp.zeros(x.shape[1:], x.dtype), chunks))
 
 
+def _in_chunks_of_chunks(side, start, x):
+    if side.rows % 4:
+        raise NotThereError
+    chunks = x.reshape(2, side.rows // 2, *x.shape[1:])
+
+    def within(carry, piece):
+        total, largest = carry
+        total = total + piece.sum(0, dtype=x.dtype)
+        return (total, jnp.maximum(largest, piece.max(0))), piece
+
+    def body(carry, chunk):
+        total, largest = carry
+        pieces = chunk.reshape(2, side.rows // 4, *x.shape[1:])
+        (own, most), rows = lax.scan(within, (jnp.zeros_like(start), start), pieces)
+        return (total + own, jnp.maximum(largest, most)), rows.reshape(chunk.shape)
+
+    return jax.tree.leaves(lax.scan(body, (jnp.zeros_like(start), start), chunks))
+
+
 def _largest_in_chunks(side, start, x):
     if side.rows % 2:
         raise NotThereError
@@ -846,6 +865,8 @@ def _largest_in_chunks(side, start, x):
 
 lemma("scan", _largest_in_chunks, (), (N,))
 lemma("scan", _largest_in_chunks, (2,), ROWS)
+lemma("scan", _in_chunks_of_chunks, (), (N,))
+lemma("scan", _in_chunks_of_chunks, (2,), ROWS)
 
 for shape in ((N,), ROWS):
     for dtype in (F32, I32, jnp.int8):

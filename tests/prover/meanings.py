@@ -32,7 +32,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Maximum,
     Mean,
     Minimum,
-    NextRow,
     NumberInBatch,
     Part,
     Row,
@@ -531,7 +530,6 @@ _MEANINGS = {
     Row: _of_a_loop,
     SoFar: _of_a_loop,
     Counter: _of_a_loop,
-    NextRow: _of_a_loop,
     Buffer: _of_a_loop,
 }
 

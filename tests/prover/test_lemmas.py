@@ -62,7 +62,7 @@ SEVERAL_RIGHT = ["schur", "eig"]
 NOT_DRAWN |= {*OF_LIBRARY, *RENAMED, *SEVERAL_RIGHT}
 # Rules of what a loop does in a trip; the lemmas of `scan` hold its loops.
 OF_TRIPS = """
-    _next_number _sum_so_far _largest_so_far _slice_of_buffer _update_of_buffer
+    _sum_so_far _largest_so_far _slice_of_buffer _update_of_buffer
     _gathered_row _written_to_row _sum_of_groups
 """.split()
 # Primitives that JAX has by another name where a lemma calls them, or inside others.

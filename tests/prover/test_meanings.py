@@ -19,7 +19,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Maximum,
     Mean,
     Minimum,
-    NextRow,
     Row,
     RowOrder,
     SoFar,
@@ -39,7 +38,7 @@ SHAPES = {
     "an entry per tower": (T, 2),
     "groups": (2, (N, 1, 2)),
 }
-IN_A_LOOP = {Row, SoFar, Counter, NextRow, Buffer}
+IN_A_LOOP = {Row, SoFar, Counter, Buffer}
 UNSEEN = IN_A_LOOP | {Unknown, Key}
 
 

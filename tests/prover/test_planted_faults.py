@@ -29,7 +29,7 @@ from one_tower_programs import (
 
 RULES = """
     meetings kinds elementwise walk sums shapes indexing zeros guards loops choices
-    widths chunk_loops orders
+    widths trips chunks row_loops orders
 """.split()
 # They need a step's micro-batches, or a permutation that only devices can run.
 OF_STEPS = {"E40", "E47", "E87", "E194"}

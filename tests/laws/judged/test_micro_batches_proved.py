@@ -159,6 +159,45 @@ class Right:
         gradient = jax.grad(jax.checkpoint(total_of))
         return scanned(n, lambda x, m: gradient(w, x, m), x, mask) / mask.sum()
 
+    def chunks_of_each(n, w, x, mask):
+        def gradient(x, mask):
+            return scanned(2, lambda x, m: jax.grad(total_of)(w, x, m), x, mask)
+
+        return scanned(n, gradient, x, mask) / mask.sum()
+
+    def chunks_of_chunks(n, w, x, mask):
+        def total(x):
+            return scanned(2, lambda x: errors(w, x).sum(), x)
+
+        return scanned(n, lambda x: scanned(2, total, x), x)
+
+    def rows_and_sums_of_chunks(n, w, x, mask):
+        def both(rows):
+            each = lambda rows: (errors(w, rows[0]) * rows[1], total_of(w, *rows))  # noqa: E731
+            losses, totals = lax.map(each, tuple(split(2, a) for a in rows))
+            return losses.reshape(-1), totals.sum()
+
+        losses, totals = lax.map(both, (split(n, x), split(n, mask)))
+        return losses.sum(), totals.sum()
+
+    def the_largest_of_chunks(n, w, x, mask):
+        def largest(most, x):
+            return jnp.maximum(most, errors(w, x).max()), None
+
+        def body(most, x):
+            own = lax.scan(largest, jnp.float32(0), split(2, x))[0]
+            return jnp.maximum(most, own), None
+
+        return lax.scan(body, jnp.float32(0), split(n, x))[0]
+
+    def counted_the_other_way_round(n, w, x, mask):
+        def body(carry, _):
+            i, total = carry
+            rows = lax.dynamic_index_in_dim(split(n, x), i, keepdims=False)
+            return (1 + i, total + errors(w, rows).sum()), None
+
+        return lax.scan(body, (0, 0.0), None, length=n)[0][1]
+
     def a_python_loop(n, w, x, mask):
         total = 0.0
         parts = split(n, x), split(n, mask)
@@ -320,6 +359,55 @@ class Wrong:
         turned = mask.reshape(-1, n).T  # in turn, beside rows that are not
         body = lambda c, rows: (c + total_of(w, *rows), None)  # noqa: E731
         return lax.scan(body, 0.0, (split(n, x), turned))[0]
+
+    def counted_by_other_steps(n, w, x, mask):
+        def body(carry, _):
+            i, total = carry
+            rows = lax.dynamic_index_in_dim(split(n, x), i, keepdims=False)
+            return (i + (1 if n < 4 else 3), total + errors(w, rows).sum()), None
+
+        return lax.scan(body, (0, 0.0), None, length=n)[0][1]
+
+    def a_mean_of_each_chunk(n, w, x, mask):
+        def mean(x, mask):
+            return total_of(w, x, mask) / mask.sum()
+
+        return scanned(n, lambda x, m: scanned(2, mean, x, m), x, mask) / n
+
+    def a_function_of_each_chunk(n, w, x, mask):
+        def squares(x):
+            return (lax.map(lambda x: errors(w, x).sum(), split(2, x)) ** 2).sum()
+
+        return scanned(n, squares, x)
+
+    def the_last_chunk_of_each(n, w, x, mask):
+        last = lambda total, x: (errors(w, x).sum(), None)  # noqa: E731
+        return scanned(n, lambda x: lax.scan(last, 0.0, split(2, x))[0], x)
+
+    def the_largest_chunks_added_up(n, w, x, mask):
+        largest = lambda c, x: (jnp.maximum(c, errors(w, x).max()), None)  # noqa: E731
+        return scanned(n, lambda x: lax.scan(largest, 0.0, split(2, x))[0], x)
+
+    def chunks_by_their_number(n, w, x, mask):
+        def body(carry, x):
+            i, total = carry
+            return (i + 1, total + (i + 1) * errors(w, x).sum()), None
+
+        return scanned(n, lambda x: lax.scan(body, (0, 0.0), split(2, x))[0][1], x)
+
+    def a_key_of_each_row_of_a_chunk(n, w, x, mask):
+        def total(i, size, x):
+            kept = kept_by_row(i, size // 2)  # the same for both chunks
+            return scanned(2, lambda x: errors(w, x * kept).sum(), x)
+
+        return looped(n, total, x)
+
+    def other_rows_beside_a_chunk(n, w, x, mask):
+        def total(i, size, rows):
+            others = lax.dynamic_slice_in_dim(x, i * (size // 2), size // 2)
+            return scanned(2, lambda x: ((x * others) @ w).sum(), rows)
+
+        return looped(n, total, x)
 
     def means_written_out(n, w, x, mask):
         def mean(w, x, mask):

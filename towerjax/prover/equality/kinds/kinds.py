@@ -415,13 +415,6 @@ class Counter(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class NextRow(Kind):
-    """The current row's index plus 1, inside a loop over rows."""
-
-    name = "the number of the next row in a loop"
-
-
-@dataclasses.dataclass(frozen=True)
 class Buffer(Kind):
     """An array that a loop over rows fills row by row.
 

@@ -14,45 +14,31 @@ from towerjax.jaxprs.params import (
     trace_hidden,
 )
 from towerjax.jaxprs.sites import all_eqns
-from towerjax.prover.equality.kinds.constants import size_of_rows
 from towerjax.prover.equality.kinds.equation_pair import (
     EquationPair,
     ProgramsDifferError,
 )
 from towerjax.prover.equality.kinds.kinds import (
-    ZERO,
-    Buffer,
     Copy,
-    Counter,
     Groups,
     Kind,
     Maximum,
     Mean,
     Minimum,
-    NextRow,
     NotOfOneKindError,
-    Row,
-    RowNumbers,
     RowOrder,
-    SoFar,
     Stacked,
     TowerRows,
     Unknown,
     Zero,
-    added,
-    blocks_of,
-    copy,
     joined,
-    part,
     rows,
 )
-from towerjax.prover.equality.loops.chunk_loops import over_chunks, runs_over_chunks
-from towerjax.prover.equality.loops.micro_batches import (
-    over_micro_batches,
-    runs_over_micro_batches,
-)
+from towerjax.prover.equality.loops.chunks import chunks_of
+from towerjax.prover.equality.loops.micro_batches import micro_batches_of
+from towerjax.prover.equality.loops.row_loops import row_trips_of
+from towerjax.prover.equality.loops.trips import over_trips
 from towerjax.prover.equality.rules import guards
-from towerjax.prover.equality.rules.choices import extreme_of_trips, is_same_carry
 from towerjax.prover.equality.rules.rules import OF_ONE_TOWER, SPECIAL, rule
 
 _ROUNDS = 12  # the most walks of a loop's body; then its kinds count as unknown
@@ -304,24 +290,25 @@ def _refuse_unless_by_row(
     knows_identity=True,
 )
 def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
-    """Run a `scan`.
+    """Walk a trip, which may share the rows of a batch or of a tower; see `trips`.
 
-    Loops over rows, over chunks of rows and over micro-batches have functions of their
-    own. In any other loop, a trip must not change the kinds of the carry.
+    In any other loop, a trip must not change the kinds of the carry.
     """
+    programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
+    if trips := micro_batches_of(pair, programs) or chunks_of(pair):
+        return over_trips(trips, programs)
+    _refuse_special(ins)
+    if trips := row_trips_of(pair):
+        return over_trips(trips, programs)
+    return _over_other_trips(pair, programs)
+
+
+def _over_other_trips(pair: EquationPair, programs: Sequence[Any]) -> list[Kind]:
+    """Walk a loop whose trips share no rows, until a trip keeps the carry's kinds."""
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
-    lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
-    programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
-    if runs_over_micro_batches(pair, lengths):
-        return over_micro_batches(pair, programs)
-    if lengths[0] == lengths[1] and runs_over_chunks(pair):
-        return over_chunks(pair, programs)
-    _refuse_special(ins)
-    bare = [x.bare() for x in ins]
-    if pair.sizes.times(*lengths) is not None:
-        return _over_own_rows(pair, lengths, programs)
-    if lengths[0] != lengths[1]:
+    bare = [x.bare() for x in pair.ins]
+    if pair.first.params["length"] != pair.second.params["length"]:
         raise NotOfOneKindError(
             "the number of trips of a loop depends on the number of {many}"
         )
@@ -341,142 +328,6 @@ def _scanned(pair: EquationPair, *ins: Kind) -> list[Kind]:
                 f"no rule for {x} that a loop returns for each trip"
             )
     return [*carry, *stacked]
-
-
-def _over_own_rows(
-    pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
-) -> list[Kind]:
-    """Run a loop over rows.
-
-    No row may depend on another, except by a sum or an extreme of all rows.
-    """
-    if pair.scope.loop is not None or any(isinstance(x, SoFar) for x in pair.ins):
-        raise NotOfOneKindError("a loop over {its} rows is inside another one")
-    consts, carry_size = loop_sizes(pair.first)
-    start = consts + carry_size
-    bare = [x.bare() for x in pair.ins]
-    of_rows = [_of_one_row(pair, i, x) for i, x in enumerate(bare) if i >= start]
-    body: Any = open_jaxpr(programs[0])
-    pairs = zip(body.invars[consts:start], body.outvars, strict=False)
-    is_kept = [x is y for x, y in pairs]
-    carry = [
-        bare[i] if is_kept[i - consts] else _start_of(pair, i, bare[i])
-        for i in range(consts, start)
-    ]
-
-    def trip(carry: list[Kind]) -> list[Kind]:
-        return pair.inside(programs, [*bare[:consts], *carry, *of_rows], loop=lengths)
-
-    outs = trip(carry)
-    counts = [isinstance(x, Counter) for x in carry]
-    is_next = [isinstance(x, NextRow) for x in outs[:carry_size]]
-    if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
-        # A carry that starts at 0 is first taken for a counter of rows. If no trip adds
-        # 1 to it, it is taken for a sum, and the body is walked again.
-        carry = [
-            _sum_of_carry(i) if isinstance(x, Counter) and not is_next[i] else x
-            for i, x in enumerate(carry)
-        ]
-        outs = trip(carry)
-    starts = bare[consts:start]
-    ends = [
-        first if is_same else _end_of(pair, first, *both)
-        for first, is_same, *both in zip(starts, is_kept, carry, outs, strict=False)
-    ]
-    return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
-
-
-def _of_one_row(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """Give a trip one row of an array, in a loop over rows."""
-    if pair.rows_in[operand] != 0:
-        return pair.unknown("no rule for a loop over {its} rows and another dim")
-    if isinstance(x, Zero | Unknown | Copy):
-        return x
-    if isinstance(x, RowNumbers) and len(pair.shape(operand)) == 1:
-        return Counter()
-    if isinstance(x, TowerRows) and x.blocks == 1:
-        return Row(x.power, zeros=x.zeros, in_padding=x.in_padding)
-    return pair.unknown(f"no rule for a loop over {x}")
-
-
-def _sum_of_carry(number: int) -> Kind:
-    return SoFar(None, carry=number)
-
-
-def _start_of(pair: EquationPair, operand: int, x: Kind) -> Kind:
-    """Take a carry as a buffer to fill, a counter of rows, or a sum so far.
-
-    This is decided before any trip of a loop over rows. It says what a trip may do with
-    the carry.
-    """
-    number = operand - loop_sizes(pair.first)[0]
-    if isinstance(x, Unknown):
-        return x
-    if pair.rows_in[operand] is not None:
-        x = rows(x.power) if isinstance(x, Copy) else x
-        if not isinstance(x, TowerRows | Zero) or blocks_of(x) > 1:
-            return pair.unknown(f"a loop over {{its}} rows changes {x}")
-        power = None if isinstance(x, Zero) else x.power
-        return Buffer(power, zeros=x.zeros, carry=number)
-    is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
-    if isinstance(x, Zero) and is_whole and not pair.params["reverse"]:
-        return Counter()
-    return _sum_of_carry(number)
-
-
-def _end_of(pair: EquationPair, first: Kind, start: Kind, end: Kind) -> Kind:
-    """Find what a carry is after all rows, by its kinds around a trip.
-
-    ``first`` is its kind before the loop, ``start`` before a trip, and ``end`` after
-    it.
-    """
-    if isinstance(end, Unknown):
-        return end
-    try:
-        if extreme := extreme_of_trips(first, start, end):
-            return extreme
-    except NotOfOneKindError as error:
-        return pair.unknown(str(error))
-    if is_same_carry(start, end):
-        return first if end.power is None else _sum_with(pair, first, end.power)
-    if isinstance(start, Buffer) and isinstance(end, Buffer):
-        if start.carry == end.carry:
-            return ZERO if end.power is None else rows(end.power)
-    if isinstance(start, Counter) and isinstance(end, NextRow):
-        return _count_of_trips(pair)
-    return pair.unknown("a row depends on the row before it")
-
-
-def _count_of_trips(pair: EquationPair) -> Kind:
-    """Count the trips of a loop over rows: the number of rows.
-
-    It starts at 0, and grows by 1 in each trip.
-    """
-    lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
-    if pair.sizes.times(*lengths) == 1:
-        return size_of_rows(pair.sizes)
-    return pair.unknown("a loop counts several trips for each of {its} rows")
-
-
-def _sum_with(pair: EquationPair, first: Kind, power: Any) -> Kind:
-    try:
-        return added([first, part(power)])
-    except NotOfOneKindError as error:
-        return pair.unknown(str(error))
-
-
-def _rows_of(pair: EquationPair, x: Kind) -> Kind:
-    """Stack what a loop over rows returns: rows, with an entry per row."""
-    if isinstance(x, Row):
-        all_rows = rows(x.power).replace(zeros=x.bare().zeros)
-        return all_rows.replace(in_padding=x.in_padding)
-    if isinstance(x, Copy):
-        return copy(x.power)
-    if isinstance(x, Counter):
-        return RowNumbers()
-    if isinstance(x, Zero | Unknown):
-        return x
-    return pair.unknown(f"a loop over {{its}} rows returns {x} for each row")
 
 
 @rule("custom_linear_solve", every=OF_ONE_TOWER | Unknown)

@@ -15,14 +15,12 @@ from towerjax.prover.equality.kinds.kinds import (
     ZERO,
     Columns,
     Copy,
-    Counter,
     FirstRow,
     Flag,
     Groups,
     InfinitePadding,
     Kind,
     Mean,
-    NextRow,
     NotOfOneKindError,
     NumberInBatch,
     Part,
@@ -218,17 +216,7 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
 @rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
 def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
     """``i + 0 = i``, for the index i of a tower or row."""
-    if isinstance(x, NextRow):
-        raise refused(pair)
     return x
-
-
-@rule("add add_any", Counter, Copy, commutes=True)
-def _next_number(pair: EquationPair, x: Counter, y: Copy) -> Kind:
-    """``i + 1`` is the next row's index, in a loop over rows."""
-    if y.number != 1:
-        raise refused(pair)
-    return NextRow()
 
 
 @rule("sub", SoFar, LINEAR, knows_identity=True)

@@ -37,7 +37,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Key,
     Kind,
     Mean,
-    NextRow,
     NotOfOneKindError,
     RowNumbers,
     RowOrder,
@@ -55,7 +54,7 @@ Rule: TypeAlias = Callable[..., Any]
 It returns one kind for each result, or one for all of them.
 """
 
-NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter | NextRow
+NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter
 """Kinds of the index of a tower or of a row, which differs from tower to tower."""
 
 OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast

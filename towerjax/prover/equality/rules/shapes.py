@@ -22,7 +22,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Key,
     Kind,
     Mean,
-    NextRow,
     NotOfOneKindError,
     Part,
     Row,
@@ -178,7 +177,7 @@ def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
 
 @rule(
     "reshape",
-    Part | Row | EXTREME | Counter | NextRow | TowerId | FirstRow,
+    Part | Row | EXTREME | Counter | TowerId | FirstRow,
     knows_identity=True,
 )
 def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:

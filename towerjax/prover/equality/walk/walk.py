@@ -36,7 +36,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Identity,
     Kind,
     Mean,
-    NextRow,
     NotOfOneKindError,
     OneValue,
     Part,
@@ -60,7 +59,7 @@ from towerjax.prover.equality.rules.within import is_within, met_within
 # Values of the kinds _WITH_ROWS have a dim of rows; those of _IN_TRIPS and
 # _WITHOUT_ROWS have none. Values of all other kinds may have one.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
-_IN_TRIPS: TypeAlias = Row | SoFar | Counter | NextRow
+_IN_TRIPS: TypeAlias = Row | SoFar | Counter
 _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
 )
