@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     PADDING,
     ROWS_OF_TOWER,
@@ -500,6 +501,11 @@ def _is_own_key(case):
     return None
 
 
+def _of_devices(case):
+    """The values of all devices of a map; see `test_maps`, which asks each device."""
+    return None
+
+
 def _of_a_loop(case):
     """Values in a trip; see `lemmas`, which holds all trips against other kinds."""
     return None
@@ -517,6 +523,7 @@ _MEANINGS = {
     Minimum: _is_minimum,
     Mean: _is_mean,
     Stacked: _are_stacked,
+    Joined: _of_devices,
     TowerId: _is_number_of_tower,
     FirstRow: _is_number_of_first_row,
     RowNumbers: _are_row_numbers,

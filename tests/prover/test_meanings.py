@@ -6,6 +6,7 @@ import pytest
 from lemmas import FLAG, ORDER, WORLDS, Draw, N, T, kinds_for, shape_on, with_flags
 from meanings import _MEANINGS, ALL_KINDS, holds
 
+from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     PADDING,
     Buffer,
@@ -39,7 +40,7 @@ SHAPES = {
     "groups": (2, (N, 1, 2)),
 }
 IN_A_LOOP = {Row, SoFar, Counter, Buffer}
-UNSEEN = IN_A_LOOP | {Unknown, Key}
+UNSEEN = IN_A_LOOP | {Unknown, Key, Joined}
 
 
 def test_every_kind_has_a_meaning():

@@ -22,6 +22,7 @@ from towerjax.prover.equality.kinds.equation_pair import (
     Sizes,
     failed,
 )
+from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Kind,
@@ -218,7 +219,7 @@ def _said_of_result(
 
     ``first`` and ``second`` are the value's types in the two programs.
     """
-    if isinstance(value, Unknown):
+    if isinstance(value, Unknown | Joined):
         return Says.UNKNOWN, value.why
     own_rows, stacked = sizes.axes(first, second)
     is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers

@@ -6,15 +6,24 @@ and a `Stacked` is an array of the devices' own values, one after another.
 
 A mesh of several axes can be read in the ways that `mesh_axes` gives. Each way is
 sound, so a result has the kind that any of them finds.
+
+A `Joined` array has the devices' own values of any other kind. Only a map reads it, and
+only by the spec and the mesh by which it was joined: its device then has its own value.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from towerjax.jaxprs.params import open_jaxpr
+from jax.sharding import PartitionSpec
+
+from towerjax.jaxprs.params import names_in, open_jaxpr
 from towerjax.prover.equality.kinds.equation_pair import EquationPair, Scope, Sizes
+from towerjax.prover.equality.kinds.joined import Joined, places_of
 from towerjax.prover.equality.kinds.kinds import (
+    EXTREME,
+    LINEAR,
     Copy,
+    Groups,
     InPadding,
     Kind,
     Maximum,
@@ -35,14 +44,29 @@ from towerjax.prover.equality.loops.mesh_axes import (
     only_others_grow,
     readings_of,
 )
-from towerjax.prover.equality.rules.rules import OF_ONE_TOWER, rule
+from towerjax.prover.equality.rules.rules import NUMBER, OF_ONE_TOWER, rule
 from towerjax.prover.equality.rules.within import mapped_within
 from towerjax.prover.equality.walk.walk import Walk
 
 _STACKABLE: TypeAlias = Copy | TowerRows | Part | Maximum | Minimum
+# A value of these kinds may leave a map and enter another one. They say nothing that
+# holds in one map only, such as which rows have a flag.
+_KEPT: TypeAlias = LINEAR | EXTREME | NUMBER | Groups | Stacked
 
 
-@rule("shard_map", every=OF_ONE_TOWER | Stacked | Unknown)
+class _Reading(NamedTuple):
+    """A way to read the devices of two meshes, and their numbers of rows.
+
+    Attributes:
+      axes: The mesh axes along which the towers are.
+      rows_each: The number of rows of a device, in both programs.
+    """
+
+    axes: MeshAxes
+    rows_each: tuple[int, int]
+
+
+@rule("shard_map", every=OF_ONE_TOWER | Stacked | Joined | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
     """Return the kinds of a `shard_map`'s results, whose devices are the towers.
 
@@ -63,13 +87,21 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
 
 
 def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
-    """Return each result's kind from ``kinds``, or from ``others`` if it is unknown."""
+    """Return each result's kind from ``kinds``, or from ``others`` if it is unknown.
+
+    A `Joined` array of both has the kinds of both.
+    """
     if not kinds:
         return [*others]
-    return [
-        y if isinstance(x, Unknown) and not isinstance(y, Unknown) else x
-        for x, y in zip(kinds, others, strict=True)
-    ]
+    return [_better_of(x, y) for x, y in zip(kinds, others, strict=True)]
+
+
+def _better_of(x: Kind, y: Kind) -> Kind:
+    if isinstance(x, Joined) and isinstance(y, Joined):
+        return x.replace(values=(*x.values, *y.values))
+    if isinstance(y, Unknown) or not isinstance(x, Unknown | Joined):
+        return x
+    return y
 
 
 def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[Kind]:
@@ -78,36 +110,37 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
     With ``is_first``, the kinds of all values in the map's program are recorded.
     """
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
-    splits = [axes.dim_split(spec) for spec in pair.params["in_specs"]]
-    splits_out = [axes.dim_split(spec) for spec in pair.params["out_specs"]]
-    ins = [_given_device(pair, i, split, axes) for i, split in enumerate(splits)]
     within = pair.scope.within | axes.alone | axes.still
     scope = Scope(pair.site, within=within)
     avals = [*zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)]
     kinds = list[Kind]()
     # The number of a device's rows is not given. Arrays may be split along dims of
     # several sizes, such as words and hidden units, so each is tried as that number.
-    for rows_each in _rows_each(bodies, axes.counts):
+    for rows_each in _rows_each(pair, bodies, axes.counts):
+        reading = _Reading(axes, rows_each)
+        ins = [_given_device(pair, i, reading) for i in range(len(pair.ins))]
         sizes = Sizes(axes.counts, rows_each)
         walk = Walk(sizes, [axes.towers], has_keys=False, alone=axes.alone)
         if is_first and not kinds:
             walk.kinds = pair.walk.kinds
         outs = walk.closed(bodies[0], bodies[1], ins, scope)
-        triples = zip(outs, avals, splits_out, strict=True)
         results = [
-            _of_all_devices(pair, value, sizes.axes(*both)[0], split, axes)
-            for value, both, split in triples
+            _of_all_devices(pair, i, value, sizes.axes(*both)[0], reading)
+            for i, (value, both) in enumerate(zip(outs, avals, strict=True))
         ]
         kinds = _better(kinds, results)
-        if all(not isinstance(x, Unknown) for x in kinds):
+        if not any(isinstance(x, Unknown | Joined) for x in kinds):
             break
     return kinds
 
 
-def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, int]]:
+def _rows_each(
+    pair: EquationPair, bodies: list[Any], towers: tuple[int, int]
+) -> list[tuple[int, int]]:
     """Return the sizes that may be a device's number of rows, in both programs.
 
-    They are the sizes of dims that are split over the devices.
+    They are the sizes of dims that are split over the devices, and those by which a
+    `Joined` operand has its kinds.
     """
     a, b = towers
     pairs = zip(*[body.invars for body in bodies], strict=True)
@@ -117,20 +150,23 @@ def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> list[tuple[int, in
         for m, n in zip(first.aval.shape, second.aval.shape, strict=True)
         if m != n and m * a == n * b
     ]
+    joined = [x for x in pair.ins if isinstance(x, Joined)]
+    sizes += [rows_each for x in joined for (_, rows_each), _ in x.values]
     return [*dict.fromkeys(sizes)] or [(b, a)]
 
 
-def _given_device(
-    pair: EquationPair, operand: int, split: int | None, axes: MeshAxes
-) -> Kind:
-    """Return the kind that an operand of a map has on one device.
-
-    ``split`` is the dim that is split over the devices; None if it is replicated.
-    """
+def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:
+    """Return the kind that an operand of a map has on one device."""
     x = pair.ins[operand]
-    has_rows = pair.rows_in[operand] is not None
+    spec = pair.params["in_specs"][operand]
+    axes = reading.axes
+    if isinstance(x, Joined):
+        return _own_value(pair, x, spec, reading)
     if isinstance(x, Unknown | Zero):
         return x
+    # The dim that is split over the devices; None if the operand is replicated.
+    split = axes.dim_split(spec)
+    has_rows = pair.rows_in[operand] is not None
     if isinstance(x, Copy) and not has_rows:
         own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
         return x if split is None else own_rows
@@ -141,30 +177,71 @@ def _given_device(
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 
+def _own_value(
+    pair: EquationPair, x: Joined, spec: PartitionSpec, reading: _Reading
+) -> Kind:
+    """Return the kind of a device's own value in a `Joined` array.
+
+    The map must read the array by the spec, and on the mesh, by which it was joined.
+    """
+    if places_of((pair.first, pair.second), spec) != x.places:
+        return pair.unknown(
+            "a shard_map reads an array by another spec or mesh than that by which it"
+            " was joined"
+        )
+    return dict(x.values).get(reading, Unknown(why=x.why))
+
+
 def _of_all_devices(
     pair: EquationPair,
+    result: int,
     value: Kind,
     own_rows: int | None,
-    split: int | None,
-    axes: MeshAxes,
+    reading: _Reading,
 ) -> Kind:
     """Return the kind of a map's result, from its kind on one device.
 
-    ``own_rows`` is the dim of a device's rows, ``split`` the dim along which the
-    devices' results are joined.
+    ``own_rows`` is the dim of a device's rows.
     """
+    axes = reading.axes
+    spec = pair.params["out_specs"][result]
     if isinstance(value, Unknown | Zero):
         return value
+    try:
+        split = axes.dim_split(spec)
+    except NotOfOneKindError as error:
+        return _joined(pair, spec, value, reading, str(error))
     if split is None:
         if isinstance(value, Copy) and own_rows is None:
             return copy(value.power)
         return pair.unknown(
             f"out_specs of a shard_map declare {value} the same on all {{many}}"
         )
-    if not isinstance(value, _STACKABLE) or blocks_of(value) > 1:
-        return pair.unknown(f"out_specs of a shard_map join {value}")
-    if own_rows != split and axes.has_each_tower_of(pair.sizes):
-        return Stacked(value.power, of=type(value) if own_rows is None else TowerRows)
-    if own_rows == split and isinstance(value, TowerRows | Copy):
-        return copy(value.power)
-    return pair.unknown(f"out_specs of a shard_map join {value}")
+    if isinstance(value, _STACKABLE) and blocks_of(value) == 1:
+        if own_rows != split and axes.has_each_tower_of(pair.sizes):
+            of = type(value) if own_rows is None else TowerRows
+            return Stacked(value.power, of=of)
+        if own_rows == split and isinstance(value, TowerRows | Copy):
+            return copy(value.power)
+    why = f"out_specs of a shard_map join {value}"
+    return _joined(pair, spec, value, reading, why)
+
+
+def _joined(
+    pair: EquationPair, spec: PartitionSpec, value: Kind, reading: _Reading, why: str
+) -> Kind:
+    """Return the kind of an array of all devices' values; unknown if it has not all.
+
+    The reason ``why`` says what is wrong with the array outside of a map.
+    """
+    unknown = pair.unknown(why)
+    has_all = {*reading.axes.towers} <= names_in(spec)
+    is_in_order = not isinstance(value, Groups) or value.layout.order is None
+    is_plain = isinstance(value, _KEPT) and is_in_order
+    if not (has_all and is_plain) or spec.unreduced or spec.reduced:
+        return unknown
+    return Joined(
+        places=places_of((pair.first, pair.second), spec),
+        values=((reading, value.without_identity()),),
+        why=unknown.why,
+    )

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from towerjax.jaxprs.primitives import ELEMENTWISE
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
+from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     EXTREME,
     LINEAR,
@@ -63,7 +64,7 @@ OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
 OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
 """Kinds of an array that one tower has, or of one row of such an array."""
 
-SPECIAL: TypeAlias = Groups | Stacked | Columns | SoFar | Buffer | RowOrder
+SPECIAL: TypeAlias = Groups | Stacked | Joined | Columns | SoFar | Buffer | RowOrder
 """All other kinds, which are not of one tower's array; few rules accept them."""
 
 

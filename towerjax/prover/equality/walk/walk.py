@@ -20,6 +20,7 @@ from towerjax.prover.equality.kinds.equation_pair import (
     Sizes,
     failed,
 )
+from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     EXTREME,
     PADDING,
@@ -57,8 +58,10 @@ from towerjax.prover.equality.rules.rules import BY_ELEMENT, RULES, refused, rul
 from towerjax.prover.equality.rules.within import is_within, met_within
 
 # Values of the kinds _WITH_ROWS have a dim of rows; those of _IN_TRIPS and
-# _WITHOUT_ROWS have none. Values of all other kinds may have one.
+# _WITHOUT_ROWS have none. Values of all other kinds may have one. Values of the kinds
+# _WITH_TOWERS may have a dim of towers.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
+_WITH_TOWERS: TypeAlias = Stacked | Joined | Zero | Unknown
 _IN_TRIPS: TypeAlias = Row | SoFar | Counter
 _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
@@ -77,6 +80,11 @@ NOT_COMPARED = frozenset(
 PLACES = frozenset(
     """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
     srcs""".split()
+)
+# Equations that take an array of the kind `Joined`: maps, and calls whose programs are
+# walked themselves.
+_KEEP_JOINED = frozenset(
+    "shard_map jit pjit closed_call core_call remat remat2 checkpoint".split()
 )
 _TOP = Scope()
 _MOST_FLAGS = 8  # the most flags that a kind's `zeros` keeps; more would cost time
@@ -175,25 +183,29 @@ class Walk:
             )
         inputs = [*zip(a.constvars, b.constvars, strict=True)]
         inputs += zip(a.invars, b.invars, strict=True)
-        env = {x: value for (x, _), value in zip(inputs, ins, strict=True)}
-        twin = dict(inputs)  # maps a variable of the first program to the second's
+        # The kind of each value, by its variables in the two programs.
+        known = dict(zip(inputs, ins, strict=True))
 
         def read(x: Any, y: Any) -> Kind:
-            if isinstance(x, Literal) and isinstance(y, Literal):
+            is_number = isinstance(x, Literal), isinstance(y, Literal)
+            if all(is_number):
                 return self.constant(x.val, y.val)
-            if isinstance(x, Literal) or twin[x] is not y:
+            if any(is_number) or (x, y) not in known:
                 raise ProgramsDifferError(
                     "the program reads other values for another number of {many}"
                 )
-            return env[x]
+            return known[x, y]
 
         for one, two in _eqn_pairs(a, b):
+            if one is None:
+                one = _divided_by_one(two, [*known])
             pairs = zip(one.invars, two.invars, strict=True)
             operands = [read(*pair) for pair in pairs]
             outs = self.equation(one, two, operands, scope)
-            env |= zip(one.outvars, outs, strict=True)
-            twin |= zip(one.outvars, two.outvars, strict=True)
-        self.kinds[id(a)] = env
+            results = zip(one.outvars, two.outvars, strict=True)
+            known |= zip(results, outs, strict=True)
+        # `_divided_by_one` pairs a variable twice: its first kind is recorded.
+        self.kinds[id(a)] = {x: value for (x, _), value in [*known.items()][::-1]}
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
     def constant(self, first: Any, second: Any) -> Kind:
@@ -255,12 +267,15 @@ class Walk:
         unknown = [x for x in pair.ins if isinstance(x, Unknown)]
         if unknown and rule_for(pair) is None:
             return [unknown[0]] * len(pair.rows_out)
+        joined = [x for x in pair.ins if isinstance(x, Joined)]
+        if joined and pair.name not in _KEEP_JOINED:
+            return [Unknown(why=joined[0].why)] * len(pair.rows_out)
         if is_within(pair):
             return met_within(pair)
         if zeros.is_zero(pair):
             return [ZERO] * len(pair.rows_out)
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
-            if axis is not None and not isinstance(value, Stacked | Zero | Unknown):
+            if axis is not None and not isinstance(value, _WITH_TOWERS):
                 raise NotOfOneKindError("no rule for an array with one entry per {one}")
         if pair.name in BY_ELEMENT and _is_of_groups(pair):
             return _by_groups(pair)
@@ -274,7 +289,7 @@ class Walk:
 
         The places where the result is 0 are added to the kind.
         """
-        if isinstance(value, Unknown):
+        if isinstance(value, Unknown | Joined):
             return value
         has_rows = pair.rows_out[result] is not None
         if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
@@ -365,23 +380,53 @@ def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
     return new(value)
 
 
-def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
+def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn | None, JaxprEqn]]:
     """Pair the equations of two programs; raise if their structures differ.
 
     Equations that no result needs are left out. JAX traces them, and drops them later.
+    The first of a pair is None if it would divide by 1, and the program leaves it out.
     """
-    needed = [_needed(program) for program in (a, b)]
-    pairs = list(zip(*needed, strict=False))
-    for one, two in pairs:
-        if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
-            line = user_line((one, None))
-            at = f", at {line}" if line else ""
-            raise ProgramsDifferError(
-                f"the program differs between numbers of {{many}}{at}"
-            )
-    if len(needed[0]) != len(needed[1]):
-        raise ProgramsDifferError("the program differs between numbers of {many}")
+    ones, twos = [_needed(program) for program in (a, b)]
+    pairs = list[tuple[JaxprEqn | None, JaxprEqn]]()
+    rest = ones[::-1]
+    for two in twos:
+        one = rest[-1] if rest else None
+        is_pair = one is not None and _are_alike(one, two)
+        if is_pair:
+            rest.pop()
+        elif not _divides_by_number(two):
+            break
+        pairs.append((one if is_pair else None, two))
+    if rest or len(pairs) < len(twos):
+        line = user_line((rest[-1], None)) if rest else ""
+        at = f", at {line}" if line else ""
+        raise ProgramsDifferError(
+            f"the program differs between numbers of {{many}}{at}"
+        )
     return pairs
+
+
+def _are_alike(one: JaxprEqn, two: JaxprEqn) -> bool:
+    return one.primitive is two.primitive and len(one.invars) == len(two.invars)
+
+
+def _divides_by_number(eqn: JaxprEqn) -> bool:
+    """Return whether an equation divides a variable by a literal number."""
+    is_number = [isinstance(x, Literal) for x in eqn.invars]
+    return eqn.primitive.name == "div" and is_number == [False, True]
+
+
+def _divided_by_one(two: JaxprEqn, known: Sequence[tuple[Any, Any]]) -> JaxprEqn:
+    """Return the division by 1 that the first program leaves out.
+
+    The gradient of a map divides by the number of devices, if that is not 1. ``two`` is
+    that division in the second program, and ``known`` are pairs of variables that have
+    the same value. The result's variable is the operand's, because x / 1 = x.
+    """
+    divided, number = two.invars
+    x = next(x for x, y in known[::-1] if y is divided)
+    one = Literal(np.ones_like(number.val), number.aval)
+    return two.replace(invars=[x, one], outvars=[x])
 
 
 def _needed(program: Jaxpr) -> list[JaxprEqn]:
