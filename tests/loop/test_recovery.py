@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import sys
 
+import jax
 import numpy as np
+import optax
 import pytest
 from checkout import TESTS
 
 import towerjax as tj
 from benchmarks import survivors
 from benchmarks.survivors import Done, Effect, Strike
+from towerjax.contrib import DiLoCo
 
 STEPS = 24
 
@@ -97,6 +101,44 @@ def test_all_save_if_one_is_told_to_end(as_users, tmp_path):
     assert 5 <= saved < 2000
     steps = told_by(tmp_path, "told_to_end")
     assert steps == [*range(saved + 1, 2001)]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_raised_on_all(as_users, tmp_path, capfd):
+    """The others wait for it in a collective. They do not go on without it."""
+    told_by(tmp_path, "fails", code=1)
+    told = capfd.readouterr().err
+    fish = "PeerFailedError: process 1 failed with ValueError: the loss is a fish"
+    for process in (0, 2):
+        assert re.search(rf"^\[{process}\] .*{fish}", told, re.MULTILINE)
+    assert "was lost; goes on" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extend", [None, DiLoCo(every=2)])
+def test_a_moved_step_has_the_bits_of_one_that_was_built_there(extend):
+    def loss_fn(params, batch, tower):
+        drawn = jax.random.normal(tower.rng, batch.shape)
+        return tj.Weighted.mean((params - batch + drawn) ** 2, tower.weight)
+
+    def strategy(*devices):
+        ops = tj.PinnedTree()
+        options = {"towers": 4, "tower_loop": "scan", "cross_tower_ops": ops}
+        return tj.Mirrored(devices, **options)
+
+    def built(strategy):
+        options = {"extend": extend, "audit": False}
+        return tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+
+    def bits(step):
+        state = step.init(np.float32(1))
+        for batch in np.arange(24, dtype=np.float32).reshape(3, 8):
+            state, _ = step(state, batch)
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(state.opt_state)]
+
+    there = strategy("cpu:4", "cpu:1")
+    moved = built(strategy("cpu:0", "cpu:1", "cpu:2", "cpu:3")).on(there)
+    assert bits(moved) == bits(built(there))
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ python tests/workers/recoverable.py FOLDER CASE
 ``refused`` writes the errors of process 0. In ``elastic`` process 1 of three kills
 itself after step 7; process 0 writes its losses, and the contexts of its function. In
 ``sharded`` process 2 kills itself after step 10. In ``told_to_end`` it gets SIGTERM
-after step 5, and process 0 writes which steps a run does that ends.
+after step 5, and process 0 writes which steps a run does that ends. In ``fails`` a hook
+of process 1 raises.
 """
 
 import json
@@ -124,7 +125,17 @@ def told_to_end(folder, me):
         (folder / "told").write_text(json.dumps(history.steps.tolist()))
 
 
+def fails(folder, me):
+    def note(number, metrics):
+        if (number, me) == (5, 1):
+            raise ValueError("the loss is a fish")
+
+    step, state = started()
+    rows = np.ones((TOWERS, 256), np.float32)
+    tj.run(step, state, [rows] * 50, hooks=[note], progress=False)
+
+
 if __name__ == "__main__":
-    me = tj.cluster.initialize().process_id
+    me = tj.cluster.initialize(collective_timeout_s=10).process_id
     case = globals()[sys.argv[2]]
     case(pathlib.Path(sys.argv[1]), me)

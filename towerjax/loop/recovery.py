@@ -112,17 +112,20 @@ class Recovery:
         """Meet after an error; raise it unless all agree that a process was lost."""
         if isinstance(error, AgreedLossError):
             return
-        try:
-            self._meet({"failed": f"{type(error).__name__}: {error!s:.400}"})
-        except AgreedLossError:
-            return
-        except PeerFailedError as failure:
-            # An error of JAX's may only follow from that of another process.
-            if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
-                raise failure from error
+        cause = None
+        if not isinstance(error, PeerFailedError):  # of which all have heard
+            text = f"{type(error).__name__}: {error!s:.400}"
+            try:
+                self._meet({"failed": text, "follows": _may_follow(error)})
+            except AgreedLossError:
+                return
+            except PeerFailedError as failure:
+                if _may_follow(error):
+                    cause = error
+                    error = failure
         self._guard.finish()
         self._guard.ended = True
-        raise error
+        raise error from cause
 
     def _meet(self, told: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Meet the others; raise on all if one was lost, has failed, or is to end."""
@@ -134,10 +137,10 @@ class Recovery:
         of_all = self._meetings.meet(told)
         if lost := set(self._active) - of_all.keys():
             raise AgreedLossError(lost)
-        failed = {p: x["failed"] for p, x in of_all.items() if "failed" in x}
-        for process, text in failed.items():
-            if "failed" in told and process == jax.process_index():
-                continue
+        me = jax.process_index()
+        failed = {p: x for p, x in of_all.items() if "failed" in x and p != me}
+        for process in sorted(failed, key=lambda p: failed[p]["follows"])[:1]:
+            text = failed[process]["failed"]
             raise PeerFailedError(
                 f"process {process} failed with {text.rstrip('.')}. If a process came"
                 " too late to a step, because of its loader or its compiler, give the"
@@ -332,6 +335,11 @@ def _replacing(writer: Any) -> Any:
     if not hasattr(writer, "replace"):
         return writer
     return dataclasses.replace(writer, replace=True)
+
+
+def _may_follow(error: Exception) -> bool:
+    """Return whether an error may only follow from that of another process."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
 
 
 def on_devices_left(

@@ -123,6 +123,7 @@ def build_step(
             states,
             needs_examples=False,
             remade=planned,
+            moved=planned,
         )
 
     options = StepOptions(

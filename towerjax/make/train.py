@@ -332,6 +332,7 @@ def _planned(
         StatePolicy(strategy, makes=makes),
         towers_train=_towers_train(fns, extend),
         remade=functools.partial(_planned, loss, update, None),
+        moved=functools.partial(_planned, loss, update, extend),
     )
 
 

@@ -220,6 +220,8 @@ class Plan:
       towers_train: What towers do with a step and with their variables.
       remade: Makes the same plan on other towers, with other options; None if its
         builder cannot. `build_train_step` and `build_step` set it.
+      moved: Makes the same plan on other devices. If it is None, a plan that only
+        reads is moved by its fields, and others cannot be moved.
       audited: Gives another plan and state, which are proved and audited in place of
         these; None if there are no others. A sweep sets it, to its first member.
     """
@@ -233,6 +235,7 @@ class Plan:
     outs: PyTree = Layout.MIRRORED
     towers_train: TowersTrain = TowersTrain.AS_UPDATED
     remade: "Callable[[Strategy, StepOptions], Plan] | None" = None
+    moved: "Callable[[Strategy, StepOptions], Plan] | None" = None
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
 
     @property
@@ -270,7 +273,9 @@ class Plan:
 
         Raises a ``ValueError`` if the plan's functions belong to its devices.
         """
-        if not isinstance(self.passes, PassesInOrder):
+        if self.moved is not None:
+            return self.moved(strategy, self.options)
+        if self.gives_step_flag or not isinstance(self.passes, PassesInOrder):
             raise ValueError(
                 "a step of a model function, or of a sweep's members, cannot be moved"
                 " to other devices"
@@ -319,6 +324,7 @@ def training_plan(
     *,
     towers_train: TowersTrain = TowersTrain.AS_UPDATED,
     remade: Callable[[Strategy, StepOptions], Plan] | None = None,
+    moved: Callable[[Strategy, StepOptions], Plan] | None = None,
     **fields: Any,
 ) -> Plan:
     """Plan a training step.
@@ -336,6 +342,7 @@ def training_plan(
         Outcome("state", *[Layout.MIRRORED] * 3),
         towers_train=towers_train,
         remade=remade,
+        moved=moved,
     )
 
 
