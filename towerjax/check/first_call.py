@@ -33,10 +33,9 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.lines import calls_after, print_line
 from towerjax.mesh.transfer import readable
 from towerjax.prover.comparison import AuditReport, NotAudited, SplitError
-from towerjax.prover.equality.answers.nouns import is_told
 from towerjax.prover.equality.kinds.equation_pair import failed
-from towerjax.prover.equality.one_tower import READS_PER_TOWER
-from towerjax.prover.equality.rules.meetings import DRAWS_OF_NO_ROW
+from towerjax.prover.equality.kinds.reasons import Reason
+from towerjax.prover.equality.one_tower import Equality
 from towerjax.prover.replication.findings import ReplicationError
 from towerjax.step.run.compile import Program
 from towerjax.step.run.trace import Traced, trace
@@ -363,7 +362,7 @@ def _sample(
                     batch,
                     gradients=False,
                     leaves=equality.is_open,
-                    reasons=equality.unproved,
+                    unproved=equality.open,
                 )
                 if placement.processes.is_first:
                     keep(program, report, folders)
@@ -372,23 +371,23 @@ def _sample(
     except SplitError as error:
         advice = (*error.advice, _OWN_STATISTICS)
         raise SplitError(error.findings, advice) from None
-    said = _told_of_sample(equality.unproved.values(), step.plan.keeps_local)
+    said = _told_of_sample(equality.open, step.plan.keeps_local)
     return f"{said}: {report}".replace("\nnote: ", "; ")
 
 
-def _told_of_sample(reasons: Iterable[str], keeps_local: bool) -> str:
-    """Word a sample that agreed, by the reasons of unproved leaves.
+def _told_of_sample(unproved: Iterable[Equality], keeps_local: bool) -> str:
+    """Word a sample that agreed, by the reasons for leaves that are not proved.
 
     A sample says little of what it leaves out: draws that another number of towers
     makes in another way, and per-tower values of later steps. With ``keeps_local`` it
     has run two steps, so that the values of later steps are not left out.
     """
-    reasons = [*reasons]
-    if any(is_told(x, DRAWS_OF_NO_ROW) for x in reasons):
+    reasons = {x.reason for x in unproved}
+    if Reason.DRAWS_OF_NO_ROW in reasons:
         return (
             "Another number of towers draws other numbers; with the same draws for all"
             " rows"
         )
-    if not keeps_local and any(is_told(x, READS_PER_TOWER) for x in reasons):
+    if not keeps_local and Reason.PER_TOWER in reasons:
         return "Per-tower values may differ more in later steps; with those of this one"
     return "A sample agreed"

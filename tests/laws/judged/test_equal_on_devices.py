@@ -359,6 +359,16 @@ UNKNOWN = {
         ),
         "the program differs",
     ),
+    "a loop of Python": (
+        lambda devices: (lambda x: sum(x[i] for i in range(len(devices))), (X,)),
+        r"the program differs between numbers of devices, at \S+py:",
+    ),
+    "a sum of each device": (
+        lambda devices: mapped(
+            devices, lambda w, x: (x @ w).sum()[None], W, X, out=SPLIT
+        ),
+        r"each device returns a sum over .* its own, made at \S+py:",
+    ),
     "a mesh of all devices": (
         lambda devices: mapped(
             jax.devices()[:4], lambda w, x: lax.pmean(x.mean(), "i"), W, X

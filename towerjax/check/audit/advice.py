@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,9 @@ from towerjax.check.equality.of_step import (
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import Site, all_sites, user_line
 from towerjax.prover.comparison import Finding, SplitError
-from towerjax.prover.equality.answers.nouns import is_told
 from towerjax.prover.equality.answers.says import Says
-from towerjax.prover.equality.kinds.kinds import MEAN_OF_OWN_ROWS
+from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.one_tower import Equality
-from towerjax.prover.equality.rules.meetings import (
-    DRAWS_OF_NO_ROW,
-    SAME_DRAWS,
-    SAME_KEYS,
-)
 from towerjax.prover.leaf_name import LeafPart, leaf_of, part_of
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
@@ -55,6 +49,8 @@ _ALONG = {
 _ALONG |= dict.fromkeys(
     ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
 )
+
+_OF_DRAWS = (Reason.DRAWS_OF_NO_ROW, Reason.SAME_DRAWS)
 
 _TRANSPOSED = "transpose"  # in the name stack of an equation of a backward pass
 
@@ -172,13 +168,13 @@ class Case:
         )
 
     @functools.cached_property
-    def reasons(self) -> Mapping[str, str]:
-        """Why the proof stopped, with a line, for each leaf by its name.
+    def unproved(self) -> Sequence[Equality]:
+        """The proof's results for leaves at which it stopped.
 
         A first call knows this. Otherwise the rows of the audit are proved.
         """
-        unknown = (x for x in self.equalities if x.says is Says.UNKNOWN)
-        return self.audit.step.reasons or {x.leaf: x.why for x in unknown}
+        unknown = [x for x in self.equalities if x.says is Says.UNKNOWN]
+        return self.audit.step.unproved or unknown
 
     def without(self, one_tower: Towers, **draws: Any) -> list[str]:
         """Run one tower in another way, and list the leaves that then agree.
@@ -302,8 +298,8 @@ def _stopped_at_draws(case: Case) -> list[str]:
 
     No other draw is blamed: a key that differs from row to row may be made anywhere.
     """
-    of_draws = DRAWS_OF_NO_ROW, SAME_DRAWS, SAME_KEYS
-    return [x for x in case.names if is_told(_reason_of(case, x), *of_draws)]
+    found = {name: _stop_of(case, name) for name in case.names}
+    return [name for name, x in found.items() if x and x.reason in _OF_DRAWS]
 
 
 def _draws_in(case: Case) -> list[Site]:
@@ -319,19 +315,18 @@ def _of_padding(case: Case) -> Explained | None:
     mended = case.without(case.audit.towers(1))
     if not mended:
         return None
-    why = next(filter(None, (_reason_of(case, x) for x in mended)), "")
-    cause = f"{_BY_PADDING.cause}: {why}" if why else _BY_PADDING.cause
+    stop = next(filter(None, (_stop_of(case, x) for x in mended)), None)
+    cause = f"{_BY_PADDING.cause}: {stop.why}" if stop else _BY_PADDING.cause
     return Explained(mended, _BY_PADDING._replace(cause=cause))
 
 
-def _reason_of(case: Case, leaf: str) -> str:
-    """Tell why the proof stopped for a leaf, with a line; "" if it did not stop."""
-    reasons = case.reasons
+def _stop_of(case: Case, leaf: str) -> Equality | None:
+    """Find the result with which the proof stopped for a leaf; None if it did not."""
     asked = leaf_of(leaf)
-    whys = [why for name, why in reasons.items() if asked.holds(leaf_of(name))]
+    stops = [x for x in case.unproved if asked.holds(leaf_of(x.leaf))]
     if asked.part is LeafPart.GRADIENT:
-        whys += [why for name, why in reasons.items() if part_of(name) is LeafPart.LOSS]
-    return whys[0] if whys else ""
+        stops += [x for x in case.unproved if part_of(x.leaf) is LeafPart.LOSS]
+    return stops[0] if stops else None
 
 
 def _of_the_proof(case: Case) -> Explained | None:
@@ -339,13 +334,14 @@ def _of_the_proof(case: Case) -> Explained | None:
 
     A gradient follows from the loss, so it has the reason of the loss.
     """
-    known = {leaf: why for leaf in case.names if (why := _reason_of(case, leaf))}
+    known = {leaf: stop for leaf in case.names if (stop := _stop_of(case, leaf))}
     if not known:
         return None
     first, *_ = known.values()
-    leaves = [leaf for leaf, why in known.items() if why == first]
-    advice = _BY_OWN_MEAN if is_told(first, MEAN_OF_OWN_ROWS) else _BY_OWN_ROWS
-    return Explained(leaves, advice._replace(cause=f"the proof stopped: {first}"))
+    leaves = [leaf for leaf, stop in known.items() if stop.why == first.why]
+    is_mean = first.reason is Reason.MEAN_OF_OWN_ROWS
+    advice = _BY_OWN_MEAN if is_mean else _BY_OWN_ROWS
+    return Explained(leaves, advice._replace(cause=f"the proof stopped: {first.why}"))
 
 
 def _of_own_gradients(case: Case) -> Explained | None:

@@ -1,7 +1,6 @@
 """`run_audit`: run a step's towers as two and as one, and compare the results."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from towerjax.prover.comparison import (
     SplitError,
     join_reports,
 )
+from towerjax.prover.equality.one_tower import Equality
 from towerjax.step.plan import Plan
 from towerjax.step.run.masks import refuse_unmasked
 from towerjax.step.state.train_state import TrainState
@@ -38,7 +38,7 @@ def run_audit(
     pads: bool,
     gradients: bool = True,
     leaves: Callable[[str], bool] | None = None,
-    reasons: Mapping[str, str] = MappingProxyType({}),
+    unproved: Sequence[Equality] = (),
 ) -> AuditReport:
     """Compare two towers with one tower that has the rows of both.
 
@@ -57,11 +57,11 @@ def run_audit(
     padded batch is refused.
 
     Without ``gradients`` only the loss is run, if its gradient follows from it. Only
-    leaves for whose names ``leaves`` is true are compared. ``reasons`` say why the
-    proof stopped for a leaf; an error names them as the cause.
+    leaves for whose names ``leaves`` is true are compared. ``unproved`` says why
+    the proof stopped for a leaf; an error names this as the cause.
     """
     rows = _on_host(batch)
-    step = StepToAudit(plan, strategy, state, rows, gradients, leaves, reasons)
+    step = StepToAudit(plan, strategy, state, rows, gradients, leaves, unproved)
     audit = _of_fewest_rows(step, calls=calls, pads=pads)
     if unmasked := audit.unmasked():
         total = len(feed.batches(rows, 1))

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from towerjax.prover.comparison import (
     join_reports,
     judge,
 )
+from towerjax.prover.equality.one_tower import Equality
 from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
 from towerjax.prover.leaf_name import LeafPart, part_of
 from towerjax.prover.replication.findings import ReplicationError
@@ -46,7 +47,7 @@ class StepToAudit:
       batch: A batch, on the host.
       gradients: Whether gradients are run even if they follow from the loss.
       leaves: A function of a leaf's name: whether it is compared. None compares all.
-      reasons: Why the proof stopped, with a line, for each leaf by its name.
+      unproved: The proof's results for leaves that it does not prove.
     """
 
     plan: Plan
@@ -55,7 +56,7 @@ class StepToAudit:
     batch: PyTree
     gradients: bool = True
     leaves: Callable[[str], bool] | None = None
-    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unproved: Sequence[Equality] = ()
 
 
 class Audit:

@@ -128,7 +128,9 @@ def _of_pair(
 def _told(value: Kind) -> str:
     """Tell the reason for a value that differs between numbers of devices."""
     if isinstance(value, Unknown):
-        return OF_DEVICES.nouns.told(value.why)
+        return OF_DEVICES.nouns.told(
+            OF_DEVICES.of_unknown(value.why, value.reason, None)
+        )
     if not value.power:
         return OF_DEVICES.nouns.told(f"it is {value}")
     factor = OF_DEVICES.of_power(value.power, None)

@@ -29,11 +29,17 @@ class StepEquality:
     examples: int | None = None
 
     @functools.cached_property
+    def open(self) -> tuple[Equality, ...]:
+        """The results for leaves that are not proved equal to one tower."""
+        if not self.leaves:
+            why = "its towers merge nothing, so each keeps its result"
+            return (Equality(WHOLE_STEP, Says.UNKNOWN, why),)
+        return tuple(x for x in self.leaves if x.says is not Says.PROVED)
+
+    @functools.cached_property
     def unproved(self) -> dict[str, str]:
         """The reason for each leaf that is not proved equal to one tower, by name."""
-        if not self.leaves:
-            return {WHOLE_STEP: "its towers merge nothing, so each keeps its result"}
-        return {x.leaf: x.why for x in self.leaves if x.says is not Says.PROVED}
+        return {x.leaf: x.why for x in self.open}
 
     def with_leaves(self, more: Sequence[Equality]) -> "StepEquality":
         """Append the results ``more``."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.jaxprs.flow import inner_programs
 from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import user_line
 from towerjax.prover.equality.answers.answer import Merge as Merge
@@ -50,6 +51,7 @@ from towerjax.prover.equality.kinds.kinds import (
     copy,
     rows,
 )
+from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.loops import loops, maps  # noqa: F401
 from towerjax.prover.equality.rules import (  # noqa: F401
     choices,
@@ -123,6 +125,7 @@ class Equality:
       why: The reason, with a line of the program, if the leaf is refuted or unknown.
       advice: What to write instead, if the leaf is refuted.
       state: The name of the metric state of which it is a field; "" if of none.
+      reason: The typed reason, if it is unknown for one of these.
     """
 
     leaf: str
@@ -130,23 +133,22 @@ class Equality:
     why: str = ""
     advice: str = ""
     state: str = ""
+    reason: Reason | None = None
 
     def __str__(self) -> str:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
 
 
-READS_PER_TOWER = "it depends on a per-tower value"
-"""The reason for a leaf that reads a value of which each tower has its own."""
-
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = tuple(Says)
 _AS_EXAMPLE = InPadding.AS_EXAMPLE
+_OF_EACH_TOWER = Unknown(why="it depends on a per-tower value", reason=Reason.PER_TOWER)
 _INPUTS = {
     Given.REPLICATED: copy(),
     Given.ROWS: rows().replace(in_padding=_AS_EXAMPLE),
     Given.TOWER_ID: TowerId(in_padding=_AS_EXAMPLE),
     Given.MICRO_BATCH: ZERO,
-    Given.PER_TOWER: Unknown(why=READS_PER_TOWER),
+    Given.PER_TOWER: _OF_EACH_TOWER,
 }
 
 
@@ -268,24 +270,33 @@ def _answers(
             weight = None if leaf.weight is None else results[leaf.weight].value
             has_rows = result.times_rows == 1
             answer = answer_for(leaf.merge, result.value, weight, has_rows)
-        says, why, advice, has_line = answer
+        says, why, advice, has_line, reason = answer
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says is Says.PROVED and not fits:
             says = Says.UNKNOWN
             why = "its shape depends on the split"
-        if says is Says.REFUTED and not has_line:
-            line = _line_of_result(program, number)
+        if says is not Says.PROVED and not has_line:
+            line = line_of_result(program, number)
             why += f", made at {line}" if line else ""
         why = NOUNS_OF_TOWERS.told(why)
-        equalities.append(Equality(leaf.name, says, why, advice, leaf.state))
+        equalities.append(Equality(leaf.name, says, why, advice, leaf.state, reason))
     return equalities
 
 
-def _line_of_result(program: ClosedJaxpr, number: int) -> str:
-    """Find the user's line that makes the result with this index; "" if none does."""
+def line_of_result(program: Any, number: int) -> str:
+    """Find the user's line that makes the result with this index; "" if none does.
+
+    If the equation that makes it has no line, it is the line in its inner program.
+    """
     jaxpr = open_jaxpr(program)
-    makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
-    return user_line((makers[0], None)) if makers else ""
+    result = jaxpr.outvars[number]
+    for maker in (x for x in jaxpr.eqns if result in x.outvars):
+        if line := user_line((maker, None)):
+            return line
+        for inner in inner_programs(maker):
+            if result in inner.results:
+                return line_of_result(inner.jaxpr, inner.results.index(result))
+    return ""
 
 
 def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:

@@ -32,7 +32,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     copy,
 )
-from towerjax.prover.equality.one_tower import Equality, worst_of
+from towerjax.prover.equality.one_tower import Equality, line_of_result, worst_of
 from towerjax.prover.equality.walk.walk import Walk
 from towerjax.prover.programs.traced import (
     ARRAY_TYPES,
@@ -163,8 +163,11 @@ def _said_of_results(
         says, why = _said_of_result(walk.sizes, value, *both)
         if says is Says.REFUTED:
             why = words.of_power(value.power, causes.of_power(number))
+        elif isinstance(value, Unknown):
+            why = words.of_unknown(why, value.reason, causes.of_unknown(number))
         elif says is Says.UNKNOWN:
-            why = words.of_unknown(why, causes.of_unknown(number))
+            line = line_of_result(jaxprs[0], number)
+            why += f", made at {line}" if line else ""
         answers.append((says, why))
     return answers
 
@@ -221,7 +224,10 @@ def _said_of_result(
     """
     if isinstance(value, Unknown | Joined):
         return Says.UNKNOWN, value.why
-    own_rows, stacked = sizes.axes(first, second)
+    try:
+        own_rows, stacked = sizes.axes(first, second)
+    except ProgramsDifferError as error:
+        return Says.UNKNOWN, str(error)
     is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers
     if isinstance(value, Stacked):
         wanted = {None: Copy, 1: TowerRows}.get(own_rows)

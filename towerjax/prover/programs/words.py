@@ -1,10 +1,12 @@
 """The words for a number that results must not depend on: of devices, micro-batches."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from towerjax.jaxprs.sites import outwards, user_line
 from towerjax.prover.equality.answers.causes import Cause
 from towerjax.prover.equality.answers.nouns import Nouns
+from towerjax.prover.equality.kinds.reasons import Reason
 
 _BY_JAX = (
     " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
@@ -27,6 +29,7 @@ class Words:
       all: The reason for a factor: a sum is divided by their number.
       number: The reason for a factor, if none of these fits.
       quotients: The reason why a quotient of one's own sums is not proved.
+      cures: What to write, by the reason why a result is unknown.
     """
 
     option: str
@@ -39,6 +42,7 @@ class Words:
     all: str
     number: str
     quotients: str
+    cures: Mapping[Reason, str]
 
     @property
     def depends(self) -> str:
@@ -67,13 +71,14 @@ class Words:
         is_typed = any(x.params["check_vma"] for x in maps)
         return f"{text}: {why}{_BY_JAX * is_typed}."
 
-    def of_unknown(self, why: str, cause: Cause | None) -> str:
-        """Tell why a result is unknown, with the wrong number that causes it.
+    def of_unknown(self, why: str, reason: Reason | None, cause: Cause | None) -> str:
+        """Tell why a result is unknown: ``why``, and what to write instead.
 
-        Without a ``cause`` it is the reason ``why``, unchanged.
+        ``cause`` is the wrong number that causes it. Without one, the cure is that of
+        the typed ``reason``, if there is one.
         """
         if cause is None:
-            return why
+            return f"{why}. {self.cures[reason]}" if reason in self.cures else why
         if cause.value is not None:
             power = self.of_power(cause.value.power, cause)
             return f"{why}. There a value is {power}"
@@ -113,6 +118,31 @@ OF_DEVICES = Words(
         "each device divides by a sum over its own rows at {}. Add both up with"
         " jax.lax.psum, and divide afterwards"
     ),
+    cures={
+        Reason.SUM_OF_OWN_ROWS: (
+            "A device's sum is used before the devices' sums are added up. Add it up"
+            " with jax.lax.psum first; clip, or take a norm, afterwards"
+        ),
+        Reason.MEAN_OF_OWN_ROWS: (
+            "A device's mean is that of its own rows alone. Take jax.lax.pmean of it,"
+            " or divide jax.lax.psum of the sum by that of the weights"
+        ),
+        Reason.EXTREME_OF_OWN_ROWS: (
+            "A device has the largest of its own rows alone. Take jax.lax.pmax of it."
+            " For a logsumexp over all rows, shift by that maximum, without its"
+            " gradient, add up the exponentials with jax.lax.psum, and take the"
+            " logarithm afterwards"
+        ),
+        **dict.fromkeys(
+            (Reason.OWN_DRAWS, Reason.SAME_DRAWS),
+            "Other devices draw other numbers for a row. Use a key for each row:"
+            " jax.random.split(key, rows) outside of the map, given like the rows",
+        ),
+        Reason.ROWS_MEET_ROWS: (
+            "Rows meet the rows of the same device alone. Gather those that they meet,"
+            " with jax.lax.all_gather(rows, axis, tiled=True)"
+        ),
+    },
 )
 OF_MICRO_BATCHES = Words(
     option="micro_batches",
@@ -146,6 +176,35 @@ OF_MICRO_BATCHES = Words(
         "each micro-batch divides by a sum over its own rows at {}. Add up sums and"
         " weights over the micro-batches, and divide afterwards"
     ),
+    cures={
+        Reason.SUM_OF_OWN_ROWS: (
+            "A micro-batch's sum is used before the sums of all are added up. Clip it,"
+            " or take its norm, after the loop"
+        ),
+        Reason.MEAN_OF_OWN_ROWS: (
+            "A micro-batch's mean is that of its own rows alone. Add up sums and"
+            " weights over the micro-batches, and divide after the loop"
+        ),
+        Reason.EXTREME_OF_OWN_ROWS: (
+            "A micro-batch has the largest of its own rows alone. Carry the largest"
+            " with jnp.maximum, and use it after the loop. For a logsumexp over all"
+            " rows, add up the exponentials, and take the logarithm after the loop"
+        ),
+        **dict.fromkeys(
+            (Reason.OWN_DRAWS, Reason.SAME_DRAWS),
+            "Other micro-batches draw other numbers for a row. Use a key for each row,"
+            " jax.random.split(key, rows), cut like the rows; draw numbers that belong"
+            " to no row once, after the loop",
+        ),
+        Reason.ROWS_MEET_ROWS: (
+            "Rows meet the rows of the same micro-batch alone. Compute those that they"
+            " meet for all rows, before the loop"
+        ),
+        Reason.SUM_SO_FAR: (
+            "A micro-batch changes or reads the sum of those before it. Let each add"
+            " to the sum alone, and do all else once, after the loop"
+        ),
+    },
 )
 BY_OPTION = {words.option: words for words in (OF_DEVICES, OF_MICRO_BATCHES)}
 """The words for each option, such as "devices"."""

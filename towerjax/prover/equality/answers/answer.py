@@ -4,6 +4,7 @@ import enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from towerjax.prover.equality.answers.reasons import reason_of_kinds
 from towerjax.prover.equality.answers.says import Says
 from towerjax.prover.equality.kinds.kinds import (
     ELEMENTS,
@@ -21,6 +22,7 @@ from towerjax.prover.equality.kinds.kinds import (
     as_part,
     blocks_of,
 )
+from towerjax.prover.equality.kinds.reasons import Reason
 
 
 class Merge(enum.Enum):
@@ -59,6 +61,7 @@ class Answer(NamedTuple):
     why: str = ""  # the reason, if it is not proved
     advice: str = ""  # what to write, if it is refuted
     has_line: bool = False  # whether the reason names a line of the program
+    reason: Reason | None = None  # the typed reason, if there is one
 
 
 _KIND_OF = {Merge.MAXIMUM: Maximum, Merge.MINIMUM: Minimum}
@@ -88,7 +91,7 @@ def answer_for(
     """
     unknown = [x for x in (value, weight) if x and isinstance(x, Unknown)]
     if unknown:
-        return Answer(Says.UNKNOWN, unknown[0].why)
+        return _of_unknown(unknown[0])
     if merge is Merge.OTHER:
         return Answer(Says.UNKNOWN, f"it is {merge.value}")
     if merge is Merge.ROWS:
@@ -110,6 +113,11 @@ def answer_for(
     return _of_mean(value, weight)
 
 
+def _of_unknown(value: Unknown) -> Answer:
+    """Answer that a value is unknown, with its reason, which names a line."""
+    return Answer(Says.UNKNOWN, value.why, has_line=True, reason=value.reason)
+
+
 def _of_rows(value: Kind, has_rows: bool) -> Answer:
     """Answer for a leaf of rows, which are joined to the batch's rows."""
     if isinstance(value, Zero) and has_rows:
@@ -128,7 +136,7 @@ def answer_for_table_rows(value: Kind, at: ProvedResult, padded: bool) -> Answer
     indices = at.value
     for x in (value, indices):
         if isinstance(x, Unknown):
-            return Answer(Says.UNKNOWN, x.why)
+            return _of_unknown(x)
     if isinstance(value, Zero):
         return _PROVED
     if not isinstance(indices, ELEMENTS) or indices.power:
@@ -152,7 +160,8 @@ def _off_by(value: Kind, wanted: type[Kind], power: Any, advice: str) -> Answer:
     A value of another kind than ``wanted`` is unknown. One with power 0 is proved.
     """
     if type(value) is not wanted:
-        return Answer(Says.UNKNOWN, f"it is {value}, and not {wanted.name}")
+        why = f"it is {value}, and not {wanted.name}"
+        return Answer(Says.UNKNOWN, why, reason=reason_of_kinds([value]))
     if not power:
         return _PROVED
     return Answer(Says.REFUTED, _told(power), advice, _has_line(power))
@@ -170,7 +179,8 @@ def _of_mean(value: Kind, weight: Kind) -> Answer:
     total = as_part(value)
     of_weights = as_part(weight)
     if not (isinstance(total, Part) and isinstance(of_weights, Part)):
-        return Answer(Says.UNKNOWN, f"it is {value}, divided by {weight}")
+        why = f"it is {value}, divided by {weight}"
+        return Answer(Says.UNKNOWN, why, reason=reason_of_kinds([value, weight]))
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
         why = _told(power) + ": its weight is no sum over rows, and is added T times"

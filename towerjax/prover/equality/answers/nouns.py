@@ -31,8 +31,3 @@ class Nouns(NamedTuple):
 
 
 NOUNS_OF_TOWERS = Nouns("tower", "towers", "the tower's", "tower.id")
-
-
-def is_told(reason: str, *reasons: str) -> bool:
-    """Return whether a text about towers tells one of these reasons."""
-    return any(NOUNS_OF_TOWERS.told(x) in reason for x in reasons)

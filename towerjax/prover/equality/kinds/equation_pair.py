@@ -14,10 +14,11 @@ from towerjax.prover.equality.kinds.kinds import (
     Unknown,
     Zero,
 )
-
-
-class ProgramsDifferError(Exception):
-    """The two programs differ in more than their numbers of rows and towers."""
+from towerjax.prover.equality.kinds.reasons import (
+    ProgramsDifferError,
+    Reason,
+    ReasonedError,
+)
 
 
 def failed(error: Exception) -> str:
@@ -70,8 +71,10 @@ class Sizes(NamedTuple):
                 continue
             unit = self._what_differs(m, n)
             if unit in axes:
-                counted = "{many}" if unit == "towers" else unit
-                raise ProgramsDifferError(f"an array has several dims of {counted}")
+                if unit == "towers":
+                    raise ProgramsDifferError("an array has several dims of {many}")
+                why = "an array has several dims of rows"
+                raise ProgramsDifferError(why, Reason.ROWS_MEET_ROWS)
             axes[unit] = i
         return axes.get("rows"), axes.get("towers")
 
@@ -211,10 +214,14 @@ class EquationPair:
         """Give the operands of the equation other kinds."""
         return dataclasses.replace(self, ins=ins)
 
-    def unknown(self, why: str) -> Kind:
+    def unknown(self, why: str, reason: Reason | None = None) -> Kind:
         """Make an unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
-        return Unknown(why=f"{why}, at {line}" if line else why)
+        return Unknown(why=f"{why}, at {line}" if line else why, reason=reason)
+
+    def unknown_by(self, error: ReasonedError) -> Kind:
+        """Make an unknown kind, with an error's reason and this equation's line."""
+        return self.unknown(str(error), error.reason)
 
 
 def constant_of(x: Kind) -> Any:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from towerjax.prover.equality.kinds.reasons import NotOfOneKindError, Reason
+
 PADDING = "padding"
 """The member of `Kind.zeros` that stands for padding rows."""
 
@@ -162,11 +164,13 @@ def _told_power(power: Any) -> str:
 class Unknown(Kind):
     """A value of which nothing is known.
 
-    ``why`` is the reason, with a line of the program.
+    ``why`` is the reason in words, with a line of the program; ``reason`` is the typed
+    one, if there is one.
     """
 
     name = "unknown"
     why: str = dataclasses.field(default="", kw_only=True)
+    reason: Reason | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -505,10 +509,6 @@ def added_over_towers(x: Copy | Part | Zero) -> Kind:
     Parts add up to the one tower's value. A replicated value is added up to T times it.
     """
     return ZERO if isinstance(x, Zero) else copy(as_part(x).power)
-
-
-class NotOfOneKindError(Exception):
-    """No rule gives a kind to values of these kinds; the text says why."""
 
 
 def joined(values: Sequence[Kind], verb: str = "added to") -> Any:

@@ -154,7 +154,7 @@ def _by_any(pair: EquationPair, predicate: Kind, cases: Sequence[Kind]) -> Kind:
     try:
         chosen = guards.chosen_by_any(predicate, cases)
     except NotOfOneKindError as error:
-        return pair.unknown(str(error))
+        return pair.unknown_by(error)
     return chosen or pair.unknown(f"no rule for a branch by {predicate}")
 
 
@@ -176,7 +176,7 @@ def _either_of(
     try:
         either = joined(values, verb)
     except NotOfOneKindError as error:
-        return pair.unknown(str(error))
+        return pair.unknown_by(error)
     live = [x.zeros for x in values if not isinstance(x, Zero)]
     return either.replace(zeros=frozenset.intersection(*live)) if live else either
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from jax.extend.core import Literal
 
 from towerjax.jaxprs.params import loop_sizes, open_jaxpr
+from towerjax.prover.equality.answers.reasons import reason_of_kinds
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
 from towerjax.prover.equality.kinds.kinds import (
     Buffer,
@@ -162,11 +163,12 @@ def _after_all_trips(
                 return before
             return added([before, trips.over_all(part(end.power))])
     except NotOfOneKindError as error:
-        return trips.pair.unknown(str(error))
+        return trips.pair.unknown_by(error)
     if isinstance(start, Buffer) and isinstance(end, Buffer):
         if start.carry == end.carry:
             return trips.over_all(end)
-    return trips.pair.unknown(f"each {trips.one} depends on the one before it")
+    why = f"each {trips.one} depends on the one before it"
+    return trips.pair.unknown(why, reason_of_kinds([start]))
 
 
 def _stacked(trips: Trips, result: int, x: Kind) -> Kind:

@@ -28,12 +28,8 @@ from towerjax.prover.equality.kinds.kinds import (
     permuted,
     rows,
 )
+from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.rules.rules import refused, rule
-
-DRAWS_OF_NO_ROW = "a {one} draws numbers that belong to no row"
-"""The reason for a draw that another number of towers makes in another way."""
-SAME_DRAWS = "all {many} draw the same numbers for their rows"
-SAME_KEYS = "all {many} use the same keys for their rows"
 
 _MERGED: TypeAlias = Copy | Part | Maximum | Minimum
 
@@ -234,7 +230,8 @@ def _keys_of_key(pair: EquationPair, x: Kind) -> Kind:
     same keys for their rows.
     """
     if pair.rows_out[0] is not None and pair.rows_in[0] is None:
-        raise NotOfOneKindError(SAME_KEYS)
+        why = "all {many} use the same keys for their rows"
+        raise NotOfOneKindError(why, Reason.SAME_DRAWS)
     return function_of([x], "a key")
 
 
@@ -251,8 +248,10 @@ def _draw_of(pair: EquationPair, key: Kind, *others: Kind) -> Kind:
         if not are_elements or any(blocks_of(x) > 1 for x in others):
             raise NotOfOneKindError("a random draw depends on a {one}'s values")
         if not has_rows:
-            raise NotOfOneKindError(DRAWS_OF_NO_ROW)
+            why = "a {one} draws numbers that belong to no row"
+            raise NotOfOneKindError(why, Reason.DRAWS_OF_NO_ROW)
         return rows()
     if has_rows and pair.rows_in[0] is None:
-        raise NotOfOneKindError(SAME_DRAWS)
+        why = "all {many} draw the same numbers for their rows"
+        raise NotOfOneKindError(why, Reason.SAME_DRAWS)
     return function_of(pair.ins, "a draw")

@@ -11,6 +11,7 @@ from towerjax.jaxprs.flow import is_ref, needed_eqns
 from towerjax.jaxprs.params import is_foreign, named_axes, open_jaxpr, sub_jaxprs
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import user_line
+from towerjax.prover.equality.answers.reasons import reason_of_equation
 from towerjax.prover.equality.kinds import widths, zeros
 from towerjax.prover.equality.kinds.constants import kind_of_constant
 from towerjax.prover.equality.kinds.equation_pair import (
@@ -222,8 +223,11 @@ class Walk:
             pair = self._with_axes(pair)
             kinds = self._by_rule(pair)
             return [self._checked(pair, i, value) for i, value in enumerate(kinds)]
-        except (NotOfOneKindError, ProgramsDifferError) as error:
-            return [pair.unknown(str(error))] * count
+        except NotOfOneKindError as error:
+            reason = error.reason or reason_of_equation(pair)
+            return [pair.unknown(str(error), reason)] * count
+        except ProgramsDifferError as error:
+            return [pair.unknown_by(error)] * count
         except Exception as error:  # A fault in a rule must not end a user's training.
             return [pair.unknown(failed(error))] * count
 
@@ -300,9 +304,8 @@ class Walk:
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
         if has_towers and not isinstance(value, Stacked | Zero):
-            return pair.unknown(
-                f"{pair.name} makes an array with one entry per {{one}}"
-            )
+            why = f"{pair.name} makes an array with one entry per {{one}}"
+            return pair.unknown(why, reason_of_equation(pair))
         value = value.replace(in_padding=zeros.in_padding(pair, result, value))
         if isinstance(value, zeros.KNOWN_ZEROS):
             places = value.zeros | zeros.zeros_of(pair, result)
@@ -398,7 +401,7 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn | None, JaxprEqn]]:
             break
         pairs.append((one if is_pair else None, two))
     if rest or len(pairs) < len(twos):
-        line = user_line((rest[-1], None)) if rest else ""
+        line = user_line((rest[-1] if rest else twos[len(pairs)], None))
         at = f", at {line}" if line else ""
         raise ProgramsDifferError(
             f"the program differs between numbers of {{many}}{at}"
@@ -407,6 +410,7 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn | None, JaxprEqn]]:
 
 
 def _are_alike(one: JaxprEqn, two: JaxprEqn) -> bool:
+    """Look whether two equations have one primitive and as many operands."""
     return one.primitive is two.primitive and len(one.invars) == len(two.invars)
 
 
@@ -478,5 +482,5 @@ def kinds_of_results(
     try:
         return Walk(sizes, axes, has_keys=True).closed(first, second, ins)
     except ProgramsDifferError as error:
-        unknown = Unknown(why=str(error))
+        unknown = Unknown(why=str(error), reason=error.reason)
         return [unknown] * len(open_jaxpr(first).outvars)
