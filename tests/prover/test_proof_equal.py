@@ -14,7 +14,9 @@ import split_orders
 import split_rows
 from equal_programs import params_and_batch, run_on_towers
 from jax import lax
+from layouts import cases
 from one_tower_programs import answer_for, equalities, of_loss, program_of, rows_of
+from programs_with_advice import OfMicroBatches, OnDevices, words_of
 
 import towerjax as tj
 from towerjax.prover.equality.kinds import kinds
@@ -23,6 +25,7 @@ from towerjax.prover.equality.kinds.kinds import Part, TowerRows, copy, part, ro
 from towerjax.prover.equality.one_tower import Merge
 from towerjax.prover.equality.rules.rules import RULES
 from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
+from towerjax.prover.programs.words import BY_OPTION
 
 PARAMS, BATCH = params_and_batch(rows_of(1, False))
 SPLIT = split_functions.SPLIT | split_rows.SPLIT | split_orders.SPLIT
@@ -281,3 +284,11 @@ def test_derivatives_of_a_rule_of_the_user_are_found_inside(function, is_own, wi
     """Also where, with ``jax_remat3``, JAX hides the program in an object."""
     program = jax.make_jaxpr(within(within(function)))(1.0)
     assert has_own_derivatives(program) is is_own
+
+
+def test_each_advice_has_a_program_that_shows_it():
+    of_option = {"devices": OnDevices, "micro_batches": OfMicroBatches}
+    for option, words in BY_OPTION.items():
+        shown = [words_of(x)[1] for x in cases(of_option[option]).values()]
+        for advice in words.cures.values():
+            assert any(x in advice for x in shown), advice

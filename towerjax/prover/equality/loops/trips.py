@@ -14,6 +14,7 @@ after the loop, differs between the three; `Trips` has the functions that say so
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from towerjax.jaxprs.params import loop_sizes, open_jaxpr
@@ -99,7 +100,8 @@ def _change_of(body: Any, operand: int, result: int) -> str:
     after = body.outvars[result]
     if after is before:
         return "kept"
-    is_number = before.aval.shape == () and before.aval.dtype.kind in "iu"
+    is_whole = jnp.issubdtype(before.aval.dtype, jnp.integer)  # a key has no kind
+    is_number = is_whole and before.aval.shape == ()
     for eqn in body.eqns:
         if is_number and after in eqn.outvars and eqn.primitive.name == "add":
             ones = [x for x in eqn.invars if isinstance(x, Literal) and x.val == 1]
