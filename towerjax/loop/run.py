@@ -97,10 +97,10 @@ def run(
         also gets the state, at steps that you choose.
       writers: Writers such as `JsonLines`. Each gets every step and every evaluation,
         on process 0.
-      copy_every: In a `recoverable <towerjax.cluster.initialize>` job, copy the state
-        to the hosts after each step whose number is a multiple of this. If a process is
-        lost, the others go on from the last copy. None copies as often as takes 1 % of
-        the time.
+      copy_every: In a job that `tj.cluster.initialize` made ``recoverable``, copy the
+        state to the hosts after each step whose number is a multiple of this. If a
+        process is lost, the others go on from the last copy. None copies as often as
+        takes 1 % of the time.
 
     Returns:
       ``(state, history)``.
