@@ -586,16 +586,8 @@ class Tally:
     broken: list[Found] = dataclasses.field(default_factory=list)
 
 
-def hold(lemma, name, seed=0, tally=None):
-    """Hold a lemma in a world, for all kinds of its operands."""
-    tally = tally or Tally()
-    world = with_flags(WORLDS[name], seed)
-    try:
-        programs = programs_of(lemma, world)
-    except NotThereError:
-        return tally
-    runs = [runner(*x) for x in zip(programs, world.sides, strict=True)]
-    shapes = [[shape_on(side, x) for side in world.sides] for x in lemma.shapes]
+def combinations_of(lemma, world, seed):
+    """The combinations of kinds that a lemma's operands are tried with."""
     kinds = [
         kinds_for(x, np.dtype(dtype), world)
         for x, dtype in zip(lemma.shapes, lemma.dtypes, strict=True)
@@ -610,17 +602,53 @@ def hold(lemma, name, seed=0, tally=None):
         rng = np.random.default_rng(seed)
         at = rng.choice(len(combinations), _MOST, replace=False)
         combinations = [combinations[i] for i in at]
+    return combinations
+
+
+def sizes_of(world):
+    """The sizes in which the programs of a world's sides may differ."""
     towers, rows_each = zip(*[(x.towers, x.rows) for x in world.sides], strict=True)
-    sizes = Sizes(towers, rows_each, world.padded)
+    return Sizes(towers, rows_each, world.padded)
+
+
+def walks_of(lemma, name, seed):
+    """Functions that walk a lemma, for all kinds of its operands; no value is drawn."""
+    world = with_flags(WORLDS[name], seed)
+    try:
+        programs = programs_of(lemma, world)
+    except NotThereError:
+        return
+    sizes = sizes_of(world)
+    for ins in combinations_of(lemma, world, seed):
+        walk = Walk(sizes, [AXIS], has_keys=True)
+        yield functools.partial(walked, walk, programs, ins)
+
+
+def walked(walk, programs, ins):
+    """What a walk says of two programs' results; nothing of programs that differ."""
+    try:
+        return walk.closed(*programs, ins)
+    except ProgramsDifferError:
+        return []
+
+
+def hold(lemma, name, seed=0, tally=None):
+    """Hold a lemma in a world, for all kinds of its operands."""
+    tally = tally or Tally()
+    world = with_flags(WORLDS[name], seed)
+    try:
+        programs = programs_of(lemma, world)
+    except NotThereError:
+        return tally
+    runs = [runner(*x) for x in zip(programs, world.sides, strict=True)]
+    shapes = [[shape_on(side, x) for side in world.sides] for x in lemma.shapes]
+    combinations = combinations_of(lemma, world, seed)
+    sizes = sizes_of(world)
     rounding = max([eps_of(np.dtype(x)) for x in lemma.dtypes], default=0.0)
     for number, ins in enumerate(combinations):
-        try:
-            outs = Walk(sizes, [AXIS], has_keys=True).closed(*programs, ins)
-        except ProgramsDifferError:
-            tally.unknown += 1
-            continue
+        outs = walked(Walk(sizes, [AXIS], has_keys=True), programs, ins)
         if all(isinstance(x, Unknown) for x in outs):
-            tally.unknown += len(outs)
+            tally.unknown += max(len(outs), 1)
             continue
         draw = Draw(world, [seed, number], lemma.near)
         args = [draw.values(*x) for x in zip(ins, shapes, lemma.dtypes, strict=True)]

@@ -38,6 +38,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Row,
     RowNumbers,
     RowOrder,
+    RowsInTurn,
     Size,
     SoFar,
     Stacked,
@@ -405,6 +406,9 @@ def _are_stacked(case):
         if not near(as_wide(x), as_wide(np.broadcast_to(x[:1], x.shape)), x.dtype):
             return False
         found.append(np.moveaxis(x[0], axis, 0))
+    if isinstance(case.known.of, RowsInTurn):
+        in_turn = [x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in found]
+        return case.same(*in_turn)
     return case.with_kind(case.known.of, found)
 
 

@@ -5,7 +5,10 @@ That it holds is seen of values that have the kinds of its operands.
 
 import functools
 import importlib
+import inspect
 import itertools
+import pkgutil
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -19,7 +22,11 @@ from lemma_cases import CASES
 from lemmas import AXIS, Draw, N, shape_on, told, with_flags
 from meanings import ALL_KINDS, holds
 
+from towerjax.prover.equality import kinds as kinds_room
+from towerjax.prover.equality import loops as loops_room
 from towerjax.prover.equality import one_tower as one_tower  # registers all rules
+from towerjax.prover.equality import rules as rules_room
+from towerjax.prover.equality.kinds import kinds
 from towerjax.prover.equality.kinds.equation_pair import Scope, Sizes
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
@@ -114,6 +121,84 @@ def test_what_a_rule_says_holds_in_all_worlds(name, monkeypatch):
     silent = {x.rule.__name__ for x in RULES[name] if (name, x) not in answered}
     known = name in OF_SOME_VERSIONS or name in INSIDE_OTHERS
     assert known or silent <= {*OF_TRIPS}
+
+
+# What is stated beside the rules.
+
+# A function that names a kind, or changes one, states a fact of a value. Those of these
+# modules are entered elsewhere: devices have `test_what_is_said_of_a_place_holds` and
+# `test_equal_on_devices`, micro-batches `test_micro_batches_proved`.
+OF_OTHERS = {"maps", "mesh_axes", "within", "micro_batches"}
+STATES = {"replace", "times_tower"}
+for name, x in vars(kinds).items():
+    makes_one = inspect.isfunction(x) and x.__module__ == kinds.__name__
+    if makes_one or isinstance(x, Kind) or (inspect.isclass(x) and issubclass(x, Kind)):
+        STATES.add(name)
+
+
+def states_a_fact(function):
+    """Whether a function's code names a kind, or a function that makes one."""
+    return not STATES.isdisjoint(function.__code__.co_names)
+
+
+def functions_of(module):
+    """The functions and methods that a module defines."""
+    for x in vars(module).values():
+        if getattr(x, "__module__", None) == module.__name__:
+            members = vars(x).values() if isinstance(x, type) else [x]
+            yield from (y for y in members if inspect.isfunction(y))
+
+
+def stated_beside_the_rules():
+    """The names of the functions that state a fact and are no rules, by their code."""
+    of_rules = {x.rule.__code__ for each in RULES.values() for x in each}
+    found = {}
+    for room in (kinds_room, loops_room, rules_room):
+        for info in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+            module = importlib.import_module(info.name)
+            for x in functions_of(module):
+                is_here = info.name.rpartition(".")[2] not in OF_OTHERS
+                if is_here and x.__code__ not in of_rules and states_a_fact(x):
+                    found[x.__code__] = f"{info.name}:{x.__qualname__}"
+    return found
+
+
+def entered_by(walk, codes):
+    """Which of these codes a walk of a lemma enters; none if it says nothing."""
+    entered = set()
+
+    def note(frame, event, arg):
+        if frame.f_code in codes:
+            entered.add(frame.f_code)
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        said = walk()
+    finally:
+        sys.settrace(before)
+    return set() if all(isinstance(x, Unknown) for x in said) else entered
+
+
+def test_functions_that_state_facts_are_found():
+    names = {x.rpartition(":")[2] for x in stated_beside_the_rules().values()}
+    assert {"joined", "_over_rows", "Chunks.stacked", "size_of_rows"} <= names
+    assert "_sum_so_far" not in names  # a rule
+
+
+@pytest.mark.slow
+def test_each_function_that_states_a_fact_is_entered_by_a_lemma():
+    missing = stated_beside_the_rules()
+    worlds = [*lemmas.WORLDS]
+    numbered = [x for each in CASES.values() for x in enumerate(each)]
+    np.random.default_rng(0).shuffle(numbered)  # so that few are enough
+    for number, lemma in numbered:
+        for walk in lemmas.walks_of(lemma, worlds[number % len(worlds)], number):
+            for code in entered_by(walk, missing.keys()):
+                del missing[code]
+        if not missing:
+            break
+    assert not missing.values(), [*missing.values()]
 
 
 # Which rule an equation gets.
