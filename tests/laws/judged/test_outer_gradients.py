@@ -76,3 +76,25 @@ def test_each_wrong_loss_depends_on_the_mesh(card, typed):
     make = maker(card, "rows first", typed)
     with pytest.raises((tj.testing.SplitError, tj.ReplicationError)):
         tj.testing.same_on_devices(make, devices=NUMBERS)
+
+
+def on_meshes(card, shapes):
+    def make(devices):
+        mesh = Mesh(np.array(devices).reshape(shapes[len(devices)]), BOTH)
+        return program(card, mesh, typed=True)
+
+    return tj.testing.prove(make, devices=tuple(shapes)).unproved
+
+
+def test_axes_that_grow_at_once_name_the_meshes_between():
+    """And with these the loss is proved."""
+    why = on_meshes(Right.columns, {1: (1, 1), 4: (2, 2)})["result[0]"]
+    assert "list the meshes as (1, 1), (2, 1), (2, 2)" in why
+    assert on_meshes(Right.columns, {1: (1, 1), 2: (2, 1), 4: (2, 2)}) == {}
+
+
+def test_a_mesh_that_grows_from_one_device_alone_is_compared_with_it():
+    shapes = {1: (1, 1), 2: (2, 1), 4: (1, 4)}
+    assert on_meshes(Right.columns, shapes) == {}
+    assert on_meshes(Wrong.shift_per_device, shapes)
+    assert on_meshes(Wrong.own_denominators, shapes)

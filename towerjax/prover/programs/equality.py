@@ -7,14 +7,15 @@ several such numbers, and each two traces are walked side by side; see
 Reasons use the noun for what is counted; see `towerjax.prover.equality.answers.nouns`.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.jaxprs.flow import is_ref
+from towerjax.jaxprs.sites import all_eqns
 from towerjax.prover.equality.answers.causes import Causes
 from towerjax.prover.equality.answers.says import Says
 from towerjax.prover.equality.kinds.equation_pair import (
@@ -71,11 +72,21 @@ def equal_for_all(programs: Mapping[int, MadeProgram], words: Words) -> list[Equ
       words: The words for what is counted.
 
     Returns:
-      The proof's answer for each numeric result: the worst of all pairs of numbers.
+      The proof's answer for each numeric result: the worst of all numbers. Each number
+      is compared with the one before it, and if that does not answer, with the first.
     """
     answers = list[Equality]()
-    for pair in itertools.pairwise(sorted(programs.items())):
-        answers += _of_pair(dict(pair), words)
+    first, *others = sorted(programs)
+    before = first
+    for number in others:
+        found = _of_pair({x: programs[x] for x in (before, number)}, words)
+        if before != first and any(x.says is Says.UNKNOWN for x in found):
+            again = _of_pair({x: programs[x] for x in (first, number)}, words)
+            known = {x.leaf: x for x in again if x.says is not Says.UNKNOWN}
+            unknown = {x.leaf for x in found if x.says is Says.UNKNOWN}
+            found = [known.get(x.leaf, x) if x.leaf in unknown else x for x in found]
+        answers += found
+        before = number
     return worst_of(answers)
 
 
@@ -90,11 +101,43 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
         of_results = [(Says.UNKNOWN, str(error))] * len(leaves)
     except Exception as error:  # A fault of the proof must not end a user's check.
         of_results = [(Says.UNKNOWN, failed(error))] * len(leaves)
+    advice = _advice_of_meshes(programs)
+    if advice:
+        of_results = [
+            (says, f"{why}; {advice}" if says is Says.UNKNOWN else why)
+            for says, why in of_results
+        ]
     return [
         Equality(name, says, words.nouns.told(why))
         for (name, x), (says, why) in zip(leaves, of_results, strict=True)
         if isinstance(x, jax.ShapeDtypeStruct)
     ]
+
+
+def _advice_of_meshes(programs: Mapping[int, MadeProgram]) -> str:
+    """Say which meshes to list if several axes grow at once; "" if one axis does.
+
+    Axes that grow at once are proved only if they act as one.
+    """
+    meshes = [_first_mesh(x.traced.jaxpr) for x in programs.values()]
+    first, second = [x or {} for x in meshes]
+    if [*first] != [*second]:
+        return ""
+    sizes = [*first.values()]
+    steps = [tuple(sizes)]
+    for i, name in enumerate(first):
+        if second[name] != sizes[i]:
+            sizes[i] = second[name]
+            steps.append(tuple(sizes))
+    if len(steps) < 3 or any(second[x] < size for x, size in first.items()):
+        return ""
+    return f"list the meshes as {', '.join(map(str, steps))}, so that one axis grows"
+
+
+def _first_mesh(jaxpr: ClosedJaxpr) -> Mapping[str, int] | None:
+    """Find the sizes of the mesh axes of a program's first map, or None."""
+    maps = (x for x in all_eqns(jaxpr) if x.primitive.name == "shard_map")
+    return next((x.params["mesh"].shape for x in maps), None)
 
 
 def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
