@@ -44,7 +44,7 @@ _FIRST = re.compile(r"(?i)(top|at|rank|hits?|pass|recall|precision|acc|k|@)[-_@ 
 
 
 def sign_of(name: str, metric: str, mode: Direction | None) -> int:
-    """Return the factor, 1 or -1, that makes less of a metric better.
+    """Choose the factor, 1 or -1, that makes less of a metric better.
 
     If ``mode`` is None, the words of the metric's name tell: ``"eval/loss"`` and
     ``"RMSE"`` mean ``"min"``, ``"top5_accuracy"`` and ``"val_auc"`` mean ``"max"``. A
@@ -72,7 +72,7 @@ def sign_of(name: str, metric: str, mode: Direction | None) -> int:
 
 
 def _mode_of(metric: str) -> Direction | None:
-    """Return the direction that a metric's name tells, or None."""
+    """Read the direction in a metric's name; None if it does not tell."""
     words = _words_of(metric)
     is_less = not words.isdisjoint(_LESS)
     is_more = not words.isdisjoint(_MORE)
@@ -85,7 +85,7 @@ def _mode_of(metric: str) -> Direction | None:
 
 
 def _words_of(metric: str) -> set[str]:
-    """Return the words of a name in small letters.
+    """Split a name into words in small letters.
 
     Each word is also returned without digits at its end.
     """

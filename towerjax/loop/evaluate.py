@@ -31,7 +31,7 @@ class EvaluationStep(Protocol):
         ...
 
     def __call__(self, state: PyTree, batch: PlacedBatch, /) -> PyTree:
-        """Return metric states by name; the state is not donated."""
+        """Compute metric states by name; the state is not donated."""
         ...
 
 
@@ -102,7 +102,7 @@ def evaluate(
 
 
 def count_in_words(batches: Iterable[PyTree]) -> str:
-    """Return the number of batches as text, if it is known without reading them."""
+    """Count the batches in words, if their number is known without reading."""
     known = operator.length_hint(batches, -1)
     if known < 0:
         return "no known number of batches"

@@ -32,7 +32,7 @@ _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
 def checked_path(name: str, value: Any, kind: str) -> epath.Path:
-    """Return the absolute path of a file or folder; raise unless it can be one."""
+    """Make the absolute path of a file or folder; raise unless it can be one."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_text(name, text, f"the path of {kind}")
     has_scheme = _SCHEME.match(text)
@@ -50,7 +50,7 @@ def checked_path(name: str, value: Any, kind: str) -> epath.Path:
 
 
 def absolute_path(value: Any) -> epath.Path:
-    """Return a local path as an absolute path; return an address as it is."""
+    """Make a local path absolute; leave an address as it is."""
     path = epath.Path(value)
     is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
     return epath.Path(os.path.abspath(value)) if is_plain else path
@@ -188,7 +188,7 @@ def telling_of_line(
 
 
 def whole_at_least_0(fields: Mapping[str, Any], name: str) -> int:
-    """Return a field that counts; raise if it is something else."""
+    """Read a field that counts; raise if it is something else."""
     number = fields[name]
     if not is_whole(number) or number < 0:
         raise ValueError(f"{name} is {number!r:.40}, and not a whole number >= 0")
@@ -196,7 +196,7 @@ def whole_at_least_0(fields: Mapping[str, Any], name: str) -> int:
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """Return an object as a line of JSON, in bytes."""
+    """Write an object as a line of JSON, in bytes."""
     return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 

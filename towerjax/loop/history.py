@@ -132,7 +132,7 @@ class History:
         return Named(last | evaluated, num_steps=len(self.steps))
 
     def table(self, *, rows: int = 20) -> str:
-        """Return the history as a table of text.
+        """Write the history as a table of text.
 
         Args:
           rows: The largest number of steps to show, evenly chosen. Steps with an
@@ -147,7 +147,7 @@ class History:
         return by_rich([self._table(20)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict per step: its number, metrics, and the evaluation after it."""
+        """List a dict per step: its number, metrics, and the evaluation after it."""
         by_step: dict[int, dict[str, Any]] = {}
         for place, number in enumerate(self.steps.tolist()):
             by_step[number] = {name: x[place] for name, x in self.metrics.items()}
@@ -157,7 +157,7 @@ class History:
         return [{"step": n} | by_step[n] | {"step": n} for n in sorted(by_step)]
 
     def to_pandas(self) -> Any:
-        """Return the `rows` as a pandas table.
+        """Make a pandas table of the `rows`.
 
         Returns:
           A ``pandas.DataFrame``.
@@ -205,7 +205,7 @@ class History:
         return figure
 
     def _table(self, rows: int) -> Table:
-        """Return the history as a `Table`, with a row for each shown step."""
+        """Make a `Table` of the history, with a row for each shown step."""
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
         shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
@@ -257,7 +257,7 @@ class HistoryLog:
         return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
-        """Return the evaluation after step ``number`` if it came last; else None."""
+        """Find the evaluation after step ``number`` if it came last; else None."""
         after, values = self.evaluations[-1] if self.evaluations else (None, None)
         return values if after == number else None
 
@@ -291,7 +291,7 @@ class HistoryLog:
             self.skipped.append(refused)
 
     def mark(self) -> "LogMark":
-        """Return how far the log has come, for `cut`."""
+        """Mark how far the log has come, for `cut`."""
         steps = len(self._waits_s)
         return LogMark(
             steps, len(self.evaluations), len(self.skipped), self.throughput.done
@@ -308,7 +308,7 @@ class HistoryLog:
     def history(
         self, number: int, placement: Placement, stopped: str | None
     ) -> History:
-        """Return the `History` of the steps so far; ``number`` is the last one's."""
+        """Make the `History` of the steps so far; ``number`` is the last one's."""
         done = dataclasses.replace(self.throughput.done, seconds=self._seconds)
         rates = self.throughput.rates(done)
         steps = self.num_steps

@@ -147,7 +147,7 @@ class Loop:
     def again(
         self, step: Step, options: RunOptions, batches: Iterable[PyTree], state: Any
     ) -> "Loop":
-        """Return the loop of the next attempt of this run, on other devices."""
+        """Make the loop of the next attempt of this run, on other devices."""
         point = Point(state, Watch(rules_of(options.early_stopping)))
         return Loop(
             step,
@@ -176,7 +176,7 @@ class Loop:
         return record_of(self._step, self.point, self._source)
 
     def mark(self) -> LogMark:
-        """Return how far the history has come."""
+        """Mark how far the history has come."""
         return self._log.mark()
 
     def cut(self, mark: LogMark | None) -> None:
@@ -263,7 +263,7 @@ class Loop:
             self._save()
 
     def _next_batch(self, stream: Stream) -> tuple[PlacedBatch | None, float]:
-        """Return the next batch, and how many seconds it took to wait for it.
+        """Take the next batch, and measure the seconds that it was waited for.
 
         The batch is None at the end of the data.
         """
@@ -387,7 +387,7 @@ class Loop:
         self._progress.step(number, row, self._log.steps_per_second)
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
-        """Return the error of a refused step, with the tower and leaf at fault.
+        """Make the error of a refused step, with the tower and leaf at fault.
 
         The step's batch is run again with the present parameters. The refused step did
         not change them, but later steps may have. If towers train alone between merges,
@@ -463,7 +463,7 @@ class Loop:
         self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
-        """Return the run's state, or what ``eval_params`` makes of it."""
+        """Choose the run's state, or what ``eval_params`` makes of it."""
         state = self.point.state
         if self._options.eval_params is None:
             return state
@@ -516,7 +516,7 @@ class Loop:
             raise NonFiniteError(number, guard=options.guard, updated=names)
 
     def history(self) -> History:
-        """Return the history so far."""
+        """Make the history so far."""
         placement = self._step.strategy.placement
         watch = self.point.watch
         return self._log.history(self._recorded, placement, watch.stopped)
@@ -549,7 +549,7 @@ class Loop:
             error.add_note(". ".join(sentences))
 
     def _about_state(self, *, is_lost: bool) -> list[str]:
-        """Return sentences for an exception's note: which state the exception holds."""
+        """Write sentences for an exception's note: which state it holds."""
         is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         about = f"error.state is the state after step {self.point.number}{goes_on}"
@@ -563,7 +563,7 @@ class Loop:
         return [about]
 
     def _hooks_left_out(self) -> list[WithState]:
-        """Return those `WithState` hooks that were due but have not been called."""
+        """List the `WithState` hooks that were due but have not been called."""
         first = self._recorded - self._without_hooks + 1
         unhooked = range(first, self.point.number + 1)
         return [

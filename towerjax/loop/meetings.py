@@ -38,7 +38,7 @@ class Meetings:
         self._exchange: Exchange | None = None
 
     def meet(self, told: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return what each process tells, without those that were lost.
+        """Gather what each process tells, without those that were lost.
 
         All that are left get the same answer. It also reports a step to the launcher,
         for which a process that waits would hang.
@@ -79,7 +79,7 @@ class Pace:
     _apart: int = 1
 
     def next_meeting(self, number: int, now_s: float) -> tuple[int, bool]:
-        """Return the step of the next meeting, and whether the state is copied there.
+        """Choose the step of the next meeting, and whether to copy the state there.
 
         ``number`` is the step of this meeting, and ``now_s`` its time. Meetings are
         some 1 s apart. At first steps are compiled, so these come slowly to that.

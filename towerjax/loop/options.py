@@ -67,7 +67,7 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 
 
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
-    """Return the hooks as a tuple; raise if one cannot be called."""
+    """Make a tuple of the hooks; raise if one cannot be called."""
     hooks = check_list("hooks", hooks)
     for i, hook in enumerate(hooks):
         if not isinstance(hook, WithState):

@@ -38,7 +38,7 @@ class Display:
 
 
 def _terminal_bar() -> Display:
-    """Return a rich bar on stderr; other output to the terminal appears above it."""
+    """Show a rich bar on stderr; other output to the terminal appears above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -76,7 +76,7 @@ def _terminal_bar() -> Display:
 
 
 def _notebook_bar() -> Display:
-    """Return a rich bar that is redrawn in its place, without widgets."""
+    """Show a rich bar that is redrawn in its place, without widgets."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -117,7 +117,7 @@ def check_progress(progress: Any) -> None:
 
 
 def choose_display(progress: bool | None) -> Display:
-    """Return the display for the option ``progress``; in a job only process 0 shows."""
+    """Choose the display for ``progress``; in a job only process 0 shows."""
     # Outside of a job the process index is not asked for. Asking starts JAX's devices,
     # which a benchmark must not do.
     is_other = jax.distributed.is_initialized() and jax.process_index() > 0
@@ -211,7 +211,7 @@ class Progress:
 
 
 def format_value(value: Any) -> str:
-    """Return a metric as a short text."""
+    """Write a metric as a short text."""
     value = np.asarray(value)
     if value.ndim == 0:
         return f"{value.item():#.4g}" if value.dtype.kind == "f" else str(value)

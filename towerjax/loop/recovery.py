@@ -200,7 +200,7 @@ class Recovery:
                 raise SystemExit(0)
 
     def _state_to_fill(self, strategy: Strategy) -> TrainState:
-        """Return a state on the strategy's devices, whose values do not matter."""
+        """Make a state on the strategy's devices, whose values do not matter."""
         if self.last is not None and self.last.state is not None:
             return self.last.state
         shardings = strategy.placement.shardings(
@@ -331,7 +331,7 @@ class Recovery:
 
 
 def _replacing(writer: Any) -> Any:
-    """Return a writer that may cut off the lines of an earlier run."""
+    """Let a writer cut off the lines of an earlier run."""
     if not hasattr(writer, "replace"):
         return writer
     return dataclasses.replace(writer, replace=True)
@@ -345,7 +345,7 @@ def _may_follow(error: Exception) -> bool:
 def on_devices_left(
     step: Step, options: RunOptions, batches: Iterable[PyTree]
 ) -> tuple[Step, RunOptions, Iterable[PyTree]]:
-    """Return what `run` was given, on the devices that are left."""
+    """Put what `run` was given on the devices that are left."""
     evaluate = options.evaluate
     if isinstance(evaluate, Step):
         evaluate = _moved_step(evaluate)
@@ -364,7 +364,7 @@ def _moved_step(step: Step) -> Step:
 
 
 def _moved_source(source: Any, placement: Placement) -> Any:
-    """Return batches for other devices, or a function that returns such batches."""
+    """Put batches on other devices, or let a function make such batches."""
     if isinstance(source, DistributedDataset):
         return source.on(placement)
     if callable(source) and not isinstance(source, Iterable):

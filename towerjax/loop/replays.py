@@ -32,7 +32,7 @@ class Replays:
     def error(
         self, report: ReplayReport, checkpointer: Checkpointer | None
     ) -> Exception:
-        """Return the error for a report that does not agree."""
+        """Make the error for a report that does not agree."""
         if not (report.wrong or report.undecided or report.shared):
             return ValueError(f"replay_every={self._every} cannot be done. {report}")
 

@@ -80,7 +80,7 @@ class EarlyStopping:
         check_whole("min_steps", self.min_steps, 0)
 
     def reason(self, values: Mapping[int, float]) -> str | None:
-        """Return the reason why a loop with these evaluations ends; None if it goes on.
+        """Tell why a loop with these evaluations ends; None if it goes on.
 
         `run` asks its rules by itself; this is for a loop of your own.
 
@@ -101,7 +101,7 @@ class EarlyStopping:
 
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
-    """Return the rules of early stopping; any one of them ends a run."""
+    """List the rules of early stopping; any one of them ends a run."""
     listed_rules = () if early_stopping is None else early_stopping
     rules = (
         tuple(listed_rules)
@@ -115,7 +115,7 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
-    """Return why a run with these evaluations ends; None if it goes on."""
+    """Tell why a run with these evaluations ends; None if it goes on."""
     sign = sign_of("EarlyStopping.mode", rule.metric, rule.mode)
     goal = rule.goal
 
@@ -204,7 +204,7 @@ class Point:
 
 
 def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
-    """Return the metric of an evaluation that an option names, as one real number."""
+    """Read the metric of an evaluation that an option names, one real number."""
     name = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)

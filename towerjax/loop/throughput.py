@@ -25,7 +25,7 @@ class Done:
     counts: tuple[float, ...] = ()  # the total of each metric of ``counting``
 
     def since(self, other: "Done") -> "Done":
-        """Return the work done after ``other``."""
+        """Subtract the work done before: what was done after ``other``."""
         before = other.counts or (0.0,) * len(self.counts)
         return Done(
             self.seconds - other.seconds,
@@ -80,11 +80,11 @@ class Throughput:
         self._last.append(self.done)
 
     def now(self) -> dict[str, float]:
-        """Return the rates over the last steps, by name."""
+        """Compute the rates over the last steps, by name."""
         return self.rates(self.done.since(self._last[0]))
 
     def rates(self, done: Done) -> dict[str, float]:
-        """Return the work per second, by name; ``mfu`` is the share of the peak."""
+        """Divide work by seconds, by name; ``mfu`` is the share of the peak."""
         per_second = 1 / max(done.seconds, 1e-9)
         rates = {
             "steps_per_second": done.steps * per_second,
@@ -100,7 +100,7 @@ class Throughput:
 
 
 def flops_in_words(rates: Mapping[str, float], is_least: bool) -> str:
-    """Return FLOP/s and their share of the peak, in words; "" if none were counted."""
+    """Word FLOP/s and their share of the peak; "" if none were counted."""
     if "flops_per_second" not in rates:
         return ""
     text = "at least " * is_least + f"{in_flops(rates['flops_per_second'])}/s"

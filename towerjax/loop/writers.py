@@ -145,7 +145,7 @@ class Writers:
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
-    """Return the writers as a tuple; raise if one cannot be opened."""
+    """Make a tuple of the writers; raise if one cannot be opened."""
     of_path = f"[tj.JsonLines({writers!r})]" if isinstance(writers, str) else None
     writers = check_list("writers", writers, of_path)
     example = (
@@ -170,7 +170,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value for JSON, with non-finite floats as text.
+    """Write a value for JSON, with non-finite floats as text.
 
     ``float`` reads this text.
     """
@@ -290,7 +290,7 @@ def _open_lines(options: "JsonLines | Csv", start: int, lines: _Lines) -> OpenWr
 def _explained(
     name: str, path: epath.Path, close: Callable[[], Any]
 ) -> Callable[[], None]:
-    """Return a function that closes a file, and names it if that fails."""
+    """Make a function that closes a file, and names it if that fails."""
 
     def close_it() -> None:
         with opening(name, path):
@@ -305,7 +305,7 @@ def _kept(
     start: int,
     lines: Callable[[epath.Path], Iterable[tuple[str, int, int]]],
 ) -> tuple[int | None, int | None]:
-    """Return how many bytes of the file to keep.
+    """Count the bytes of the file to keep.
 
     Also returns where an evaluation after step ``start`` begins, or None. Raises if a
     run that starts at step 0 would cut off the lines of another run.
@@ -335,12 +335,12 @@ def _earlier(writer: str, path: epath.Path, content: str) -> ValueError:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Return a metric as numbers and lists for JSON."""
+    """Write a metric as numbers and lists for JSON."""
     return as_json(real_numbers("JSON", name, value).tolist())
 
 
 def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
-    """Return a metric as an array, floats in float64; raise unless it is real."""
+    """Make an array of a metric, floats in float64; raise unless it is real."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
         return array
@@ -472,7 +472,7 @@ class Curves:
         check_whole("max_elements", self.max_elements, 1)
 
     def open(self, start: int) -> OpenWriter:
-        """Return a writer that calls the function; ``start`` is not used."""
+        """Make a writer that calls the function; ``start`` is not used."""
 
         def write(record: Record) -> None:
             if record.kind == "eval" or record.step % self.every == 0:
@@ -573,7 +573,7 @@ def _tensorboardx(module: str) -> Any:
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:
-    """Return a number for each curve of a record, by the curve's name.
+    """Take a number for each curve of a record, by the curve's name.
 
     An array has a curve for each element; ``most`` is the largest number of them.
     """

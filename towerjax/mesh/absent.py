@@ -105,7 +105,7 @@ class Absent:
             )
 
     def __len__(self) -> int:
-        """Return the number of devices."""
+        """Count the devices."""
         if match := _TPU.fullmatch(self.target):
             return math.prod(int(size) for size in match[1].split("x"))
         return self.number or 0
@@ -160,7 +160,7 @@ class Absent:
         return _TARGET.format(major=major, figures=figures, name=self.target.upper())
 
     def jax_devices(self) -> tuple[Any, ...]:
-        """Return the compiler's devices; raise if the compiler is not installed."""
+        """Make the compiler's devices; raise if the compiler is not installed."""
         # Called first, so that JAX's default devices are the present ones.
         jax.devices()
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
@@ -223,7 +223,7 @@ def _set_by_default(variable: str) -> Iterator[None]:
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for one error of JAX: that the CUDA plugin failed without a GPU."""
+    """Drop one error of JAX: that the CUDA plugin failed without a GPU."""
     is_of_cuda = record.exc_info and "xla_cuda" in record.getMessage()
     return not is_of_cuda or bool(glob.glob("/dev/nvidia*"))
 

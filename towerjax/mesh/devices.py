@@ -29,7 +29,7 @@ _WITHOUT_CPU = (
 
 
 def canonical_device_name(device: Any) -> str:
-    """Return a device's name ``"platform:index"``, such as ``"gpu:0"``.
+    """Write a device's name as ``"platform:index"``, such as ``"gpu:0"``.
 
     The index counts within the platform. The platforms cuda and rocm are called gpu.
     """
@@ -48,7 +48,7 @@ def canonical_device_name(device: Any) -> str:
 
 
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
-    """Return the canonical names of several devices of one platform, in their order."""
+    """Write the canonical names of devices of one platform, in their order."""
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
@@ -71,7 +71,7 @@ def canonical_device_names(devices: Any) -> tuple[str, ...]:
 
 
 def platform_devices(platform: str) -> list[Device]:
-    """Return the devices of a platform; an empty list if JAX has no such platform."""
+    """List the devices of a platform; none if JAX has no such platform."""
     try:
         return jax.devices(platform)
     except RuntimeError:  # JAX raises it for a platform that it lacks
@@ -79,7 +79,7 @@ def platform_devices(platform: str) -> list[Device]:
 
 
 def host_device() -> Device:
-    """Return this process's first CPU device."""
+    """Find this process's first CPU device."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -87,7 +87,7 @@ def host_device() -> Device:
 
 
 def first_of_each_process(gpus: int) -> tuple[str, ...]:
-    """Return the names of the first ``gpus`` GPUs of each process.
+    """Name the first ``gpus`` GPUs of each process.
 
     For ``gpus=0`` return the name of the first CPU device of each process.
     """
@@ -108,7 +108,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def owners_of(names: Sequence[str]) -> set[int]:
-    """Return the processes that own these devices.
+    """Find the processes that own these devices.
 
     The set is empty if JAX does not find one of the devices.
     """
@@ -135,7 +135,7 @@ def wake_cpu_devices(number: int) -> None:
 
 
 def find_devices(names: Sequence[str]) -> tuple[Device, ...]:
-    """Return the JAX devices with these canonical names."""
+    """Find the JAX devices with these canonical names."""
     devices = []
     for name in names:
         platform, _, index = name.partition(":")

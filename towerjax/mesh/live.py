@@ -37,7 +37,7 @@ class LostError(RuntimeError):
 
 
 def named(processes: Iterable[int]) -> str:
-    """Return processes in words: "process 1 was", or "processes 1 and 3 were"."""
+    """Word processes: "process 1 was", or "processes 1 and 3 were"."""
     numbers = [str(number) for number in sorted(processes)]
     if len(numbers) == 1:
         return f"process {numbers[0]} was"
@@ -50,7 +50,7 @@ def is_recoverable() -> bool:
 
 
 def silent() -> frozenset[int]:
-    """Return the processes that this process knows to be lost.
+    """Collect the processes that this process knows to be lost.
 
     Others may learn it later. What all must decide alike, they agree on first.
     """
@@ -63,7 +63,7 @@ def leave_out(processes: Iterable[int]) -> None:
 
 
 def numbers_left() -> tuple[int, ...]:
-    """Return the numbers of the job's processes, without those that are left out."""
+    """List the numbers of the job's processes, without those left out."""
     return tuple(i for i in range(jax.process_count()) if i not in _job.left_out)
 
 

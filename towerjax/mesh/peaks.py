@@ -43,7 +43,7 @@ _LESS = (" MIG ", "TPU v4 lite")
 
 
 def peak_flops_of(kind: str) -> float | None:
-    """Return the FLOP/s of a device of this kind; None if they are not known.
+    """Look up the FLOP/s of a device of this kind; None if they are not known.
 
     A kind is a name such as "NVIDIA H200", or a topology of TPUs.
     """
@@ -56,7 +56,7 @@ def peak_flops_of(kind: str) -> float | None:
 
 
 def peak_flops_of_all(placement: Placement, of_one: float | None) -> float | None:
-    """Return the FLOP/s of all devices of a strategy together; None if unknown.
+    """Add up the FLOP/s of a strategy's devices; None if unknown.
 
     ``of_one`` is the number for one device, or None to look it up.
     """

@@ -47,7 +47,7 @@ WHOLE = PartitionSpec()
 
 
 def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
-    """Return the spec of an array that is split along ``dim`` over ``D`` devices.
+    """Write the spec of an array that is split along ``dim`` over ``D`` devices.
 
     ``within`` is the spec of its split over the devices of a tower.
     """
@@ -58,7 +58,7 @@ def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
 
 
 def whole_on(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that is replicated over a mesh."""
+    """Make the sharding of an array that is replicated over a mesh."""
     return NamedSharding(mesh, WHOLE)
 
 
@@ -160,7 +160,7 @@ class Placement:
         return host_device()
 
     def tower_on(self, device: str | Device) -> int:
-        """Return the tower that runs on a device; raise unless it is exactly one."""
+        """Find the tower that runs on a device; raise unless it is exactly one."""
         device = canonical_device_name(device)
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
@@ -177,7 +177,7 @@ class Placement:
         return self.num_devices // self.num_processes
 
     def rotated(self, by: int) -> tuple[str, ...]:
-        """Return the devices' names, each replaced by that of a neighbour.
+        """Replace the name of each device by that of a neighbour.
 
         The neighbour is ``by`` devices further on in the same process, which is a
         circle. If a tower has several devices, they move together.
@@ -300,18 +300,18 @@ class Placement:
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
-        """Return the sharding of a value that has this layout."""
+        """Make the sharding of a value that has this layout."""
         return NamedSharding(self.mesh, SPECS[layout])
 
     def sharding_like(self, sharding: Any) -> NamedSharding:
-        """Return a sharding over other devices as one over these devices."""
+        """Move a sharding over other devices to these devices."""
         assert isinstance(sharding, NamedSharding), sharding
         return NamedSharding(self.mesh, sharding.spec)
 
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None
     ) -> PyTree:
-        """Return a sharding for each leaf of ``values``, by a prefix tree of layouts.
+        """Choose a sharding for each leaf of ``values``, by a prefix tree of layouts.
 
         Within a tower, a leaf is split like its parameter in ``params``.
         """
@@ -331,7 +331,7 @@ class Placement:
         return treedef.unflatten(shardings)
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
-        """Return how each leaf is split over a tower's devices: like its parameter."""
+        """Split each leaf over a tower's devices like its parameter."""
         if self.specs is None or params is None:
             return [WHOLE] * len(jax.tree.leaves(values))
         return specs_like(values, self.specs.table(params, dict(self.within)))
@@ -358,7 +358,7 @@ class Placement:
         return rows if size == 1 else jax.tree.map(split, rows)
 
     def split_dim(self, x: Any, within: PartitionSpec = WHOLE) -> int | None:
-        """Return the longest dim that can be split over ``D`` devices, or None.
+        """Choose the longest dim that can be split over ``D`` devices, or None.
 
         Its size is a multiple of ``D``, and ``within`` does not split it. A shard has
         at least `LEAST_SHARD` elements, and its contiguous runs have a multiple of

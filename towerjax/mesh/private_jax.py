@@ -55,7 +55,7 @@ def put(
 
 @functools.lru_cache(1024)
 def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """Return the type of an array with that sharding, and where its shards lie.
+    """Find the type of an array with that sharding, and where its shards lie.
 
     For each shard that is its index in the array, and its device.
     """
@@ -72,7 +72,7 @@ def is_literal_zero(x: Any) -> bool:
 
 
 def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Return for each input whether one of the outputs marked True depends on it."""
+    """Mark the inputs on which one of the outputs marked True depends."""
     return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # JAX 0.10 to 0.12
 
 
@@ -82,12 +82,12 @@ def is_tracing() -> bool:
 
 
 def bind_axis(name: Hashable) -> AbstractContextManager[None]:
-    """Return a context in which an axis of size 1 is bound, with any hashable name."""
+    """Bind an axis of size 1 in a context, with any hashable name."""
     return extend_axis_env_nd([(name, 1)])
 
 
 def without_axis(name: str) -> AbstractContextManager[None]:
-    """Return a context in which `jax.shard_map` does not take this axis of the mesh.
+    """Keep `jax.shard_map` from taking this axis of the mesh, in a context.
 
     By default it makes all axes of a mesh manual.
     """
@@ -96,17 +96,17 @@ def without_axis(name: str) -> AbstractContextManager[None]:
 
 
 def bound_axes() -> list[Any]:
-    """Return the names of the axes that are bound here."""
+    """List the names of the axes that are bound here."""
     return [*get_axis_env().axis_sizes]
 
 
 def coordinator_client() -> Any:
-    """Return JAX's client of the job's key-value store."""
+    """Get JAX's client of the job's key-value store."""
     return distributed.global_state.client
 
 
 def live_processes(numbers: Iterable[int]) -> dict[int, int]:
-    """Return which of these processes are alive, each with a number of its start.
+    """Ask which of these processes are alive, each with a number of its start.
 
     It waits until all that are alive have asked. `multihost_utils.live_devices` is made
     of it.
@@ -115,7 +115,7 @@ def live_processes(numbers: Iterable[int]) -> dict[int, int]:
 
 
 def take_number() -> int | None:
-    """Return the number of this process; None if an earlier one has had it.
+    """Take the number of this process; None if an earlier one has had it.
 
     It does not start the devices, as `jax.process_index` does.
     """
@@ -130,7 +130,7 @@ def take_number() -> int | None:
 
 
 def detects_cluster(method: str | None) -> bool:
-    """Return whether JAX finds that it was started as one of several processes.
+    """Ask whether JAX was started as one of several processes.
 
     ``method`` is the launcher to look for; None is any.
     """
@@ -144,12 +144,12 @@ def detects_cluster(method: str | None) -> bool:
 
 
 def read_arguments(compiled: Any) -> list[int]:
-    """Return the indices of the argument leaves that a compiled program reads."""
+    """List the argument leaves that a compiled program reads, by index."""
     return sorted(compiled._executable._kept_var_idx)  # JAX 0.10 to 0.12
 
 
 def least_effort(platform: str, level: int) -> dict[str, Any] | None:
-    """Return compiler options for a program that runs too rarely to be optimized.
+    """Choose compiler options for a program that runs too rarely to be optimized.
 
     ``level`` is the optimization level. At 1, convolutions run ten times as fast as at
     0, and a loss with its gradient takes 1.5 times as long to compile. Returns None for

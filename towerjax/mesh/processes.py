@@ -69,7 +69,7 @@ class Exchange:
         self._round = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values that all processes give in this round, in process order.
+        """Gather the values that all processes give in this round, in order.
 
         If a process was lost, every other one raises a `live.LostError`.
         """
@@ -79,7 +79,7 @@ class Exchange:
         return [values[number] for number in self._processes]
 
     def gather_from_left(self, value: Any) -> dict[int, Any]:
-        """Return the values of this round by process, without those that are lost.
+        """Gather this round's values by process, without those that are lost.
 
         All processes get the same answer.
         """
@@ -102,7 +102,7 @@ class Exchange:
         return {int(number): x for number, x in json.loads(answer).items()}
 
     def _collected(self, here: str) -> dict[int, Any]:
-        """Return the values of the others, for the first process.
+        """Collect the values of the others, for the first process.
 
         After each wait it takes all that have come, by one question.
         """
@@ -168,7 +168,7 @@ class Processes:
         return jax.process_index() in (self.numbers[:1] or [jax.process_index()])
 
     def says_if_alone(self, why: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that prints a line if the others do not join in 10 s.
+        """Print a line, in a context, if the others do not join in 10 s.
 
         ``why`` says what this process waits for.
         """
@@ -200,7 +200,7 @@ class Processes:
         begun.calls += len(self.numbers) == jax.process_count()
 
     def gather(self, value: Any, why: str = "numbers are compared") -> list[Any]:
-        """Return the small values that all processes give, in process order.
+        """Gather the small values that all processes give, in process order.
 
         They go through JSON. ``why`` is said if one of them is late.
         """
@@ -214,7 +214,7 @@ class Processes:
         return Exchange(f"{name}/{number}", waits_for, self.numbers).all_gather(value)
 
     def from_first(self, tree: PyTree) -> PyTree:
-        """Return the first process's values, to the bit, on every process."""
+        """Send the first process's values, to the bit, to every process."""
         if not self.are_several:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -267,7 +267,7 @@ class Processes:
 
 
 def _words_of(x: np.ndarray) -> np.ndarray:
-    """Return the bits of an array as a row of unsigned integers.
+    """Read the bits of an array as a row of unsigned integers.
 
     A sum of numbers would make 0 of -0, and bfloat16 is not added everywhere.
     """
@@ -283,7 +283,7 @@ def _added(rows: list[jax.Array], *, sharding: NamedSharding) -> list[jax.Array]
 
 
 def processes_of(arrays: PyTree) -> Processes:
-    """Return the processes that own the devices of these arrays.
+    """Find the processes that own the devices of these arrays.
 
     Arrays of a trace have no devices.
     """
@@ -294,7 +294,7 @@ def processes_of(arrays: PyTree) -> Processes:
 
 
 def is_preempted(number: int) -> bool:
-    """Return whether JAX chose step ``number`` as the one to stop at.
+    """Ask whether JAX chose step ``number`` as the one to stop at.
 
     JAX chooses one step for all processes after any of them got SIGTERM.
     """

@@ -29,7 +29,7 @@ class Specs:
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:
-        """Return the specs by name, or the name of the function, as text."""
+        """Show the specs by name, or the name of the function."""
         if self.by_name is not None:
             return getattr(self.by_name, "__name__", repr(self.by_name))
         named = [f"{'/'.join(keys)!r}: {spec}" for keys, spec in self.by_keys]
@@ -65,7 +65,7 @@ class Specs:
     def table(
         self, params: PyTree, sizes: Mapping[str, int]
     ) -> dict[Keys, tuple[tuple[int, ...], PartitionSpec]]:
-        """Return the shape and the spec of each parameter, by its path.
+        """Look up the shape and the spec of each parameter, by its path.
 
         ``sizes`` has the names and sizes of the axes within a tower.
         """
@@ -107,7 +107,7 @@ def _keys(path: tuple[Any, ...]) -> Keys:
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """Return a spec for each leaf: that of the parameter to which the leaf belongs.
+    """Choose a spec for each leaf: that of the parameter to which it belongs.
 
     A leaf of the optimizer's state belongs to a parameter of the same shape if the
     leaf's path ends with the parameter's path. A leaf without such a parameter is not
@@ -125,7 +125,7 @@ def specs_like(
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the names of the axes in one entry of a spec; none for None."""
+    """Name the axes in one entry of a spec; none for None."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -63,7 +63,7 @@ def refuse_traced(root: str, tree: PyTree) -> None:
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """Return a copy of the first process's values on the devices; it may be donated.
+    """Copy the first process's values to the devices; the copy may be donated.
 
     All processes that own the devices call this.
     """
@@ -100,7 +100,7 @@ def place_own(
 
 
 def copy_to_host(leaf: Any) -> Any:
-    """Return a new NumPy array of a dtype that devices hold; a key gives a key."""
+    """Copy a leaf to NumPy, in a dtype that devices hold; a key stays a key."""
     if is_key(leaf):  # copy() of a key would compile a program
         data = key_data(leaf)
         # A single process cannot copy a global array to devices, so the copy stays on
@@ -128,7 +128,7 @@ def is_split(leaf: Any) -> bool:
 
 
 def readable(leaf: Any) -> Any:
-    """Return the leaf, replicated if it was split, so that each process can read it."""
+    """Replicate a leaf that was split, so that each process can read it."""
     if not is_split(leaf):
         return leaf
     mirrored = whole_on(leaf.sharding.mesh)
@@ -194,7 +194,7 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """Return a function that turns an array like ``x`` into a program's argument.
+    """Make a function that turns an array like ``x`` into a program's argument.
 
     Returns None if such an array can be passed as it is.
     """
@@ -218,7 +218,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """Return ``out``; wait for it first if it lies on several CPU devices.
+    """Wait for ``out`` if it lies on several CPU devices.
 
     `bound_in_flight` says why.
     """
@@ -231,7 +231,7 @@ def wait_on_cpus(out: PyTree) -> PyTree:
 
 
 def on_neighbours(tree: PyTree, placement: Placement, other: Placement) -> PyTree:
-    """Return arrays of ``placement`` as arrays of its rotated devices, ``other``.
+    """Move arrays of ``placement`` to its rotated devices, ``other``.
 
     A device that holds a part of an array itself, such as all of a replicated one,
     keeps its own copy. Other parts move from the device before it, within a process.
@@ -260,7 +260,7 @@ def on_neighbours(tree: PyTree, placement: Placement, other: Placement) -> PyTre
 
 
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
-    """Return the tree, replicated, so that each process can read all of it."""
+    """Replicate a tree, so that each process can read all of it."""
     if placement.num_processes == 1:
         return tree
     mirrored = placement.sharding(Layout.MIRRORED)

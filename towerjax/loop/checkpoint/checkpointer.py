@@ -122,7 +122,7 @@ class Checkpointer:
         return min(costs, key=costs.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
-        """Return the record of a checkpoint, which describes its contents.
+        """Read the record of a checkpoint, which describes its contents.
 
         Args:
           number: The number of the step after which it was saved.
@@ -142,7 +142,7 @@ class Checkpointer:
     def restore(
         self, step: Step, state: TrainState, *, number: int | None = None
     ) -> TrainState:
-        """Return the state of a checkpoint, placed for this step's towers and devices.
+        """Read the state of a checkpoint, and place it for this step's towers.
 
         With several processes, all of them must call it.
 
@@ -319,7 +319,7 @@ class Checkpointer:
             yield Saving(options, step, point.state, source, stack), point
 
     def _is_passed(self, chosen: int, number: int | None) -> bool:
-        """Return whether a checkpoint was deleted, or is no longer the newest.
+        """Look whether a checkpoint was deleted, or is no longer the newest.
 
         ``number`` is None if the caller asked for the newest; otherwise only deletion
         counts.
@@ -337,7 +337,7 @@ class Checkpointer:
 
 
 def _by_step(evaluations: Any) -> dict[str, dict[int, float]]:
-    """Return evaluations with Python's numbers; refuse what is no step or number."""
+    """Convert evaluations to Python's numbers; refuse what is no step or number."""
     form = "a dict of numbers by step number for each metric, {'loss': {100: 0.5}}"
     if not isinstance(evaluations, Mapping):
         refuse_option("evaluations", evaluations, form)
@@ -358,7 +358,7 @@ def _by_step(evaluations: Any) -> dict[str, dict[int, float]]:
 
 
 def _how_to_move(saved: CheckpointRecord) -> str:
-    """Return what a loop does with its batches, which `resume` did not get."""
+    """Say what a loop does with its batches, which `resume` did not get."""
     if saved.batches["cursor"] is None:
         return f"skip the first {saved.batches['used']} batches"
     return "to move batches to their saved position, pass resume(step, state, batches)"

@@ -74,7 +74,7 @@ def explained(done: str, path: epath.Path) -> Iterator[None]:
 
 
 def saved_steps(directory: epath.Path) -> tuple[int, ...]:
-    """Return the step numbers of the committed checkpoints, ascending."""
+    """List the step numbers of the committed checkpoints, ascending."""
     with explained("read from", directory):
         try:
             paths = _those(directory, _NUMBER)
@@ -84,7 +84,7 @@ def saved_steps(directory: epath.Path) -> tuple[int, ...]:
 
 
 def unfinished(directory: epath.Path) -> list[epath.Path]:
-    """Return the folders of checkpoints that are not complete.
+    """List the folders of checkpoints that are not complete.
 
     They are being written, or a killed process left them.
     """
@@ -237,7 +237,7 @@ def _lock_locally(path: epath.Path, name: str) -> int:
 
 
 def owner(directory: epath.Path) -> str:
-    """Return the name in the folder's lock file, which tells who holds the `lock`."""
+    """Read in the folder's lock file who holds the `lock`."""
     with explained("read from", path := directory / ".lock"):
         return printable(path.read_text()) if path.exists() else "nobody"
 
@@ -270,7 +270,7 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
-    """Return the table of a checkpoint; raise if the table was changed."""
+    """Read the table of a checkpoint; raise if the table was changed."""
     table = {}
     content = None
     with explained("read from", folder):
@@ -353,7 +353,7 @@ def _is_file(path: epath.Path) -> bool:
 
 
 def _no_files(folder: epath.Path) -> list[str]:
-    """Return a text for each path that is neither a file nor a folder."""
+    """Write a text for each path that is neither a file nor a folder."""
     if not is_on_disk(folder):  # in a store each path is a file
         return []
     return [f"{x} is not a file" for x in _below(folder) if not _is_file(folder / x)]
@@ -369,7 +369,7 @@ def _below(folder: epath.Path) -> Iterator[str]:
 
 
 def _checksum(path: epath.Path) -> list[int]:
-    """Return the length of a file in bytes, and its CRC-32."""
+    """Measure a file: its length in bytes, and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(2**24):

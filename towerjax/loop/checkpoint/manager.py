@@ -58,7 +58,7 @@ def open_manager(
 
 
 def _barrier_of(processes: Sequence[int], name: str) -> Callable[..., None]:
-    """Return a barrier at which nobody waits for a process that is lost.
+    """Make a barrier at which nobody waits for a process that is lost.
 
     JAX's own would wait for minutes. Orbax uses a key of barriers again and again.
     """
@@ -75,7 +75,7 @@ def _barrier_of(processes: Sequence[int], name: str) -> Callable[..., None]:
 
 
 def join_counts(processes: Processes) -> None:
-    """Make Orbax count its operations alike on all processes, after a loss.
+    """Let all processes count Orbax's operations the same way, after a loss.
 
     The names of its barriers have this number.
     """
@@ -87,7 +87,7 @@ def join_counts(processes: Processes) -> None:
 
 
 def of_processes(processes: Sequence[int]) -> Any:
-    """Return Orbax's options for the processes that save or restore together."""
+    """Make Orbax's options for the processes that save or restore together."""
     from orbax.checkpoint.options import MultiprocessingOptions
 
     if len(processes) in (0, jax.process_count()):

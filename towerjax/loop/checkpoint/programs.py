@@ -20,7 +20,7 @@ class ProgramsOfRun:
         self._known: tuple[int, dict[str, list[str]]] = 0, {}
 
     def hashes(self) -> dict[str, list[str]]:
-        """Return hashes of the towers' programs and the updates.
+        """Hash the towers' programs and the updates.
 
         The dict is empty before any program exists. A program that calls Python has no
         hash, because the program does not show whether the Python code has changed.
@@ -43,7 +43,7 @@ class ProgramsOfRun:
         return self._known[1]
 
     def other_than(self, saved: Mapping[str, Sequence[str]]) -> str:
-        """Return, as text, how programs differ from the ``saved`` hashes; or "".
+        """Tell how programs differ from the ``saved`` hashes; or "".
 
         A run with several programs is not compared, because each shape of batch may
         have its own program.

@@ -46,7 +46,7 @@ from towerjax.types.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The description of one leaf of a saved state."""
+    """One leaf of a saved state: its name, shape, dtype and reduction."""
 
     name: str  # such as state.params['w']
     shape: tuple[int, ...]  # including a dim over towers
@@ -62,7 +62,7 @@ class Leaf:
 
 
 def leaves_of(state: PyTree) -> list[Leaf]:
-    """Return a `Leaf` for each leaf of a state, in tree order."""
+    """Describe each leaf of a state as a `Leaf`, in tree order."""
     leaves = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
         reduction = node.reduction.name if isinstance(node, TowerLocal) else None
@@ -78,7 +78,7 @@ _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 
 def arrays_of(state: PyTree) -> PyTree:
-    """Return the state in Orbax's form: keys as data, None for leaves of size 0."""
+    """Bring the state into Orbax's form: keys as data, None for leaves of size 0."""
     from orbax.checkpoint.tree import serialize_tree  # a slow import, so not at the top
 
     def numbers(x: jax.Array) -> Any:
@@ -161,7 +161,7 @@ def restore_leaves(
 
 
 def _reader(placement: Placement) -> Any:
-    """Return Orbax's reader for the processes of a placement."""
+    """Make Orbax's reader for the processes of a placement."""
     from orbax.checkpoint import StandardCheckpointer
 
     options = of_processes(placement.processes.numbers)
@@ -202,7 +202,7 @@ def _check_files(arrays: epath.Path, wanted: PyTree) -> None:
 
 
 def _containers(name: str, tree: PyTree) -> dict[str, str]:
-    """Return the number of items of each dict and list in a tree, by name."""
+    """Count the items of each dict and list in a tree, by name."""
     if not isinstance(tree, dict | list):
         return {}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -230,7 +230,7 @@ def _refuse_unsplittable(resized: Sequence[Leaf]) -> None:
 def _shape_to_read(
     saved: Leaf, leaf: Any, placement: Placement
 ) -> jax.ShapeDtypeStruct | None:
-    """Return the shape and sharding with which a saved leaf is read.
+    """Choose the shape and sharding with which a saved leaf is read.
 
     Returns None for a leaf without elements, which is not saved.
     """
@@ -254,7 +254,7 @@ _LIBRARIES = "jax jaxlib flax optax orbax-checkpoint numpy keras tensorflow torc
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRecord:
-    """The description of a checkpoint, beside its arrays.
+    """What describes a checkpoint, beside its arrays.
 
     Attributes:
       step: The number of the step after which it was saved.
@@ -360,7 +360,7 @@ def check_readable(record: CheckpointRecord) -> None:
 
 
 def other_leaves(state: PyTree, saved: PyTree) -> list[str]:
-    """Return the names of the leaves whose bits differ, on any process.
+    """Name the leaves whose bits differ, on any process.
 
     ``saved`` has the shardings of ``state``.
     """
@@ -379,7 +379,7 @@ def _differ(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
 
 
 def costs_of(options: Any) -> dict[int, float]:
-    """Return the cost by ``best`` of each checkpoint that has this metric.
+    """Compute the cost by ``best`` of each checkpoint that has this metric.
 
     ``options`` is a `Checkpointer`. The result maps a step number to a cost.
     """
@@ -397,7 +397,7 @@ def costs_of(options: Any) -> dict[int, float]:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of libraries that affect results, by name."""
+    """Name the versions of Python and of libraries that affect results."""
     versions = {"python": platform.python_version(), "towerjax": __version__}
     for name in _LIBRARIES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -406,7 +406,7 @@ def library_versions() -> dict[str, str]:
 
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
-    """Return texts on what differs between a checkpoint's run and this one."""
+    """Tell what differs between a checkpoint's run and this one."""
     before = {"strategy": saved.strategy}
     now = {"strategy": repr(strategy)}
     if before == now:  # equal options may still give other devices
@@ -422,19 +422,19 @@ def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
 
 
 def _in_short(devices: Sequence[str]) -> str:
-    """Return the number of these devices, and their platform."""
+    """Count these devices, and name their platform."""
     platforms = dict.fromkeys(name.partition(":")[0] for name in devices)
     return f"{len(devices)} of {' and '.join(platforms)}"
 
 
 def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the real scalars of an evaluation, without NaN."""
+    """Keep the real scalars of an evaluation, without NaN."""
     numbers = {k: float(v) for k, v in values.items() if is_one_real(v)}
     return {name: v for name, v in numbers.items() if not math.isnan(v)}
 
 
 def encode_cursor(cursor: Any) -> Any:
-    """Return a batches' cursor in JSON's types.
+    """Write the cursor of batches in JSON's types.
 
     Raises unless `decode_cursor` gives the same cursor again.
     """
@@ -456,7 +456,7 @@ def encode_cursor(cursor: Any) -> Any:
 
 
 def decode_cursor(encoded: Any) -> Any:
-    """Return the cursor that `encode_cursor` converted to JSON's types."""
+    """Read the cursor that `encode_cursor` converted to JSON's types."""
 
     def from_text(x: dict[str, Any]) -> Any:
         return base64.b64decode(x["base64"]) if x.keys() == {"base64"} else x

@@ -14,7 +14,7 @@ Resume = Literal["cursor", "count", "anew"]
 
 
 def record_of(step: Step, point: Point, source: Source) -> CheckpointRecord:
-    """Return the record of a run's state and of its position in the batches."""
+    """Record a run's state and its position in the batches."""
     strategy = step.strategy
     last = source.last
     return CheckpointRecord(

@@ -169,7 +169,7 @@ class Saving:
         self._from = saved
 
     def compare_programs(self) -> str:
-        """Return, as text, how the programs differ from those before the checkpoint.
+        """Tell how the programs differ from those before the checkpoint.
 
         The text is "" from the second call on. It is also "" if something else has
         changed on which programs depend, such as the strategy.
@@ -181,14 +181,14 @@ class Saving:
         return self._programs.other_than(saved.programs)
 
     def _is_elsewhere(self, saved: CheckpointRecord) -> bool:
-        """Return whether the batches tell another position than the saved one."""
+        """Look whether the batches tell another position than the saved one."""
         if self.options.batches != "cursor" or saved.batches["cursor"] is None:
             return False
         here = record.encode_cursor(self._source.last.cursor)
         return here is not None and here != saved.batches["cursor"]
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
-        """Return whether an evaluation is better than all before, and must be saved."""
+        """Decide whether an evaluation is better than all before, to be saved."""
         best = self.options.best
         if best is None:
             return False
@@ -255,7 +255,7 @@ class Saving:
     def _record(
         self, point: Point, evaluation: Mapping[str, float]
     ) -> CheckpointRecord:
-        """Return the record of a state; raise unless it can be read back."""
+        """Record a state; raise unless the record can be read back."""
         new = dataclasses.replace(
             record_of(self._step, point, self._source),
             evaluation=evaluation,
@@ -301,7 +301,7 @@ class Saving:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
-        """Return which checkpoints to keep; Orbax calls this when it saves another."""
+        """Choose which checkpoints to keep; Orbax asks when it saves another."""
         numbers = self._kept([x.step for x in checkpoints])
         return [x.step in numbers for x in checkpoints]
 
@@ -342,7 +342,7 @@ class Saving:
 
 
 def _joined(saved: CheckpointRecord, new: CheckpointRecord) -> CheckpointRecord:
-    """Return the record of a step that is saved again, with all that is known of it.
+    """Join the records of a step that is saved again, with all that is known.
 
     What the new record leaves out stays: an evaluation, a rule's values, a cursor.
     """

@@ -14,7 +14,7 @@ _PERIOD_S = 0.1
 
 
 def pipe_name(pipe: int) -> str:
-    """Return the value of `VARIABLE` that names this pipe: its descriptor and inode."""
+    """Write the value of `VARIABLE` that names this pipe: descriptor and inode."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 

@@ -49,7 +49,7 @@ class RestartPlan:
         return max(n for n in range(1, left + 1) if self.towers % n == 0)
 
     def after(self, end: End) -> "RestartPlan | None":
-        """Return the plan of the next start, or None if the job is over."""
+        """Plan the next start; None if the job is over."""
         if not end.code or end.ended_by:
             return None
         if not self.restarts or not (end.lost or end.code == AGAIN):
@@ -58,7 +58,7 @@ class RestartPlan:
         return dataclasses.replace(self, restarts=self.restarts - 1, lost=lost)
 
     def code(self, end: End) -> int:
-        """Return the exit code of a job that is over."""
+        """Choose the exit code of a job that is over."""
         if end.ended_by and end.code not in (0, AGAIN):
             return 128 + end.ended_by
         is_unfinished = end.code and end.lost and self.restarts is not None

@@ -86,7 +86,7 @@ class Leaving:
         self._client.key_value_set(_FIRST, "", allow_overwrite=True)
 
     def _left(self) -> list[Left]:
-        """Return the processes that have left so far."""
+        """List the processes that have left so far."""
         texts = self._client.key_value_dir_get(_FOLDER)
         return [Left(**json.loads(text)) for _, text in texts]
 

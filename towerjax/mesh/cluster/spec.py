@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface."""
+    """Find a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
@@ -95,7 +95,7 @@ class Cluster:
 def parse_spec(
     spec: Any, task_type: Any = None, task_id: Any = None, *, how: str = "cluster_spec"
 ) -> Cluster:
-    """Return the cluster that a specification like ``TF_CONFIG`` describes.
+    """Read the cluster that a specification like ``TF_CONFIG`` describes.
 
     The processes are the chief, if there is one, and the workers in the order of
     their list. The first is process 0, which listens at its address. The other
@@ -144,7 +144,7 @@ def parse_spec(
 def _jobs_and_task(
     spec: Any, source: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return a specification's addresses for each job, and the task that it names.
+    """Read a specification's addresses for each job, and the task that it names.
 
     The task is empty if the specification names none. ``source`` names the
     specification at the start of an error.
@@ -173,7 +173,7 @@ def _is_address(x: Any) -> bool:
 
 
 def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
-    """Return the cluster that arguments, the launcher or TF_CONFIG names, or None.
+    """Find the cluster that arguments, the launcher or TF_CONFIG names, or None.
 
     The first of these three that names a cluster counts.
     """
@@ -198,7 +198,7 @@ def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
 
 
 def cluster_of_three(values: Mapping[str, Any], source: str) -> Cluster:
-    """Return the cluster that three values name.
+    """Make the cluster that three values name.
 
     They are the coordinator's address, the number of processes, and this process's
     index. ``source`` names them at the start of an error.
@@ -242,7 +242,7 @@ _MEET = (
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the innermost launcher of several processes, and its variables.
+    """Find the innermost launcher of several processes, and its variables.
 
     Returns None if no launcher started several processes.
     """
@@ -259,7 +259,7 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """Return an error's text if a launcher started several processes, else None.
+    """Write an error if a launcher started several processes, else None.
 
     ``but`` is a clause that says why this process would be alone.
     """
@@ -267,7 +267,7 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """Return an error's text if this process should have joined the others of its job.
+    """Write an error if this process should have joined others of its job.
 
     It is called in a process that is alone to JAX. Returns None if nothing in the
     environment tells of other processes.
@@ -305,7 +305,7 @@ def _sign_of_several(environ: Mapping[str, str], ranks: tuple[str, ...]) -> _Sig
 
 
 def _count_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many processes ``TF_CONFIG`` names for this process's job."""
+    """Count the processes that ``TF_CONFIG`` names for this process's job."""
     try:
         jobs, task = _jobs_and_task(json.loads(environ.get("TF_CONFIG", "")), "")
     except ValueError:  # `initialize` explains the error
@@ -327,7 +327,7 @@ def _alone(sign: _Sign, but: str, remedy: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Return the cluster of the innermost launcher; None if its address is unknown."""
+    """Find the cluster of the innermost launcher; None if its address is unknown."""
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
@@ -348,7 +348,7 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def detection(environ: Mapping[str, str]) -> str | None:
-    """Return the method by which JAX shall detect the cluster; None lets JAX choose."""
+    """Choose how JAX shall detect the cluster; None lets JAX choose."""
     if (launched := _innermost(environ)) is not None:
         return _DETECTED.get(launched[0], "deactivate")
     # JAX would make a cluster for a single task of Slurm, too. It would take a port
@@ -358,7 +358,7 @@ def detection(environ: Mapping[str, str]) -> str | None:
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """Return the index of this process's accelerator, in a list; None for all of them.
+    """List the index of this process's accelerator; None for all of them.
 
     A launcher's process that shares its machine with others uses one accelerator.
     """

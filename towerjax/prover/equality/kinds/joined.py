@@ -1,4 +1,4 @@
-"""The kind of an array in which a map has joined values of its devices.
+"""An array in which a map has joined values of its devices, as a kind.
 
 A derivative that is taken outside of a map runs two maps: one computes the value, the
 other the gradient. What the second needs of the first leaves the first as an array that
@@ -30,7 +30,7 @@ class Places(NamedTuple):
 
 
 def places_of(eqns: Any, spec: PartitionSpec) -> Places:
-    """Return the places of an array by its spec in a `shard_map` of both programs."""
+    """Find the places of an array by its spec in a `shard_map` of both programs."""
     dims = axes_of_dims(spec)
     while dims and dims[-1] == _NOT_SPLIT:
         dims.pop()
@@ -40,7 +40,7 @@ def places_of(eqns: Any, spec: PartitionSpec) -> Places:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Kind):
-    """The kind of an array that has the values of all devices of a map.
+    """An array that has the values of all devices of a map.
 
     A map alone may read it, by the same ``places``: each device then has its own value.
     ``values`` has, for each reading of the meshes, the kind of a device's value. For

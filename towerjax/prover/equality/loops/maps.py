@@ -68,7 +68,7 @@ class _Reading(NamedTuple):
 
 @rule("shard_map", every=OF_ONE_TOWER | Stacked | Joined | Unknown)
 def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
-    """Return the kinds of a `shard_map`'s results, whose devices are the towers.
+    """Run a `shard_map` whose devices are the towers.
 
     A device gets its own rows of an operand that is split over the devices.
     """
@@ -87,7 +87,7 @@ def _mapped(pair: EquationPair, *operands: Kind) -> list[Kind]:
 
 
 def _better(kinds: Sequence[Kind], others: Sequence[Kind]) -> list[Kind]:
-    """Return each result's kind from ``kinds``, or from ``others`` if it is unknown.
+    """Take each result's kind from ``kinds``, or from ``others`` if it is unknown.
 
     A `Joined` array of both has the kinds of both.
     """
@@ -105,7 +105,7 @@ def _better_of(x: Kind, y: Kind) -> Kind:
 
 
 def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[Kind]:
-    """Return the kinds of a map's results by one reading of its mesh axes.
+    """Run a map by one reading of its mesh axes.
 
     With ``is_first``, the kinds of all values in the map's program are recorded.
     """
@@ -137,7 +137,7 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
 def _rows_each(
     pair: EquationPair, bodies: list[Any], towers: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Return the sizes that may be a device's number of rows, in both programs.
+    """List the sizes that may be a device's number of rows, in both programs.
 
     They are the sizes of dims that are split over the devices, and those by which a
     `Joined` operand has its kinds.
@@ -156,7 +156,7 @@ def _rows_each(
 
 
 def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:
-    """Return the kind that an operand of a map has on one device."""
+    """Give one device its shard of an operand of a map."""
     x = pair.ins[operand]
     spec = pair.params["in_specs"][operand]
     axes = reading.axes
@@ -180,7 +180,7 @@ def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:
 def _own_value(
     pair: EquationPair, x: Joined, spec: PartitionSpec, reading: _Reading
 ) -> Kind:
-    """Return the kind of a device's own value in a `Joined` array.
+    """Give a device its own value in a `Joined` array.
 
     The map must read the array by the spec, and on the mesh, by which it was joined.
     """
@@ -199,7 +199,7 @@ def _of_all_devices(
     own_rows: int | None,
     reading: _Reading,
 ) -> Kind:
-    """Return the kind of a map's result, from its kind on one device.
+    """Join the devices' results of a map.
 
     ``own_rows`` is the dim of a device's rows.
     """
@@ -230,7 +230,7 @@ def _of_all_devices(
 def _joined(
     pair: EquationPair, spec: PartitionSpec, value: Kind, reading: _Reading, why: str
 ) -> Kind:
-    """Return the kind of an array of all devices' values; unknown if it has not all.
+    """Join all devices' values to an array; unknown if it does not have all.
 
     The reason ``why`` says what is wrong with the array outside of a map.
     """

@@ -289,10 +289,7 @@ class Walk:
         return _by_its_rule(pair)
 
     def _checked(self, pair: EquationPair, result: int, value: Kind) -> Kind:
-        """Return the kind of a result, or unknown if it contradicts the result's shape.
-
-        The places where the result is 0 are added to the kind.
-        """
+        """Refuse a kind that contradicts its result's shape, and add its zeros."""
         if isinstance(value, Unknown | Joined):
             return value
         has_rows = pair.rows_out[result] is not None
@@ -421,7 +418,7 @@ def _divides_by_number(eqn: JaxprEqn) -> bool:
 
 
 def _divided_by_one(two: JaxprEqn, known: Sequence[tuple[Any, Any]]) -> JaxprEqn:
-    """Return the division by 1 that the first program leaves out.
+    """Make the division by 1 that the first program leaves out.
 
     The gradient of a map divides by the number of devices, if that is not 1. ``two`` is
     that division in the second program, and ``known`` are pairs of variables that have
@@ -434,7 +431,7 @@ def _divided_by_one(two: JaxprEqn, known: Sequence[tuple[Any, Any]]) -> JaxprEqn
 
 
 def _needed(program: Jaxpr) -> list[JaxprEqn]:
-    """Return the equations that some result needs, and those with an effect."""
+    """Keep the equations that some result needs, and those with an effect."""
     has_effect = [eqn for eqn in program.eqns if eqn.effects]
     return needed_eqns(program.eqns, program.outvars, always=has_effect)
 
