@@ -52,7 +52,7 @@ def is_recoverable() -> bool:
 def silent() -> frozenset[int]:
     """Collect the processes that this process knows to be lost.
 
-    Others may learn it later. What all must decide alike, they agree on first.
+    Others may learn it later. What all must decide in one way, they agree on first.
     """
     return _job.silent | _job.left_out
 

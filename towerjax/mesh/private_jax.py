@@ -89,7 +89,7 @@ def bind_axis(name: Hashable) -> AbstractContextManager[None]:
 def without_axis(name: str) -> AbstractContextManager[None]:
     """Keep `jax.shard_map` from taking this axis of the mesh, in a context.
 
-    By default it makes all axes of a mesh manual.
+    By default `jax.shard_map` makes all axes of a mesh manual.
     """
     names: Any = [name]  # a list, although JAX's annotation says one name
     return add_explicit_mesh_axis_names(names)

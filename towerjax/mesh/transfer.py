@@ -218,7 +218,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """Wait for ``out`` if it lies on several CPU devices.
+    """Wait for ``out`` if it lies on several CPU devices, and return it.
 
     `bound_in_flight` says why.
     """

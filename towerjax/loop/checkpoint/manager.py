@@ -77,7 +77,7 @@ def _barrier_of(processes: Sequence[int], name: str) -> Callable[..., None]:
 def join_counts(processes: Processes) -> None:
     """Let all processes count Orbax's operations the same way, after a loss.
 
-    The names of its barriers have this number.
+    The names of Orbax's barriers have this number.
     """
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
