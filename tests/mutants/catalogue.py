@@ -1961,6 +1961,9 @@ TRAINERS = (
 
 _HIDDEN = "accumulation_over_calls::no_fault_is_hidden_by_the_rows_that_are_given"
 ACCUMULATED = (
+    _m("A69", "any callback raises", "jaxprs.flow:_raises",
+       "tuple(names) == _RAISES", "True",
+       "error_if_proved::a_wrong_loss_that_may_raise_is_not[a_callback_that_returns]"),
     _m("A51", "a trip counts by another step with more trips",
        f"{_TRIPS}_change_in_both", "if len(changes) == 1", "if True",
        f"{_NONE_WRONG}[counted_by_other_steps]"),

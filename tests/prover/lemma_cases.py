@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import equinox.internal as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -739,6 +740,11 @@ def exchanged(side, x):
 
 for shape in (ROWS, (N,)):
     lemma("all_to_all", exchanged, shape)
+
+for name, dtype in (("any", jnp.bool_), ("all", jnp.bool_), ("max", jnp.int32)):
+    for shape in EACH:
+        lemma(f"unvmap_{name}", _called(getattr(eqx, f"unvmap_{name}")), shape,
+              dtypes=dtype)  # fmt: skip
 
 # Programs that run programs.
 

@@ -202,3 +202,22 @@ def dependents(
         if reads_one or any([axis in named_axes(x) for x in (eqn, *eqns_inside(eqn))]):
             depend.update([] if eqn.primitive in ends else [*eqn.outvars, *refs(eqn)])
     return depend
+
+
+# The module and name of the function that ends a program in `equinox.error_if`.
+_RAISES = ("equinox._errors", "_error.<locals>.raises")
+
+
+def always_raises(program: Any) -> bool:
+    """Decide whether a program only ends with an error, as a branch of `error_if`.
+
+    Its results then need what a callback returns that always raises.
+    """
+    jaxpr = open_jaxpr(program)
+    return any(_raises(eqn) for eqn in needed_eqns(jaxpr.eqns, jaxpr.outvars))
+
+
+def _raises(eqn: JaxprEqn) -> bool:
+    function = getattr(eqn.params.get("callback"), "callback_func", None)
+    names = [getattr(function, x, None) for x in ("__module__", "__qualname__")]
+    return eqn.primitive.name == "pure_callback" and tuple(names) == _RAISES

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towerjax.jaxprs.flow import inner_programs
+from towerjax.jaxprs.flow import always_raises, inner_programs
 from towerjax.jaxprs.params import (
     given_name,
     is_hidden,
@@ -129,7 +129,8 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
     """Run a `cond`, whose branch all towers must take together.
 
     So the predicate must be replicated. It may also tell whether a tower has a row with
-    some flag, if a tower without such rows gets the same from both branches.
+    some flag, if a tower without such rows gets the same from both branches. A branch
+    that only raises gives no result; it is then taken for any number of towers.
     """
     if isinstance(predicate, Unknown):
         return [predicate] * len(pair.rows_out)
@@ -138,7 +139,11 @@ def _branched(pair: EquationPair, predicate: Kind, *ins: Kind) -> list[Kind]:
     if not (is_alike or is_any):
         raise NotOfOneKindError(f"no rule for a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
-    of_branches = [pair.inside(both, ins) for both in zip(*branches, strict=True)]
+    both_branches = [*zip(*branches, strict=True)]
+    ending = [both for both in both_branches if not all(map(always_raises, both))]
+    of_branches = [pair.inside(both, ins) for both in ending or both_branches]
+    if len(ending) == 1:
+        return of_branches[0]
     if is_any:
         return [
             _by_any(pair, predicate, both) for both in zip(*of_branches, strict=True)

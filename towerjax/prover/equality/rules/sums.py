@@ -1,8 +1,10 @@
 """Rules for equations that add up, multiply or compare along dims."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from towerjax.jaxprs.params import sub_jaxprs
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
@@ -41,7 +43,7 @@ from towerjax.prover.equality.kinds.kinds import (
 from towerjax.prover.equality.kinds.widths import holds_sums
 from towerjax.prover.equality.kinds.zeros import is_over_none, zeros_of
 from towerjax.prover.equality.rules import guards
-from towerjax.prover.equality.rules.rules import refused, rule
+from towerjax.prover.equality.rules.rules import refused, rule, rule_for
 
 _REDUCTIONS = """reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod
 reduce_xor argmax argmin"""
@@ -106,6 +108,27 @@ def _extreme_of_extreme(pair: EquationPair, x: Maximum | Minimum) -> Kind:
     if _is_of_bits(pair):
         raise refused(pair)
     return x.times_tower(x.power)
+
+
+# Equinox's reductions over all dims, those that `vmap` maps, too.
+_UNMAPPED = {
+    "unvmap_any": lax.reduce_or_p,
+    "unvmap_all": lax.reduce_and_p,
+    "unvmap_max": lax.reduce_max_p,
+}
+
+
+@rule(" ".join(_UNMAPPED), ELEMENTS | Maximum | Minimum)
+def _over_all_dims(pair: EquationPair, x: Kind) -> Any:
+    """``any(x)`` over all dims is that over rows: a maximum over towers."""
+    params = {"axes": tuple(range(len(pair.shape(0))))}
+    changes = {"primitive": _UNMAPPED[pair.name], "params": params}
+    first, second = [eqn.replace(**changes) for eqn in (pair.first, pair.second)]
+    asked = rule_for(dataclasses.replace(pair, first=first, second=second))
+    if asked is None:
+        raise refused(pair)
+    registered, reduced = asked
+    return registered.ask(reduced)
 
 
 def _is_of_bits(pair: EquationPair) -> bool:
