@@ -1,7 +1,7 @@
 """An equation in two programs, for two numbers of towers, and its operands' kinds."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -87,6 +87,23 @@ class Sizes(NamedTuple):
         raise ProgramsDifferError(
             "a size that is no number of rows depends on the number of {many}"
         )
+
+
+def sizes_of_a_share(
+    shapes: Iterable[tuple[Any, Any]], towers: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """List the sizes of dims that towers share: with n times the towers, 1/n of them.
+
+    ``shapes`` are those of values of one tower, in both programs.
+    """
+    a, b = towers
+    sizes = [
+        (m, n)
+        for first, second in shapes
+        for m, n in zip(first, second, strict=False)
+        if m != n and m * a == n * b
+    ]
+    return [*dict.fromkeys(sizes)]
 
 
 class Scope(NamedTuple):

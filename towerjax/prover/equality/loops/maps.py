@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs.params import names_in, open_jaxpr
-from towerjax.prover.equality.kinds.equation_pair import EquationPair, Scope, Sizes
+from towerjax.prover.equality.kinds.equation_pair import (
+    EquationPair,
+    Scope,
+    Sizes,
+    sizes_of_a_share,
+)
 from towerjax.prover.equality.kinds.joined import Joined, places_of
 from towerjax.prover.equality.kinds.kinds import (
     EXTREME,
@@ -142,17 +147,11 @@ def _rows_each(
     They are the sizes of dims that are split over the devices, and those by which a
     `Joined` operand has its kinds.
     """
-    a, b = towers
-    pairs = zip(*[body.invars for body in bodies], strict=True)
-    sizes = [
-        (m, n)
-        for first, second in pairs
-        for m, n in zip(first.aval.shape, second.aval.shape, strict=True)
-        if m != n and m * a == n * b
-    ]
+    shapes = zip(*[[v.aval.shape for v in x.invars] for x in bodies], strict=True)
+    sizes = sizes_of_a_share(shapes, towers)
     joined = [x for x in pair.ins if isinstance(x, Joined)]
     sizes += [rows_each for x in joined for (_, rows_each), _ in x.values]
-    return [*dict.fromkeys(sizes)] or [(b, a)]
+    return [*dict.fromkeys(sizes)] or [towers[::-1]]
 
 
 def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:

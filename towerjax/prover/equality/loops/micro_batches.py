@@ -12,7 +12,12 @@ from jax.extend.core import JaxprEqn
 
 from towerjax.jaxprs.params import open_jaxpr
 from towerjax.jaxprs.sites import all_eqns
-from towerjax.prover.equality.kinds.equation_pair import EquationPair, Scope, Sizes
+from towerjax.prover.equality.kinds.equation_pair import (
+    EquationPair,
+    Scope,
+    Sizes,
+    sizes_of_a_share,
+)
 from towerjax.prover.equality.kinds.kinds import (
     EXTREME,
     Copy,
@@ -100,15 +105,8 @@ def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int,
     It is not given. It is the least size in the loop that is smaller for more
     micro-batches.
     """
-    a, b = towers
-    pairs = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
-    sizes = [
-        (m, n)
-        for first, second in pairs
-        for m, n in zip(first, second, strict=False)
-        if m != n and m * a == n * b
-    ]
-    return min(sizes, default=(b, a))
+    shapes = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
+    return min(sizes_of_a_share(shapes, towers), default=towers[::-1])
 
 
 def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:
