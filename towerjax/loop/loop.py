@@ -170,9 +170,12 @@ class Loop:
         if self._source is not None:
             self._source.restart()
 
-    def record(self) -> CheckpointRecord:
-        """Wait for the steps so far, and return the record of the run after them."""
+    def wait(self) -> None:
+        """Wait for the steps so far."""
         self._fetch(0)
+
+    def record(self) -> CheckpointRecord:
+        """Return the record of the run after the steps so far."""
         return record_of(self._step, self.point, self._source)
 
     def mark(self) -> LogMark:

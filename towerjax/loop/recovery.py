@@ -301,8 +301,9 @@ class Recovery:
         number = loop.point.number
         if self.last is not None and self.last.record.step == number:
             return self.last
-        record = loop.record()
+        loop.wait()
         start_s = time.monotonic()
+        record = loop.record()
         state = None
         if self._is_in_memory:
             state = jax.tree.map(copy_to_host, loop.point.state)

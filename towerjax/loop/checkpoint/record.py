@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -396,7 +397,8 @@ def costs_of(options: Any) -> dict[int, float]:
     return {number: sign * x for number, x in values.items() if x is not None}
 
 
-def library_versions() -> dict[str, str]:
+@functools.cache
+def library_versions() -> Mapping[str, str]:
     """Name the versions of Python and of libraries that affect results."""
     versions = {"python": platform.python_version(), "towerjax": __version__}
     for name in _LIBRARIES.split():
