@@ -55,7 +55,8 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     for target, extra in (("h200", "gpu"), ("v5e:2x4", "tpu")):
         there = tj.Absent(target, None if extra == "tpu" else 1)
-        with pytest.raises(ValueError, match=rf"towerjax\[{extra}-compiler\]"):
+        install = rf"pip install '\.\[{extra}-compiler\]' in a checkout of towerjax"
+        with pytest.raises(ValueError, match=install):
             there.jax_devices()
 
 

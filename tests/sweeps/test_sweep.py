@@ -458,9 +458,8 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
     assert len(str(found).splitlines()) == 6
     assert "4 members" in str(found) and "together" in str(found)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(
-        ValueError, match="needs the package pandas, which is not installed"
-    ):
+    missing = r"the package pandas, which is not installed .*pip install '\.\[pandas\]'"
+    with pytest.raises(ValueError, match=missing):
         found.to_pandas()
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
     assert found.to_pandas() == rows
@@ -548,7 +547,7 @@ def test_pictures_of_a_grid_without_seeds_and_of_arrays(monkeypatch):
     with pytest.raises(ValueError, match="metric='acc' must be one of 'loss'"):
         of_losses(configs, np.ones((2, 5))).plot("acc")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    missing = r"plot\(\) needs the package matplotlib.* .*'towerjax\[plot\]'"
+    missing = r"plot\(\) needs the package matplotlib.* .*pip install '\.\[plot\]' in a"
     with pytest.raises(ValueError, match=missing):
         of_losses(configs, np.ones((2, 5))).plot()
 

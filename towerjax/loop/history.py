@@ -165,7 +165,7 @@ class History:
         Raises:
           ValueError: pandas is not installed.
         """
-        pandas = require("pandas", "to_pandas(), unlike rows(),", "'towerjax[pandas]'")
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
         return pandas.DataFrame(self.rows())
 
     @api_boundary

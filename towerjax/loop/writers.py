@@ -569,7 +569,7 @@ class TensorBoard:
 def _tensorboardx(module: str) -> Any:
     """Import a module of tensorboardX; say what to install if it is missing."""
     needs = "TensorBoard, other than tj.JsonLines(path),"
-    return require(f"tensorboardX.{module}", needs, "'towerjax[tensorboard]'")
+    return require(f"tensorboardX.{module}", needs, "tensorboard")
 
 
 def curves(writer: str, record: Record, most: int | None = None) -> dict[str, float]:

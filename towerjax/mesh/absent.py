@@ -60,7 +60,7 @@ class Absent:
 
     A strategy on them proves and compiles steps from shapes, with ``step.check`` and
     ``step.report``. Nothing runs on them. The compiler comes with ``pip install
-    'towerjax[gpu-compiler]'`` or ``[tpu-compiler]``, and needs no driver.
+    '.[gpu-compiler]'`` or ``[tpu-compiler]`` in a checkout, and needs no driver.
 
     Attributes:
       target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; a topology of
@@ -206,7 +206,8 @@ def _tpu_devices(absent: Absent) -> list[Any]:
 def _missing_compiler(absent: Absent) -> ValueError:
     return ValueError(
         f"Compiling for {absent} needs its compiler, a wheel of JAX's version. Install"
-        f" it with pip install 'towerjax[{absent.platform}-compiler]'."
+        f" it with pip install '.[{absent.platform}-compiler]' in a checkout of"
+        " towerjax."
     )
 
 

@@ -191,5 +191,5 @@ class RowTable(Shown):
 
     def to_pandas(self) -> Any:
         """Make a ``pandas.DataFrame`` of the rows."""
-        pandas = require("pandas", "to_pandas(), unlike rows(),", "'towerjax[pandas]'")
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
         return pandas.DataFrame(self.rows())

@@ -139,15 +139,15 @@ def opening(name: str, path: Any) -> Iterator[None]:
         ) from error
 
 
-def require(module: str, needed_by: str, install: str) -> Any:
-    """Import a module of an optional package; the error says how to install it."""
+def require(module: str, needed_by: str, extra: str) -> Any:
+    """Import a module of an extra of towerjax; the error says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(
             f"{needed_by} needs the package {package}, which is not installed"
-            f" ({error}). Run pip install {install}."
+            f" ({error}). Run pip install '.[{extra}]' in a checkout of towerjax."
         ) from error
 
 

@@ -109,7 +109,7 @@ def picture(panels: int = 1) -> tuple["Figure", Any]:
 
     It raises a ``ValueError`` if Matplotlib is not installed.
     """
-    figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
+    figures = require("matplotlib.figure", "plot()", "plot")
 
     class Picture(figures.Figure):
         """A figure that a notebook shows even without ``%matplotlib inline``."""
