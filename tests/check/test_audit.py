@@ -212,8 +212,8 @@ CAUSES = {
     "mixup_with_the_flipped_batch": "It reverses a tower's own rows",
     "noise_from_the_shared_key": "Draw the random numbers of rows from tower.rng",
     "noise_from_its_own_key": "a key that the function makes.*, at .*own_key",
-    "advantage_less_its_mean": "computed from the rows of one tower alone"
-    r"[\s\S]*tower\.mean\(x, tower\.weight, axis=0\), the mean row",
+    "advantage_less_its_mean": "a mean over the tower's own rows, at [\\s\\S]*"
+    r"tower\.mean\(x, tower\.weight\), or with axis=0 the mean row",
     "gradient_by_the_mean_of_rows": "a function of a tower's own gradient",
 }
 
@@ -303,7 +303,7 @@ def test_of_a_bare_loss_is_told_what_its_reduction_makes_of_it(how):
     wanted = "a sum" if how is SUM else "a mean"
     reduction = f"loss_reduction={how.name}"
     text = (
-        f"The proof stopped: no rule .*\n.*{reduction} .* return {wanted} over .*\n.*"
+        f"It sorts a tower's own rows .*\n.*{reduction} .* return {wanted} over .*\n.*"
     )
     refused(step, step.init(MODEL), ROWS, text=text)
 

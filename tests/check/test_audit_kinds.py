@@ -113,7 +113,8 @@ def test_predictions_by_the_number_of_a_tower_are_not_called_a_sum():
         return scores(params, batch) * (1 + tower.id)  # twice as much on the second
 
     predict = tj.build_predict_step(predict_fn, tj.Mirrored(towers=4))
-    error, found = refused(predict, MODEL, ROWS, text="or from tower.id or tower.num_t")
+    text = "no rule for a replicated value added to tower.id, at tests/"
+    error, found = refused(predict, MODEL, ROWS, text=text)
     assert [*found] == ["predictions"] and "wice" not in str(error)
 
 

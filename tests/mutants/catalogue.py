@@ -1494,7 +1494,7 @@ EQUAL = (
        _split("padding_that_a_gather_fills")),
     _m("E49", "a rule for a function of JAX is JAX's own",
        f"{_WALK}own_derivatives:_is_rule_of_jax",
-       "if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):",
+       "if not all(x.startswith(_FOLDERS) for x in files):",
        "if False:", _split("derivative_of_its_own_for_what_is_called_relu"),
        _split("derivative_of_its_own_for_relu")),
     _m("E50", "a rule of a derivative is that of the function's file",

@@ -66,10 +66,11 @@ def all_sites(
     return sites
 
 
-_PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1]
+"""The folder of this package."""
 
 
-_LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
+_LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{PACKAGE}/")
 
 
 def sites_over(

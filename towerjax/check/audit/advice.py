@@ -344,6 +344,11 @@ def _of_the_proof(case: Case) -> Explained | None:
     return Explained(leaves, advice._replace(cause=f"the proof stopped: {first.why}"))
 
 
+def _of_a_first_call(case: Case) -> Explained | None:
+    """Explain the leaves by the proof that a first call has made of the whole batch."""
+    return _of_the_proof(case) if case.audit.step.unproved else None
+
+
 def _of_own_gradients(case: Case) -> Explained | None:
     """Explain the leaves if gradients differ, or values made of them, but no loss."""
     parts = [part_of(x) for x in case.names]
@@ -395,11 +400,12 @@ _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _of_a_shared_key,
     _of_an_own_key,
     _of_padding,
-    _of_the_proof,
+    _of_a_first_call,
     _of_own_gradients,
     _of_uneven_rows,
     _along_rows,
     _of_the_first_tower,
+    _of_the_proof,
     _of_own_rows,  # the last, because it explains any leaf
 )
 

@@ -16,12 +16,12 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.jaxprs.params import given_name, open_jaxpr
-from towerjax.jaxprs.sites import all_eqns
+from towerjax.jaxprs.sites import PACKAGE, all_eqns
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp_rule", "fwd")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parents[2])
+_FOLDERS = (_JAX_FOLDER, str(PACKAGE))
 
 
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
@@ -56,7 +56,7 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     """
     rules = [x for key, x in params.items() if key in _RULE_PARAMS]
     files = [x.co_filename for x in _code_in(rules)]
-    if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
+    if not all(x.startswith(_FOLDERS) for x in files):
         return False
     program: Any = params.get("call_jaxpr") or params.get("fun_jaxpr")
     if "traced" in params:
@@ -64,7 +64,7 @@ def _is_rule_of_jax(params: Mapping[str, Any]) -> bool:
     info = getattr(open_jaxpr(program), "debug_info", None)
     name, _, source = str(getattr(info, "func_src_info", "")).partition(" at ")
     file = source.rpartition(":")[0]
-    is_of_ours = file.startswith((_JAX_FOLDER, _OWN_FOLDER))
+    is_of_ours = file.startswith(_FOLDERS)
     modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
     kinds = (jax.custom_jvp, jax.custom_vjp)
     has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
