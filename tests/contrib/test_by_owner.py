@@ -115,7 +115,7 @@ def test_one_number_of_a_whole_stack_is_refused(optimizer, alone):
         strategy,
     )
     params = {"layers": start()["layers"]} if alone else start()
-    with pytest.raises(ValueError, match=r"one number of all of \['layers'\]\['"):
+    with pytest.raises(ValueError, match=r"one number from all of \['layers'\]\['"):
         step.check(params, rows())
 
 

@@ -405,7 +405,7 @@ REFUSED = {
     "metrics": (dict(loss_fn=with_metrics), r"TowerOutput\(metrics=...\)"),
     "extra": (dict(loss_fn=with_extra), r"or extra=, but"),
     "sharded": (dict(state="sharded"), "state='sharded'"),
-    "sum": (dict(loss_fn=total, loss_reduction=tj.Reduction.SUM), "or of loss_reduc"),
+    "sum": (dict(loss_fn=total, loss_reduction=tj.Reduction.SUM), "or has loss_reduc"),
     "update_extra": (dict(update_extra=count), "update_extra=... needs all"),
     "fragments": (dict(sync=DiLoCo(3, fragments=3)), "trained, 2. Use at most"),
 }

@@ -229,7 +229,7 @@ def test_our_own_checkpoints_are_exact_and_a_trainer_is_checked():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (without_a_save, r"make\(\) must return \(step, state, batches\) with a st"),
+        (without_a_save, r"make\(\) must return \(step, state, batches\), if the st"),
         (with_half_a_result, r"restore must return \(state, batches\), but returned"),
         (with_no_state, "must return the new state, with the same structure"),
         (lambda: None, "takes no argument, so other processes must"),

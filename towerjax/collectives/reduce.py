@@ -240,7 +240,7 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
 
 
 def add_rows(x: jax.Array) -> jax.Array:
-    """Add the rows of a device's towers."""
+    """Add along the first dim, which has one row for each tower of the device."""
     # XLA:CPU fuses a sum with the product that it adds up, and then computes both
     # element by element. That is 2 to 5 times slower than these additions.
     if jnp.issubdtype(x.dtype, jnp.inexact):

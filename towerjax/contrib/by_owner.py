@@ -165,9 +165,9 @@ def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> 
             for stack, x in zip(out, eqn.outvars, strict=True):
                 if stack is not None and x.aval.size < stacks[stack]:
                     raise ValueError(
-                        f"The optimizer of by_owner makes one number of all of {stack},"
-                        " but each device has only its own matrices. Chain such a"
-                        " transformation before it:"
+                        f"The optimizer of by_owner computes one number from all of"
+                        f" {stack}, but each device has only its own matrices. Chain"
+                        " such a transformation before it:"
                         " optax.chain(optax.clip_by_global_norm(1.0), by_owner(...))."
                     )
         return [get(x) for x in jaxpr.outvars]

@@ -220,8 +220,8 @@ class Rounds:
             )
         if not isinstance(grads, tj.Weighted):
             raise ValueError(
-                f"{self.sync!r} needs a gradient with one weight, because towers train"
-                " alone, but got one of a sum of several means or of"
+                f"{self.sync!r} needs a loss that is one mean, because towers train"
+                " alone, but this loss is a sum of several means, or has"
                 " loss_reduction=SUM. Return one tj.Weighted, to which tj.penalty(...)"
                 " may be added."
             )
@@ -256,8 +256,8 @@ class Rounds:
         # Before the first meeting there is no loss of all towers, so it is NaN.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
         local = {**local, _MINE: dataclasses.replace(local[_MINE], value=of_tower)}
-        # Towers meet at the last step of each period, and ``faults`` begins with its
-        # first step. So this is the number of the first step with a fault.
+        # This is the last step of a period, number ``state.step + 1``, and ``faults``
+        # begins with the first step of the period.
         first = state.step + 2 - self._period + jnp.argmax(faults > 0)
         refused = jnp.where(faults.any(), first.astype(jnp.int32), -1)
         return dataclasses.replace(state, local=local), metrics, refused

@@ -209,9 +209,9 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
 def program_of_class(high: Any) -> Jaxpr | ClosedJaxpr | None:
     """Find the program of `jax.checkpoint`, `custom_jvp` or `custom_vjp`.
 
-    ``high`` is the param "_prim". Under the flags ``jax_remat3``, ``jax_custom_jvp3``
-    and ``jax_custom_vjp3`` it is an object of one of JAX's own classes, which holds the
-    program. For any other object the result is None.
+    ``high`` is an equation's param "_prim". With the flags ``jax_remat3``,
+    ``jax_custom_jvp3`` or ``jax_custom_vjp3`` it is an object of one of JAX's own
+    classes, which holds the program. For any other object the result is None.
     """
     kind = type(high)
     if not kind.__module__.startswith("jax."):

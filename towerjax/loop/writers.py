@@ -529,8 +529,8 @@ class TensorBoard:
             raise _earlier("TensorBoard", logdir, "event files of an earlier run")
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
-            # The package tensorboardX opens a file by the name of its store. Its own
-            # stores need other packages.
+            # tensorboardX chooses a store by the prefix of the path. Its own stores
+            # need other packages, so this one is registered.
 
             def stored(at: str) -> StoredFile:
                 return StoredFile(epath.Path(at.partition(":")[2]))

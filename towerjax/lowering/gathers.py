@@ -138,7 +138,7 @@ class _Made:
         body = closed.jaxpr
         shards = {*body.invars[:number]}
         others = {*body.invars[number:]}
-        # A constant that is a tracer of another trace may no longer exist when these
+        # A constant that is a tracer of another trace may no longer exist when
         # results are recomputed, so results that depend on it are not.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}

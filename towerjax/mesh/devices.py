@@ -216,12 +216,12 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         del running[:ran]
 
 
-# By devices: a result of each call that may still run. The limit holds for a set of
-# devices, over all steps and threads. The lock is reentrant, because a signal's handler
-# may call a step.
+# For each set of devices, one result of each call that may still run. Their number is
+# limited for the set, over all steps and threads. The lock is reentrant, because a
+# signal's handler may call a step.
 _RUNNING: dict[tuple[str, ...], list[Any]] = {}
 _LOCK = threading.RLock()
-# By devices: the thread that called last.
+# For each set of devices, the thread that last called a step on it.
 _CALLER: dict[tuple[str, ...], int] = {}
 _CALLING = threading.RLock()
 

@@ -14,7 +14,8 @@ _POLL_S = 0.2
 
 # What this process knows of the others. Like JAX's own state, there is one per process.
 _job = types.SimpleNamespace(
-    # A thread that asks JAX who is alive; None in a job that ends with its first loss.
+    # A thread that asks JAX who is alive; None in a job that ends when it loses a
+    # process.
     watcher=None,
     is_over=threading.Event(),
     first=dict[int, int](),  # JAX's number of each process's start

@@ -60,7 +60,7 @@ def parts(tree: PyTree, devices: Sequence[Device]) -> PyTree:
         if not np.ndim(x) or len(x) % number:
             raise ValueError(
                 f"An array of shape {np.shape(x)} has no rows that {number} devices can"
-                " share evenly. Give a batch size that all numbers of devices divide."
+                " share evenly. Give a batch size that each number of devices divides."
             )
         return x.reshape(number, -1, *x.shape[1:])
 

@@ -381,8 +381,9 @@ def _made(named: NamedFunction) -> "_Training | Callable[[str, int], Any]":
     fault = f"returned {types_of(training)}"
     raise ToldError(
         ValueError(
-            f"{FORM} must return (step, state, batches) with a step of towerjax, (step,"
-            f" state, batches, save, restore), or train(folder, steps), but {fault}."
+            f"{FORM} must return (step, state, batches), if the step is towerjax's; or"
+            " (step, state, batches, save, restore); or a function train(folder,"
+            f" steps). But {fault}."
         )
     )
 

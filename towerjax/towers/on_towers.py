@@ -138,7 +138,7 @@ class OnTowers:
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class TracedCall(Static):
-    """The call of a function for which it was traced, and what it closes over."""
+    """The arguments with which a function was traced, and what it closes over."""
 
     first: Any  # the call for which the function was traced
     closes_over: str  # see `closed_over_kinds`

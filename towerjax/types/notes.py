@@ -172,7 +172,7 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
     if told := getattr(error, "__notes__", ()):
-        # JAX's note on the frames that it has removed begins with a rule of hyphens.
+        # Put JAX's note on removed frames last. It begins with a line of hyphens.
         error.__notes__ = sorted(told, key=_is_of_frames)
 
 

@@ -225,7 +225,7 @@ def _said_of_bare_loss(case: Case, leaves: Sequence[str], advice: Advice) -> lis
 
 
 def _crossed(case: Case) -> Explained | None:
-    """Explain the leaves by an equation where each row meets all rows by accident."""
+    """Name an equation that combines each row with all rows, by a slip of shapes."""
     crossed = [*crossed_rows(case.sites, case.audit.one_tower.rows)]
     advice = _with_lines(_BY_CROSSED_ROWS, crossed)
     return Explained(case.names, advice) if crossed else None

@@ -84,7 +84,7 @@ class StepReport(Shown):
 
     Attributes:
       collectives: The collectives: their bytes, how often they run, their lines, and
-        what runs beside.
+        what runs at the same time.
       flops: The FLOPs by XLA's ``cost_analysis``, which counts a loop once; None if the
         compiler does not say.
       unproved: The reason for each merged leaf that is not proved equal to one tower.

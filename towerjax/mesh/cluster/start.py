@@ -245,8 +245,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
     if named is not None and (count, me) != (named.num_processes, named.process_id):
         raise RuntimeError(
             f"{named.how}: this is {_name_of(named)} but to JAX it is process {me} of"
-            f" {count}. Either its devices do not communicate between processes, or"
-            " their order is another one, or JAX was initialized before. Check the"
+            f" {count}. Either this platform does not connect processes, or JAX"
+            " numbers them in another order, or JAX was initialized before. Check the"
             " platform, or let JAX detect the cluster."
         )
     if named is None and count == 1:

@@ -130,7 +130,7 @@ def _prove_mapped(site: Site, on: int) -> None:
         raise ValueError(
             f"The step has {number_of(on, 'device')}, but shard_map at {line}, in its"
             f" update, runs on {mesh.size}. Make its mesh from the step's devices,"
-            " or leave it out."
+            " or leave the shard_map out."
         )
     for axis, analysis in along_each_axis(site).items():
         texts = mistakes(analysis, axis)

@@ -170,8 +170,8 @@ def _value_of_metric(name: str, x: Any) -> jax.Array:
         raise ValueError(
             f"metrics[{name!r}] is {kind}. A metric of a step is one array of numbers,"
             " or one metric state, tj.Sum or tj.PerTower of one array. Return each part"
-            " as a metric of its own, and of tj.Rows the .value, [B, ...], with its"
-            " padded rows."
+            " as a metric of its own. For tj.Rows return its .value, [B, ...], which"
+            " includes padded rows."
         )
     return jnp.asarray(value)
 

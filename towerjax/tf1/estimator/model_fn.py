@@ -293,7 +293,8 @@ def static_keys(params_and_config: Mapping[str, Any]) -> tuple[Any, ...]:
     except TypeError as error:
         raise ValueError(
             f"{error}. params and config must be plain values, because they are"
-            " compiled in. Put arrays into variables, or write float(...), vars(...)."
+            " compiled in. Put arrays into variables, or pass float(x) for a scalar"
+            " and vars(x) for an object."
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Nouns(NamedTuple):
-    """The nouns for that of which two programs have different numbers, such as towers.
+    """The nouns for what two compared programs have different numbers of: towers, say.
 
     Attributes:
       one: The singular, such as "tower".

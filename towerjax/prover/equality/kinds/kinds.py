@@ -349,7 +349,7 @@ class Columns(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Key(Kind):
-    """A tower's own random key, from which each row draws for itself."""
+    """A tower's own random key; a draw from it gives each row its own numbers."""
 
     name = "a {one}'s own key"
 

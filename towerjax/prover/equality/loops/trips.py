@@ -38,8 +38,8 @@ class Trips(Protocol):
 
     Attributes:
       pair: The `scan`, in both programs.
-      one: The words for what a trip has.
-      shared: The kinds of values that each trip may get entirely.
+      one: The words for the piece of an array that one trip gets.
+      shared: The kinds of values that each trip may read whole.
       index: The kind of a carry that counts the trips; None if no rule reads it.
       count: The kind of the index after all trips; None if there is no index.
     """

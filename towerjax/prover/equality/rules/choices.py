@@ -272,7 +272,7 @@ def _choice_in_loop(pair: EquationPair, predicate: Kind, cases: Any) -> Kind:
     is_even = len({x.power for x in known}) == 1
     if not (is_of_row and len(of_carry) == 1 and is_even):
         raise NotOfOneKindError(
-            f"no rule for {cases[0]} or {cases[-1]}, chosen by {predicate}"
+            f"no rule for a choice between {cases[0]} and {cases[-1]} by {predicate}"
         )
     zeros = frozenset.intersection(*[x.zeros for x in cases])
     return known[0].replace(zeros=zeros)

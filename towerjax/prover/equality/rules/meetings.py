@@ -62,7 +62,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
     is_of_all = towers in pair.walk.axes and (axes == towers or may_be_within)
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
         raise NotOfOneKindError(
-            f"{pair.name} is over another axis, or over groups of {{many}}"
+            f"{pair.name} is over an axis that is not that of {{many}}, or over groups"
         )
 
 

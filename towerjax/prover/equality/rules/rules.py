@@ -173,7 +173,7 @@ def _with_copies_as_rows(pair: EquationPair) -> EquationPair:
     return pair.with_kinds(ins)
 
 
-# The words for an equation of two operands, in a reason that no rule accepts it.
+# How a reason names an equation of two operands that no rule accepts.
 _OF_TWO = {
     "add": "{} added to {}",
     "add_any": "{} added to {}",
