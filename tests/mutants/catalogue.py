@@ -795,7 +795,7 @@ CHECKPOINTS = (
        "loop.checkpoint.record:check_readable", "if not is_same:", "if False:",
        "record::a_record_that_could_not_be_read_again_is_not_saved"),
     _m("C27", "a list goes on for batches with a position",
-       "loop.checkpoint.saving:Saving._seek",
+       "loop.checkpoint.resume:go_on",
        "has_cursor != (cursor is not None)", "has_cursor > (cursor is not None)",
        "own_loop::a_list_does_not_go_on_for_batches_with_a_position"),
     _m("C26", "a terminal obeys what a foreign checkpoint says",

@@ -365,6 +365,7 @@ TOLD = (
     "synchronise_less",
 )  # shown as results
 TOLD += ("nnx_split",)  # beside a program of the page, which is run there
+TOLD += ("dice", "each_example_once", "rows_of_rows", "two_updates")  # in a sentence
 
 
 @pytest.mark.reads(texts=lambda name: reads.by_example(f"{name}.py")())
