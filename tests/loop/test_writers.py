@@ -442,7 +442,7 @@ REFUSED = [
     (writing(lambda x: tj.TensorBoard(x, 4), {"big": np.zeros(5)}),
         "'train/big' has 5 elements.* is 4"),
     (writing(tj.TensorBoard, {"z": np.complex64(1)}), "'train/z' is complex64.*real n"),
-    (without_tensorboardx, r"tensorboardX.*towerjax\[tensorboard\]"),
+    (without_tensorboardx, r"tensorboardX.*'\.\[tensorboard\]'"),
     (given("run.jsonl"), "writers='run.jsonl' must be a list: write"),
     (given(3), "writers=3 must be a list"),
     (given(["run.jsonl"]), "one of writers='run.jsonl' of type str cannot be used"),

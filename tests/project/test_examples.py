@@ -362,10 +362,9 @@ TOLD = (
     "ftrl",
     "gradcache",
     "memory_table",
-    "synchronise_less",
-)  # shown as results
-TOLD += ("nnx_split",)  # beside a program of the page, which is run there
-TOLD += ("dice", "each_example_once", "rows_of_rows", "two_updates")  # in a sentence
+    "synchronise_less",  # all these are shown as results
+    *("nnx_split", "dice", "each_example_once", "rows_of_rows", "two_updates"),
+)  # those are beside a program of the page, or in a sentence
 
 
 @pytest.mark.reads(texts=lambda name: reads.by_example(f"{name}.py")())

@@ -72,18 +72,7 @@ class Saving:
             f"Here it is {self.directory!r}. Name a folder that all processes see.",
         )
         stack.enter_context(quiet_orbax())
-        numbers = self.processes.numbers
-        # If the first process writes alone, no other one can make it wait.
-        writers = numbers[:1] if alone else numbers
-        self._writers = writers
-        self._writes = jax.process_index() in (writers or [jax.process_index()])
-        self._files: Any = None
-        name = None
-        if live.is_recoverable() and len(writers) > 1:
-            join_counts(self.processes)
-            name = self.processes.call_on_first(lambda: uuid.uuid4().hex)
-        if self._writes:
-            self._files = open_manager(options.path, self._seal, self, writers, name)
+        self._open_files()
         stack.callback(self._close)
         # A pool runs the thread, because Python takes a thread for ended if Ctrl-C
         # interrupts its `join`.
@@ -110,6 +99,22 @@ class Saving:
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
         )
+
+    def _open_files(self) -> None:
+        """Open the folder in the processes that write checkpoints."""
+        numbers = self.processes.numbers
+        # If the first process writes alone, no other one can make it wait.
+        self._writers = numbers[:1] if self.is_alone else numbers
+        here = jax.process_index()
+        self._writes = here in (self._writers or [here])
+        self._files: Any = None
+        name = None
+        if live.is_recoverable() and len(self._writers) > 1:
+            join_counts(self.processes)
+            name = self.processes.call_on_first(lambda: uuid.uuid4().hex)
+        if self._writes:
+            path = self.options.path
+            self._files = open_manager(path, self._seal, self, self._writers, name)
 
     def _close(self) -> None:
         if self._writes:
