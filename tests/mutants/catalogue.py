@@ -1964,7 +1964,7 @@ ACCUMULATED = (
        "tuple(names) == _RAISES", "True",
        "error_if_proved::a_wrong_loss_that_may_raise_is_not[a_callback_that_returns]"),
     _m("A51", "a trip counts by another step with more trips",
-       f"{_TRIPS}_change_in_both", "if len(changes) == 1", "if True",
+       f"{_TRIPS}_change_in_both", "for body in bodies", "for body in bodies[:1]",
        f"{_NONE_WRONG}[counted_by_other_steps]"),
     _m("A53", "weights of 1 stay 1", "prover.programs.drawn:_drawn",
        "factors = generator.uniform(0.5, 1.5, x.shape)", "factors = 1.0",
