@@ -78,7 +78,8 @@ class Words:
         the typed ``reason``, if there is one.
         """
         if cause is None:
-            return f"{why}. {self.cures[reason]}" if reason in self.cures else why
+            cure = self.cures.get(reason) if reason else None
+            return f"{why}. {cure}" if cure else why
         if cause.value is not None:
             power = self.of_power(cause.value.power, cause)
             return f"{why}. There a value is {power}"

@@ -231,7 +231,7 @@ class EquationPair:
         """Give the operands of the equation other kinds."""
         return dataclasses.replace(self, ins=ins)
 
-    def unknown(self, why: str, reason: Reason | None = None) -> Kind:
+    def unknown(self, why: str, reason: Reason | None = None) -> Unknown:
         """Make an unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
         return Unknown(why=f"{why}, at {line}" if line else why, reason=reason)

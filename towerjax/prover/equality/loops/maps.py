@@ -151,7 +151,8 @@ def _rows_each(
     sizes = sizes_of_a_share(shapes, towers)
     joined = [x for x in pair.ins if isinstance(x, Joined)]
     sizes += [rows_each for x in joined for (_, rows_each), _ in x.values]
-    return [*dict.fromkeys(sizes)] or [towers[::-1]]
+    first, second = towers
+    return [*dict.fromkeys(sizes)] or [(second, first)]
 
 
 def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:

@@ -82,7 +82,8 @@ class MicroBatches:
         walk = Walk(self._sizes, (), has_keys=False)
         walk.kinds = self.pair.walk.kinds
         scope = Scope(self.pair.site, in_chunks=True)
-        return walk.closed(*programs, ins, scope)
+        first, second = programs
+        return walk.closed(first, second, ins, scope)
 
     def over_all(self, x: Kind) -> Kind:
         """Add up all micro-batches: a value that is the same for any number."""
@@ -106,7 +107,8 @@ def _rows_of_trips(bodies: Sequence[Any], towers: tuple[int, int]) -> tuple[int,
     micro-batches.
     """
     shapes = zip(*[[*_shapes_in(x)] for x in bodies], strict=False)
-    return min(sizes_of_a_share(shapes, towers), default=towers[::-1])
+    first, second = towers
+    return min(sizes_of_a_share(shapes, towers), default=(second, first))
 
 
 def _shapes_in(body: Any) -> Iterator[tuple[Any, ...]]:

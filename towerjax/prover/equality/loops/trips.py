@@ -40,15 +40,19 @@ class Trips(Protocol):
       pair: The `scan`, in both programs.
       one: The words for the piece of an array that one trip gets.
       shared: The kinds of values that each trip may read whole.
-      index: The kind of a carry that counts the trips; None if no rule reads it.
-      count: The kind of the index after all trips; None if there is no index.
     """
 
     pair: EquationPair
     one: str
     shared: Any
-    index: Kind | None
-    count: Kind | None
+
+    @property
+    def index(self) -> Kind | None:
+        """The kind of a carry that counts the trips; None if no rule reads it."""
+
+    @property
+    def count(self) -> Kind | None:
+        """The kind of the index after all trips; None if there is no index."""
 
     def slice_of(self, operand: int, x: Kind) -> Kind | None:
         """Give a trip its slice of an array; None if no rule does."""

@@ -424,8 +424,8 @@ def _divided_by_one(two: JaxprEqn, known: Sequence[tuple[Any, Any]]) -> JaxprEqn
     that division in the second program, and ``known`` are pairs of variables that have
     the same value. The result's variable is the operand's, because x / 1 = x.
     """
-    divided, number = two.invars
-    x = next(x for x, y in known[::-1] if y is divided)
+    number: Any = two.invars[1]
+    x = next(x for x, y in known[::-1] if y is two.invars[0])
     one = Literal(np.ones_like(number.val), number.aval)
     return two.replace(invars=[x, one], outvars=[x])
 
