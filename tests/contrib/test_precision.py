@@ -74,7 +74,7 @@ def by_hand(dtype, scale, double_every, count):
     return params, losses, scales
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.03), ("float16", 0.004)])
 def test_a_loss_in_16_bits_is_that_of_plain_jax(dtype, tolerance):
     scale = LossScale(2.0**18, 4) if dtype == "float16" else None
@@ -134,6 +134,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale():
     assert int(after.step) == int(before.step) + 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_at_a_scale_of_one_a_step_is_refused_like_any_other(on_nonfinite):
     step = build(loss_scale=LossScale(1), donate=False, on_nonfinite=on_nonfinite)

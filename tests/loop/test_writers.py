@@ -210,6 +210,7 @@ def test_steps_that_are_done_again_are_there_once(
     assert read(tmp_path)[:3] == first[:3]
 
 
+@pytest.mark.few_fast(1)
 @each_file
 def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path, made, read):
     writer = made(tmp_path)

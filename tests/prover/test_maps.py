@@ -101,7 +101,7 @@ def found_of(specs, world="2 and 4", **kept):
     return [*of_specs(*specs, drawn, 0, **kept)]
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 def test_what_is_said_of_a_device_in_the_second_map_holds(specs):
     """By one spec something is said; by two, only what holds of the array itself."""
@@ -132,6 +132,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_nothing_is_said_of_what_changes_between_both_maps(name):
     world = with_flags(lemmas.WORLDS["2 and 4"], 0)

@@ -111,7 +111,7 @@ def unproved(make, **numbers):
         return {"result": str(error)}
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_proof_says_the_same(mode):
     of_averages, of_sums = table()[mode]

@@ -86,6 +86,7 @@ def on_meshes(card, shapes):
     return tj.testing.prove(make, devices=tuple(shapes)).unproved
 
 
+@pytest.mark.slow
 def test_axes_that_grow_at_once_name_the_meshes_between():
     """And with these the loss is proved."""
     why = on_meshes(Right.columns, {1: (1, 1), 4: (2, 2)})["result[0]"]
@@ -93,6 +94,7 @@ def test_axes_that_grow_at_once_name_the_meshes_between():
     assert on_meshes(Right.columns, {1: (1, 1), 2: (2, 1), 4: (2, 2)}) == {}
 
 
+@pytest.mark.slow
 def test_a_mesh_that_grows_from_one_device_alone_is_compared_with_it():
     shapes = {1: (1, 1), 2: (2, 1), 4: (1, 4)}
     assert on_meshes(Right.columns, shapes) == {}

@@ -41,7 +41,7 @@ def test_on_devices_the_advice_is_proved(name):
     assert are_the_same(make, lists, True)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(OfMicroBatches))
 def test_of_micro_batches_the_advice_is_proved(name):
     make = cases(OfMicroBatches)[name]

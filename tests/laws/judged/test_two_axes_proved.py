@@ -85,6 +85,7 @@ def test_a_factor_is_told(name):
         tj.testing.prove(maker(name, named(Wrong)[name], ROWS_FIRST), devices=NUMBERS)
 
 
+@pytest.mark.slow
 def test_a_place_has_other_rows_where_the_outer_axis_grows():
     """Each place of the second axis divides by a count of its own rows."""
     name = "rows_by_counts_of_one_axis"

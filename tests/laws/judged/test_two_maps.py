@@ -214,6 +214,7 @@ def results(make):
     return [np.asarray(fn(*args)) for fn, args in programs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(Right))
 def test_what_each_device_keeps_is_proved(name):
     make = maker(named(Right)[name], GROWING["one axis"])
@@ -222,7 +223,7 @@ def test_what_each_device_keeps_is_proved(name):
     assert all(np.allclose(x, first, rtol=1e-4) for x in others)
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("growing", ["one axis", "both axes", "rows alone"])
 @pytest.mark.parametrize("name", named(Wrong))
 def test_no_other_use_is_proved(name, growing):
@@ -260,6 +261,7 @@ def number_among_all(mesh, w, x):
     return mapped(mesh, total, (ALL, ALL), P())(mapped(mesh, number, ALL, ALL)(x), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "growing"),
     [(in_another_order, "both axes"), (number_among_all, "the second alone")],

@@ -320,6 +320,7 @@ def test_a_pass_of_an_own_step_that_reads_no_leaf_of_its_batch_is_refused():
 OWN_ROWS = np.arange(4, dtype=np.float32)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"remainder": "pad"}])
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
 def test_a_loss_that_closes_over_an_array_of_one_towers_rows_is_refused(of, options):

@@ -491,7 +491,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.few_fast(90)
+@pytest.mark.few_fast(30)
 @pytest.mark.parametrize(("call", "text", "error"), ROWS)
 def test_what_cannot_be_done_across_towers_is_refused(call, text, error, compiled):
     refused(compiled, call, text, error)
