@@ -127,7 +127,14 @@ def _imported(path: pathlib.Path) -> frozenset[pathlib.Path]:
             base = f"{package}.{node.module or ''}" if node.level else node.module or ""
             base = base.strip(".")
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and _called(node) == "import_plugin":
+            names |= {x.value for x in node.args if isinstance(x, ast.Constant)}
     return frozenset(x for name in names for x in _files_of(name))
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 @functools.cache

@@ -25,7 +25,8 @@ CHECKOUT = {
 def mean(x):
     pass
 """,
-    "tests/conftest.py": "SEED = 1\n",
+    "tests/conftest.py": "SEED = 1\nconfig.import_plugin('plugin')\n",
+    "tests/plugin.py": "EIGHT = 8\n",
     "tests/decks/rows.py": "ROWS = [1, 2]\n",
     "tests/decks/other.py": "OTHER = 1\n",
     "tests/helper.py": "import rows\n",
@@ -80,6 +81,7 @@ def checkout(tmp_path, monkeypatch):
     (("tests/room/test_a.py", "    pass", "    assert True"), False),
     (("tests/room/test_a.py", "@pytest.mark.slow\n", ""), False),  # of another test
     (("tests/conftest.py", "1", "2"), True),
+    (("tests/plugin.py", "8", "9"), True),  # by its name, in conftest.py
     (("tests/decks/rows.py", "2", "3"), True),  # by way of a helper
     (("tests/decks/other.py", "1", "2"), False),
 ])  # fmt: skip
