@@ -1,19 +1,20 @@
 """Run again what reads something new: ``green.json`` keeps what was green, and of what.
 
 A mutant, a small run of a benchmark, or a test that is marked ``reads`` has a digest of
-what it reads. While the digest is the one of its last green run, `.ci/run` leaves it
-out; ``.ci/run --all`` runs everything. Each green run writes its digests, and a commit
-keeps them.
+what it reads. So has each test of the rooms `reads.BY_IMPORTS`, with all its cases.
+While the digest is the one of its last green run, `.ci/run` leaves it out; ``.ci/run
+--all`` runs everything. Each green run writes its digests, and a commit keeps them.
 
 It is a plugin of pytest, ``-p tests.green``, and ``python -m tests.green`` runs
 benchmarks. With ``--all`` both run what has not changed, too.
 """
 
 import argparse
+import collections
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -64,40 +65,59 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Skip tests that are marked ``reads`` and whose digest is kept."""
-    found = {item: _of_test(item) for item in items if item.get_closest_marker("reads")}
+    """Skip tests whose digest is kept: of each, or of all cases of one together."""
     before = _kept()
-    for item, (name, value) in found.items():
-        item.user_properties.append(("green", f"{value} {name}"))
-        if before.get(name) == value and not config.getoption("--all"):
-            item.add_marker(pytest.mark.skip(reason=UNCHANGED))
+    for name, cases in _cases_by_name(items).items():
+        value = _digest_of(cases)
+        is_kept = before.get(name) == value and not config.getoption("--all")
+        for item in cases:
+            item.user_properties.append(("green", f"{value} {len(cases)} {name}"))
+            if is_kept:
+                item.add_marker(pytest.mark.skip(reason=UNCHANGED))
 
 
-def _of_test(item: Any) -> tuple[str, str]:
-    texts = item.get_closest_marker("reads").kwargs["texts"]
-    arguments = item.callspec.params if hasattr(item, "callspec") else {}
-    given = texts(**arguments)
-    path = item.path.relative_to(reads.ROOT).as_posix()
-    own = reads.tests([f"{path}::{item.name}"])
-    return f"test {item.path.stem}::{item.name}", reads.digest(*own, *given)
+def _cases_by_name(items: Iterable[Any]) -> dict[str, list[Any]]:
+    """Tests that have a digest, by the name under which it is kept."""
+    found = collections.defaultdict[str, list[Any]](list)
+    for item in items:
+        if item.get_closest_marker("reads"):
+            found[f"test {item.path.stem}::{item.name}"].append(item)
+        elif reads.is_by_imports(item.path):
+            found[f"test {item.path.stem}::{item.originalname}"].append(item)
+    return found
+
+
+def _digest_of(cases: Sequence[Any]) -> str:
+    """A digest of what the cases of a test read, and of which cases there are."""
+    first = cases[0]
+    path = first.path.relative_to(reads.ROOT).as_posix()
+    mark = first.get_closest_marker("reads")
+    arguments = first.callspec.params if hasattr(first, "callspec") else {}
+    given = mark.kwargs["texts"](**arguments) if mark else reads.by_imports(first.path)
+    return reads.digest(*reads.tests([f"{path}::{x.name}" for x in cases]), *given)
 
 
 class _Passed:
     def __init__(self) -> None:
-        self._green: dict[str, str] = {}
+        self._left: dict[tuple[str, str], int] = {}
         self._failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         text = dict(report.user_properties).get("green", "")
-        value, _, name = text.partition(" ")
-        if name and report.failed:
+        if not text:
+            return
+        value, cases, name = text.split(" ", 2)
+        if report.failed:
             self._failed.add(name)
-        elif name and report.passed and report.when == "call":
-            self._green[name] = value
+        elif report.skipped or report.when == "call":
+            left = self._left.get((name, value), int(cases))
+            self._left[name, value] = left - 1
 
     def pytest_sessionfinish(self) -> None:
-        if self._green or self._failed:
-            keep(self._green, self._failed)
+        green = {name: value for (name, value), left in self._left.items() if not left}
+        if green or self._failed:
+            passed = green.keys() - self._failed
+            keep({name: green[name] for name in passed}, self._failed)
 
 
 # Benchmarks.

@@ -7,7 +7,9 @@ import importlib
 import inspect
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 
 ROOT = pathlib.Path(__file__).parents[1]
 TESTS = ROOT / "tests"
@@ -95,6 +97,34 @@ def files(paths: Iterable[pathlib.Path]) -> list[str]:
     return [*map(_text, sorted(_closed(paths)))]
 
 
+BY_IMPORTS = TESTS / "prover", TESTS / "laws" / "judged"
+"""Rooms whose tests read nothing but what they import, unless they start a process."""
+
+
+def is_by_imports(path: pathlib.Path) -> bool:
+    """Whether `by_imports` has all that a test file reads."""
+    is_there = any(path.is_relative_to(room) for room in BY_IMPORTS)
+    return is_there and not re.search(r"\bsubprocess\b|\bopen\(|read_text", _text(path))
+
+
+def by_imports(path: pathlib.Path) -> list[str]:
+    """Return what a test file reads: all of the package that it reaches.
+
+    These are the modules that it imports or names, those that these import, and so on,
+    and the versions of JAX and Python.
+    """
+    return [_reached(path), metadata.version("jax"), sys.version]
+
+
+@functools.cache
+def _reached(path: pathlib.Path) -> str:
+    """A digest of a file, of its helpers, and of the modules that they reach."""
+    own = _closed([path])
+    modules = _defined_by(map(_text, own)) | {y for x in own for y in _of_package(x)}
+    reached = _all_of(modules, _of_package)
+    return digest(*map(_text, sorted(own | reached)))
+
+
 def by_program(path: pathlib.Path, **_: object) -> list[str]:
     """Return what an example or a notebook reads."""
     texts = files([path]) if path.suffix == ".py" else [_text(path)]
@@ -107,17 +137,41 @@ def by_example(name: str) -> Callable[..., list[str]]:
 
 
 def _closed(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
+    """Files, those of tests, benchmarks and examples that they import, and so on."""
+    return _all_of(paths, _imported)
+
+
+def _all_of(
+    paths: Iterable[pathlib.Path],
+    next_of: Callable[[pathlib.Path], Iterable[pathlib.Path]],
+) -> set[pathlib.Path]:
+    """Paths, those that come next to each, and so on."""
     found: set[pathlib.Path] = set()
     todo = {*paths}
     while todo:
         found |= todo
-        todo = {x for path in todo for x in _imported(path)} - found
+        todo = {x for path in todo for x in next_of(path)} - found
     return found
 
 
 @functools.cache
 def _imported(path: pathlib.Path) -> frozenset[pathlib.Path]:
     """The files of tests, benchmarks and examples that a file imports."""
+    return frozenset(x for name in _names_in(path) for x in _files_of(name))
+
+
+@functools.cache
+def _of_package(path: pathlib.Path) -> frozenset[pathlib.Path]:
+    """The modules of the package that a file imports, by their names."""
+    names = [x for x in _names_in(path) if x.startswith("towerjax.")]
+    places = [ROOT / name.replace(".", "/") for name in names]
+    files = [y for x in places for y in (x.with_suffix(".py"), x / "__init__.py")]
+    return frozenset(x for x in files if x.exists())
+
+
+@functools.cache
+def _names_in(path: pathlib.Path) -> frozenset[str]:
+    """The modules that a file imports, and the names that it takes from them."""
     names: set[str] = set()
     for node in ast.walk(_tree(path)) if path.exists() else ():
         if isinstance(node, ast.Import):
@@ -129,7 +183,7 @@ def _imported(path: pathlib.Path) -> frozenset[pathlib.Path]:
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Call) and _called(node) == "import_plugin":
             names |= {x.value for x in node.args if isinstance(x, ast.Constant)}
-    return frozenset(x for name in names for x in _files_of(name))
+    return frozenset(names)
 
 
 def _called(node: ast.Call) -> str:
@@ -167,10 +221,14 @@ def package(*texts: str) -> list[str]:
     These are names like ``tj.run`` and ``towerjax.mesh.absent``. What these modules
     import is not followed.
     """
+    return [_text(path) for path in sorted(_defined_by(texts))]
+
+
+def _defined_by(texts: Iterable[str]) -> set[pathlib.Path]:
+    """The files that define the names of towerjax in texts."""
     pattern = r"\b(?:tj|towerjax)((?:\.\w+)+)"
     chains = {chain[1:] for text in texts for chain in re.findall(pattern, text)}
-    found = {_defining(chain) for chain in chains}
-    return [_text(path) for path in sorted(found - {None})]
+    return {x for chain in chains if (x := _defining(chain))}
 
 
 @functools.cache

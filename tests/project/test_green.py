@@ -218,3 +218,47 @@ def test_fast_tests_are_known_by_the_text_of_a_file():
     text = CHECKOUT["tests/room/test_a.py"]
     assert durations.fast_tests(text) == ["test_one"]
     assert durations.fast_tests(f"pytestmark = pytest.mark.slow\n\n\n{text}") == []
+
+
+ROOM = """
+import pathlib
+import pytest
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_cases(n):
+    if n == 2 and pathlib.Path("is_bad").exists():
+        raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_a_test_of_a_room_is_left_out_once_all_its_cases_passed(tmp_path):
+    room = tmp_path / "tests" / "prover"
+    room.mkdir(parents=True)
+    (tmp_path / "towerjax").mkdir()
+    (tmp_path / "towerjax/__init__.py").touch()
+    (tmp_path / "towerjax/a.py").write_text("A = 1\n")
+    (tmp_path / "towerjax/b.py").write_text("B = 1\n")
+    for name in ("reads.py", "green.py"):
+        shutil.copy(TESTS / name, tmp_path / "tests" / name)
+    (room / "test_room.py").write_text(f"{ROOM}\nfrom towerjax.a import A\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = reads\n")
+
+    def outcome(*flags):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.green", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        last = done.stdout.splitlines()[-1]
+        return {word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)\b", last)}
+
+    assert outcome("-k", "1") == {"passed": 1, "deselected": 1}
+    (tmp_path / "is_bad").touch()
+    assert outcome() == {"passed": 1, "failed": 1}  # one case was green, not all
+    assert outcome() == {"passed": 1, "failed": 1}
+    (tmp_path / "is_bad").unlink()
+    assert outcome() == {"passed": 2}
+    assert outcome() == {"skipped": 2}
+    assert outcome("--all") == {"passed": 2}
+    (tmp_path / "towerjax/b.py").write_text("B = 2\n")  # which nothing imports
+    assert outcome() == {"skipped": 2}
+    (tmp_path / "towerjax/a.py").write_text("A = 2\n")
+    assert outcome() == {"passed": 2}
