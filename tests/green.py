@@ -12,9 +12,11 @@ benchmarks. With ``--all`` both run what has not changed, too.
 import argparse
 import collections
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -83,8 +85,16 @@ def _cases_by_name(items: Iterable[Any]) -> dict[str, list[Any]]:
         if item.get_closest_marker("reads"):
             found[f"test {item.path.stem}::{item.name}"].append(item)
         elif reads.is_by_imports(item.path):
-            found[f"test {item.path.stem}::{item.originalname}"].append(item)
+            name = f"test {item.path.stem}::{item.originalname}{_with_jax()}"
+            found[name].append(item)
     return found
+
+
+def _with_jax() -> str:
+    """What names JAX and what is switched on in it, each with its own digests."""
+    version = ".".join(metadata.version("jax").split(".")[:2])
+    flags = [x for x in ("remat3", "custom_vjp3") if os.environ.get(f"JAX_{x.upper()}")]
+    return ", ".join([f" with JAX {version}", *flags])
 
 
 def _digest_of(cases: Sequence[Any]) -> str:
